@@ -1,9 +1,9 @@
-"""Bits under a budget: our choice of each layer's format against ModelOpt's ``auto_quantize``, in as many bytes.
+"""Formats under a budget of bytes: our choice for each layer against that of ModelOpt's ``auto_quantize``.
 
 Both choose between INT4 in blocks of 64, INT8 by channel and fp16 for the weights of all layers of level 3, rounded to
-nearest, inputs in fp16. ModelOpt scores a format by the gradient of a loss (its default), here the squared distance to
-the network's output plus noise, on the calls that our sensitivity is measured on too. Its choice is then derived and
-simulated as ours is, so that images differ by the choice alone. Ours gets the bytes that ModelOpt's takes.
+nearest, with inputs in fp16. ModelOpt scores a format by the gradient of a loss (its default), here the squared
+distance to the network's output plus noise, on the calls on which our sensitivity is measured. Its choice is derived
+and simulated like ours, so images differ by the choice alone. Our budget is the bytes that ModelOpt's choice takes.
 
     python benchmarks/budget.py --out outputs/benchmarks/budget.json
 """
@@ -15,16 +15,12 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from common import GUIDANCE, PROMPTS, Subject, load, parser, report, timed
+from common import GUIDANCE, PROMPTS, STATISTICS, FullPrecision, Subject, load, parser, report, timed
 from diffusers.models.attention_processor import AttnProcessor
 from quality import paired
 
-from sd_quant.calibration.prompts import read_prompts
-from sd_quant.inference.loading import load_part, pipeline_of
-from sd_quant.inference.pipeline import Sampling
-from sd_quant.metrics.fidelity import fidelity
+from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of
-from sd_quant.places import HOME
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import Choice, choose, stored_bytes
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -39,8 +35,8 @@ def weights_alone(fmt: str) -> Recipe:
 
 
 RECIPES: dict[str, Recipe | None] = {"int4": weights_alone("int4"), "int8": weights_alone("int8"), "fp16": None}
-LOUD = 1e5  # ModelOpt hands its scores to a solver with absolute tolerances, which takes 1e-8 for nothing
-MODELOPT = {  # the same formats as ModelOpt's configurations have them
+LOUD = 1e5  # ModelOpt's solver has absolute tolerances, for which scores of 1e-8 are zero
+MODELOPT = {  # the same formats in ModelOpt's configuration
     "int4": {"num_bits": 4, "block_sizes": {-1: 64}},
     "int8": {"num_bits": 8, "axis": 0},
 }
@@ -63,14 +59,13 @@ def modelopts_choice(subject: Subject, statistics: Statistics, effective_bits: f
     random = torch.Generator().manual_seed(0)
 
     def forward(network: torch.nn.Module, call: dict[str, torch.Tensor]) -> torch.Tensor:
-        output = module(*(call[name] for name in inputs))
-        return output
+        return module(*(call[name] for name in inputs))
 
     def loss(output: torch.Tensor, call: dict[str, torch.Tensor]) -> torch.Tensor:
         return LOUD * F.mse_loss(output, output.detach() + torch.randn(output.shape, generator=random))
 
     calls = calls_of(statistics)
-    unet.set_attn_processor(AttnProcessor())  # ModelOpt replaces that of torch by one without a gradient
+    unet.set_attn_processor(AttnProcessor())  # ModelOpt replaces torch's own by one without a gradient
     unet.requires_grad_(True)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -107,17 +102,12 @@ def main() -> None:
     options = arguments.parse_args()
     subject = load(options.prompts)
     checkpoint = subject.model.checkpoint
-    statistics = subject.statistics(subject.sampling(options.steps), cache=HOME / "outputs/cache/statistics")
-    prompts = read_prompts(PROMPTS / "sdxl_mini_report.txt")[: options.images]
-    sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 8, 123)
-    engines = subject.model.torch_engines()
-    reference = pipeline_of(checkpoint, engines)(prompts, sampling)
+    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+    reference = FullPrecision(subject, PROMPTS / "sdxl_mini_report.txt", options.images, options.steps)
 
     def psnr(chosen: dict[str, str]) -> list[float]:
-        assignment = derived(subject, statistics, chosen)
-        quantized = engines | {"unet_xl": open_simulated(checkpoint, assignment)}
-        images = pipeline_of(checkpoint, quantized)(prompts, sampling)
-        return fidelity(reference.images, images.images, reference.latents, images.latents)["psnr"]["values"]
+        denoiser = open_simulated(checkpoint, derived(subject, statistics, chosen))
+        return reference.fidelity_of(denoiser)["psnr"]["values"]
 
     def errors_with(fmt: str) -> dict[str, float]:
         assignment = derived(subject, statistics, dict.fromkeys(subject.names, fmt))

@@ -1,9 +1,11 @@
-"""What the benchmarks share: the shipped model, its calibration prompts, and how one line and one file report it."""
+"""Shared by the benchmarks: a checkpoint with its calibration prompts, a comparison of images, options and reports."""
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +19,16 @@ from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.composition import composing, job_of
 from sd_quant.config import Quantize, QuantizeJob
+from sd_quant.engines.base import Engine
 from sd_quant.files import write_json
-from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.knobs import read
+from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.models.parts import Contract
 from sd_quant.places import HOME, input_path
+from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
@@ -32,6 +37,8 @@ from sd_quant.report.provenance import fingerprint, machine
 
 MODEL, PROMPTS = "sdxl_mini", Path(__file__).parent / "prompts"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
+IMAGE_SEED = 123  # of the main job's images
+STATISTICS = HOME / "outputs/cache/statistics"  # the main job's cache
 Result = TypeVar("Result")
 
 
@@ -48,7 +55,7 @@ def recipe_of(preset: str, *overrides: str) -> Quantize:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model and what it is calibrated on. ``names`` are the layers that recipes quantize unless told more."""
+    """The model and its calibration prompts. ``names`` are the layers that recipes quantize by default."""
 
     model: LoadedModel
     roles: dict[str, str]
@@ -69,8 +76,10 @@ class Subject:
         return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
 
     def statistics(self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None) -> Statistics:
-        """Of all prompts or the first ones, on the CPU; from a cache where one is given. As in the main job, linears
-        that are excluded are among the layers, because a recipe may include them."""
+        """The statistics of all prompts or the first ones, on the CPU, from a cache where one is given.
+
+        Excluded linears are among the layers, as in the main job, because a recipe may include them.
+        """
         linears = {name for name, layer in self.model.denoiser.named_modules() if isinstance(layer, nn.Linear)}
         names = [name for name in self.roles if name in self.names or name in linears]
         checkpoint = fingerprint(self.path)["sha256"] if cache else ""
@@ -83,7 +92,7 @@ class Subject:
         self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = (),
         recipes: Mapping[str, Recipe] = {},
     ) -> dict[str, LayerAssignment]:  # fmt: skip
-        """As the main job derives it, which reads the weights from the checkpoint again."""
+        """The assignment as the main job derives it, with weights that are read from the checkpoint again."""
         checkpoint = self.model.checkpoint
         weights, family = denoiser_weights(checkpoint), checkpoint.family
         return derive(
@@ -94,17 +103,51 @@ class Subject:
         )  # fmt: skip
 
 
-def configured(model: str) -> dict:
-    """The file of ``model=``, one of the shipped checkpoints."""
-    return yaml.safe_load(input_path(f"conf/model/{model}.yaml").read_text(encoding="utf-8"))
+class FullPrecision:
+    """Full precision's images of a file's first prompts, which the images of other denoisers are compared with."""
+
+    def __init__(self, subject: Subject, file: Path, images: int, steps: int, batch_size: int = 8):
+        self.subject, self.prompts = subject, read_prompts(file)[:images]
+        self.sampling = Sampling(steps, GUIDANCE, subject.size, subject.size, batch_size, IMAGE_SEED)
+        self.parts = subject.model.torch_engines()
+        self.made = pipeline_of(subject.model.checkpoint, self.parts)(self.prompts, self.sampling)
+
+    def fidelity_of(self, denoiser: Engine) -> dict:
+        """The fidelity of the images that the pipeline makes with this denoiser, see ``fidelity``."""
+        parts = self.parts | {self.subject.denoiser: denoiser}
+        made = pipeline_of(self.subject.model.checkpoint, parts)(self.prompts, self.sampling)
+        return fidelity(self.made.images, made.images, self.made.latents, made.latents)
+
+    def of_rows(
+        self, rows: Mapping[str, dict], denoiser_of: Callable[[str, Path], Engine], folder: Path
+    ) -> dict[str, dict]:
+        """The fidelity of each row, whose denoiser is made from its name and a folder.
+
+        Rows whose ``record.json`` is there, with their figures and what ``rows`` has of them, are not made again.
+        """
+        found = {}
+        with progress(len(rows), "rows") as advance:
+            for name, facts in rows.items():
+                kept = folder / label(name) / "record.json"
+                if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != self.prompts:
+                    figures = self.fidelity_of(denoiser_of(name, kept.parent))
+                    write_json(kept, {**facts, "prompts": self.prompts, "fidelity": figures})
+                found[name] = json.loads(kept.read_text(encoding="utf-8"))["fidelity"]
+                advance()
+        return found
+
+
+def label(name: str) -> str:
+    """The name of a row as that of a folder."""
+    return "".join(letter if letter.isalnum() or letter in "=._-" else "_" for letter in name)
 
 
 def open_subject(path: Path | None, prompts: Path | None, count: int, model: str = MODEL) -> Subject:
-    """A checkpoint of the kind of ``model`` with the first ``count`` prompts of a file to calibrate on.
+    """A checkpoint of the kind of ``model``, a file of conf/model, and the first ``count`` prompts of a file.
 
     Where no path is given, both are those of ``model``.
     """
-    known = configured(model)
+    known = yaml.safe_load(input_path(f"conf/model/{model}.yaml").read_text(encoding="utf-8"))
     path, prompts = path or input_path(known["path"]), prompts or input_path(known["calibration_prompts"])
     given, tokens = read_prompts(prompts), known["max_sequence_length"]
     checkpoint = open_checkpoint(path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"])
@@ -120,7 +163,7 @@ def load(prompts: int) -> Subject:
 
 
 def parser(description: str, prompts: int) -> argparse.ArgumentParser:
-    """With what every benchmark takes; ``description`` is the script's docstring."""
+    """The options of every benchmark; ``description`` is the script's docstring."""
     made = argparse.ArgumentParser(description=description.split("\n\n")[0])
     made.add_argument("--prompts", type=int, default=prompts, help="to calibrate on (%(default)s)")
     made.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
@@ -129,7 +172,7 @@ def parser(description: str, prompts: int) -> argparse.ArgumentParser:
 
 
 def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
-    """With what the benchmarks of recipes' images take; ``name`` is that of the script, whose docstring is given."""
+    """The options of benchmarks of recipes' images; ``name`` is the script's and ``description`` its docstring."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
     made.add_argument("--checkpoint", type=Path, help="another one of its kind")
@@ -149,9 +192,14 @@ def job_of_run(folder: Path) -> QuantizeJob:
 
 
 def drawn_inputs(contract: Contract, batch: int, latent: int) -> dict[str, Tensor]:
-    """Random inputs of one call with latents of this size; the same in every process."""
+    """Random inputs of one call with latents of this size, the same in every process."""
     shapes = contract.shapes(batch=batch, height=latent, width=latent)
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
+
+
+def calls_of(engines: Mapping[str, Engine], inputs: Mapping[str, Tensor]) -> dict[str, Callable[[], dict]]:
+    """A call of each engine with the same inputs."""
+    return {name: partial(engine, **inputs) for name, engine in engines.items()}
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -1,8 +1,8 @@
-"""What folding the smoothing buys in latency: the same recipe folded, with ModelOpt's multiplications, and no recipe.
+"""The latency that folding the smoothing saves: one recipe folded and with ModelOpt's multiplications, and unquantized.
 
-Three graphs of one trace run in OpenVINO in turn, on inputs that calibration kept: two samples a call, which is one
-picture with guidance, and eight pictures' worth. The error of each output against the unquantized graph stands beside
-its latency, because a faster graph that computes something else would be no gain.
+Three graphs of one trace run in OpenVINO in turn, on inputs that calibration kept, for one image and for eight, each
+with the two samples of guidance. The error of each output against the unquantized graph stands beside its latency,
+because a faster graph that computes something else would be no gain.
 
     python benchmarks/folding.py --repeats 200
 """
@@ -15,45 +15,22 @@ from pathlib import Path
 
 import onnx
 import torch
-from common import Subject, load, parser, report
+from common import calls_of, load, parser, report
+from graphs import UNQUANTIZED, export
 from torch import Tensor
 
-from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.openvino import int8_layers
-from sd_quant.export.parts import trace_part
-from sd_quant.export.qdq import write_onnx
-from sd_quant.export.tracing import copy_of
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
 
-UNQUANTIZED, PER_LAYER, FOLDED = "unquantized", "modelopt", "folded"
-
-
-def export(subject: Subject, assignments: dict[str, dict[str, LayerAssignment]], folder: Path) -> dict[str, Path]:
-    """Trace once, then a graph for each assignment."""
-    checkpoint, contract = subject.model.checkpoint, subject.model.contracts["unet_xl"]
-    part = checkpoint.parts()["unet_xl"]
-    source, prefix = checkpoint.components[part.component], part.prefix
-    graph = trace_part(checkpoint, "unet_xl")
-    paths = {name: artifact(folder / name, "onnx", "unet_xl") for name in assignments}
-    for name, assignment in assignments.items():
-        write_onnx(
-            copy_of(graph),
-            paths[name],
-            inputs=len(contract.inputs),
-            prefix=prefix,
-            read=lambda weight: source[weight.removeprefix(prefix)],
-            assignment=assignment,
-        )
-    return paths
+PER_LAYER, FOLDED = "modelopt", "folded"
 
 
 def nodes(path: Path, engine: Engine) -> dict[str, int]:
-    """Of the exported graph, and of the one that OpenVINO made of it."""
+    """Counts of nodes in the exported graph and in the one that OpenVINO made of it."""
     graph = onnx.load(path, load_external_data=False).graph
     kinds = Counter(node.op_type for node in graph.node)
     runtime = engine.compiled.get_runtime_model().get_ops()
@@ -69,11 +46,11 @@ def nodes(path: Path, engine: Engine) -> dict[str, int]:
 
 
 def compare(engines: dict[str, Engine], inputs: dict[str, Tensor], options: argparse.Namespace) -> dict:
-    """Latency of each engine by turns and the error of its output; the second half of the rounds in reverse order.
+    """The latency of each engine and the error of its output; the second half of the rounds is in reverse order.
 
-    Whose turn comes after the largest graph finds the processor's caches full of its weights.
+    The engine that follows the one with the largest graph finds the processor's caches full of its weights.
     """
-    calls = {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}
+    calls = calls_of(engines, inputs)
     reference = calls[UNQUANTIZED]()["out"]
     halves = [
         measure_in_turn({name: calls[name] for name in order}, options.warmup, options.repeats // 2)
@@ -92,7 +69,7 @@ def compare(engines: dict[str, Engine], inputs: dict[str, Tensor], options: argp
 
 
 def quartiles(a: dict, b: dict) -> list[float]:
-    """Of the rounds' ratios a / b: above 1 where b is faster."""
+    """The quartiles of the rounds' ratios a / b, above 1 where b is faster."""
     return statistics.quantiles(x / y for x, y in zip(a["samples_ms"], b["samples_ms"], strict=True))
 
 

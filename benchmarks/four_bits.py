@@ -1,8 +1,8 @@
-"""What each part of the four-bit presets does to the images: presets with a knob changed, against full precision.
+"""The effect of each part of the four-bit presets on fidelity: presets with one knob changed.
 
-One statistics pass serves all. Images are made in the simulation, in fp32, so that all of the difference comes from
-quantization; ``quality.py`` makes those of INT8 in OpenVINO. A finished variant is kept on disk, so a cancelled run
-goes on where it was. Variants were chosen on other prompts than those that are reported:
+One statistics pass serves all. Images are made by the simulation in fp32, so that quantization alone makes a
+difference; ``quality.py`` makes those of INT8 in OpenVINO. Finished rows are kept on disk, so a cancelled run continues
+with the others. Variants were chosen on other prompts than those that are reported:
 
     python benchmarks/four_bits.py --prompts benchmarks/prompts/sdxl_mini_report.txt \\
         --out outputs/benchmarks/four_bits/report
@@ -10,27 +10,22 @@ goes on where it was. Variants were chosen on other prompts than those that are 
         --calibration benchmarks/prompts/second_calibration.txt --prompts benchmarks/prompts/second_report.txt \\
         --out outputs/benchmarks/four_bits/second
 
-Any presets with any overrides stand in one table with ``--recipes``, each compared with the first:
+``--recipes`` puts any presets with any overrides into one table, each compared with the first:
 
     python benchmarks/four_bits.py --model sd3_mini --prompts benchmarks/prompts/sdxl_mini_report.txt \\
         --recipes int4_w4a4 rotated_w4a4 "rotated_w4a4 quantize.rank=32" --out outputs/benchmarks/four_bits/sd3
 """
 
-import argparse
-import json
+from pathlib import Path
 
-from common import GUIDANCE, SEED, Subject, job_with, open_subject, recipe_of, recipe_parser
-from quality import label, table
+from common import STATISTICS, FullPrecision, job_with, open_subject, recipe_of, recipe_parser
+from quality import table
 
-from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config import QuantizeJob
+from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
-from sd_quant.files import write_json, write_text
-from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Sampling
-from sd_quant.metrics.fidelity import fidelity
-from sd_quant.places import CONF, HOME
-from sd_quant.progress import progress
+from sd_quant.files import write_text
+from sd_quant.places import CONF
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.assign import assign
 from sd_quant.stages.load import with_recipe
@@ -57,41 +52,27 @@ def presets() -> list[str]:
     return [name for name in names if FORMATS[recipe_of(name, LEVEL).enable.linear.weight].block is not None]
 
 
-def measure(subject: Subject, jobs: dict[str, QuantizeJob], options: argparse.Namespace) -> dict[str, dict]:
-    prompts = read_prompts(options.prompts)[: options.images]
-    sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, options.batch, 123)
-    checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
-    reference = pipeline_of(checkpoint, engines)(prompts, sampling)
-    calibration = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 1, SEED)
-    statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
-    found = {}
-    with progress(len(jobs), "variants") as advance:
-        for name, job in jobs.items():
-            kept = options.out / f"{label(name)}.json"
-            if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
-                assignment = assign(loaded, statistics)
-                quantized = engines | {subject.denoiser: open_simulated(checkpoint, assignment)}
-                images = pipeline_of(checkpoint, quantized)(prompts, sampling)
-                closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
-                write_json(kept, {"prompts": prompts, "fidelity": closeness})
-            found[name] = json.loads(kept.read_text(encoding="utf-8"))["fidelity"]
-            advance()
-    return found
-
-
 def main() -> None:
     parser = recipe_parser(__doc__, "four_bits")
     parser.add_argument("--presets", nargs="+", choices=presets(), default=presets(), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--recipes", nargs="+", metavar="'PRESET OVERRIDES'", help="instead of presets and variants")
     options = parser.parse_args()
-    subject, lines = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model), []
     tables = [[(preset, name, VARIANTS[name]) for name in options.variants] for preset in options.presets]
     if options.recipes:
         tables = [[(text.split()[0], text, text.split()[1:]) for text in options.recipes]]
+    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
+    checkpoint, jobs, lines = subject.model.checkpoint, dict[str, QuantizeJob](), []
+    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+
+    def simulated(row: str, folder: Path) -> Engine:
+        job = jobs[row]
+        loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
+        return open_simulated(checkpoint, assign(loaded, statistics))
+
     for rows in tables:
-        jobs = {}
+        jobs.clear()
         for preset, name, knobs in rows:
             row = name if options.recipes else f"{preset}, {name}"
             try:
@@ -100,7 +81,7 @@ def main() -> None:
                 if options.recipes:
                     raise
                 print(f"{row}: left out, {error}")
-        lines.append(table(measure(subject, jobs, options)))
+        lines.append(table(reference.of_rows(dict.fromkeys(jobs, {}), simulated, options.out)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))
 

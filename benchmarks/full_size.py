@@ -76,7 +76,7 @@ PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
 LEVELS = ("1", "2", "2.5", "3", "4")
 HIGHEST = "3"  # that plans are built of; of the rows that have one
-PROFILED = ("3", "4")  # beside the unquantized UNet
+PROFILED = (UNQUANTIZED, "3", "4")
 SIDES = (TORCH, UNQUANTIZED, *LEVELS)  # of one UNet pass
 HALF = ", bf16"  # what is not quantized, by the processor's instructions for it
 PASSES = [(side, note) for side in SIDES for note in ("", *([HALF] if side != TORCH else []))]
@@ -504,18 +504,24 @@ class Bench:
             written, needed = side, () if side == TORCH else (f"variant:{side}",)
             row = f"pass:{side}{note if note == HALF else ''}"
             self.measure(f"pass:{side}{note}", self.after(*needed, row=row), repeats=self.options.repeats)
+            if "7" in self.options.rows.split(","):  # while the side's file is there
+                self.profile(side)
         self.remove("unet")
 
     def profiles(self) -> None:
-        for side in (UNQUANTIZED, *(level for level in PROFILED if level in self.options.levels.split(","))):
-            self.measure(f"profile:{side}", self.after(f"variant:{side}", row=f"profile:{side}"))
+        for side in (UNQUANTIZED, *self.options.levels.split(",")):
+            self.profile(side)
             self.remove("unet")
+
+    def profile(self, side: str) -> None:
+        if side in PROFILED:
+            self.measure(f"profile:{side}", self.after(f"variant:{side}", row=f"profile:{side}"))
 
     def picture(self) -> None:
         self.measure("picture", self.run_infer, steps=self.options.steps)
 
     def formats(self) -> None:
-        for name in PRESETS:
+        for name in self.options.presets.split(","):
             self.measure(f"preset:{name}", self.after(row=f"preset:{name}"))
             self.measure(f"plan:{name}", self.after(f"preset:{name}", row=f"plan:{name}"))
             self.remove("unet", "plan")
@@ -662,7 +668,7 @@ def passes_table(rows: dict) -> str:
 
 def profiles_table(rows: dict) -> str:
     """Kinds of layers that take at least a hundredth of some side's pass."""
-    sides = [side for side in (UNQUANTIZED, *PROFILED) if "spent" in rows.get(f"profile:{side}", {})]
+    sides = [side for side in PROFILED if "spent" in rows.get(f"profile:{side}", {})]
     spent = {side: rows[f"profile:{side}"]["spent"] for side in sides}
     kinds = dict.fromkeys(kind for side in sides for kind in spent[side])
     totals = {side: sum(time for time, _ in spent[side].values()) for side in sides}
@@ -723,6 +729,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="of the picture (%(default)s)")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of rows 4 and 7 (%(default)s)")
+    parser.add_argument("--presets", default=",".join(PRESETS), help="of row 6 (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="passes with bf16 in place of fp32 too")
     parser.add_argument("--twice", action="store_true", help="the unquantized passes again at the end")
     parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")

@@ -1,8 +1,8 @@
-"""What keeping the most sensitive layers in fp16 costs in latency and gains in the images.
+"""The cost in latency and the gain in fidelity of keeping the most sensitive layers in fp16.
 
-Sensitivity is measured once; then each number of kept layers is exported, run in OpenVINO on the report's prompts, and
-compared with full precision's images in torch. All graphs are timed in turn at the end, in one process, and beside them
-plain INT8, whose inputs of convolutions are not shifted.
+Sensitivity is measured once. Then each number of kept layers is exported, run in OpenVINO on the report's prompts, and
+compared with the images of full precision in torch. All graphs are timed in turn at the end, in one process, together
+with plain INT8, whose inputs of convolutions are not shifted.
 
     python benchmarks/keep.py --keep 0 5 10 20 40
 """
@@ -11,15 +11,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import GUIDANCE, PROMPTS, load, parser, report
-from folding import UNQUANTIZED, export
+from common import GUIDANCE, PROMPTS, FullPrecision, calls_of, load, parser, report
+from graphs import UNQUANTIZED, export
 from quality import DEFAULT, PLAIN
 
-from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
-from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Sampling
-from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.latency import measure_in_turn, ratio
 from sd_quant.stages.assign import measure_sensitivity
 
@@ -40,22 +36,15 @@ def main() -> None:
     assignments: dict[str, dict] = {UNQUANTIZED: {}, SYMMETRIC: subject.assignment(statistics, PLAIN)}
     for keep in options.keep:
         assignments[str(keep)] = subject.assignment(statistics, DEFAULT, ranked[:keep])
-    prompts = read_prompts(PROMPTS / "sdxl_mini_report.txt")[: options.images]
-    sampling = Sampling(options.steps, GUIDANCE, subject.size, subject.size, 8, 123)
-    parts = subject.model.torch_engines()
-    reference = pipeline_of(subject.model.checkpoint, parts)(prompts, sampling)
+    reference = FullPrecision(subject, PROMPTS / "sdxl_mini_report.txt", options.images, options.steps)
     inputs = {name: torch.as_tensor(sample.values[0]) for name, sample in statistics.calls.items()}
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         paths = export(subject, assignments, Path(folder))
         engines = {name: load_engine("openvino", path) for name, path in paths.items()}
         for name, engine in engines.items():
-            pictures = pipeline_of(subject.model.checkpoint, parts | {"unet_xl": engine})(prompts, sampling)
-            closeness = fidelity(reference.images, pictures.images, reference.latents, pictures.latents)
-            found[name] = {"fidelity": closeness, "onnx_bytes": paths[name].stat().st_size}
-        latency = measure_in_turn(
-            {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}, 5, options.repeats
-        )
+            found[name] = {"fidelity": reference.fidelity_of(engine), "onnx_bytes": paths[name].stat().st_size}
+        latency = measure_in_turn(calls_of(engines, inputs), 5, options.repeats)
     print("| kept | PSNR dB | worst | SSIM | LPIPS | SQNR dB, last step | UNet, ms | over unquantized | ONNX, MB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, result in found.items():

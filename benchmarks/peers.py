@@ -1,15 +1,15 @@
-"""Other quantizers on the same UNet: who stays closest to full precision when everything else is held equal.
+"""Compares the fidelity of other quantizers on the same UNet, with everything else held equal.
 
-One run, one checkpoint, the same recorded UNet inputs to calibrate on, the same evaluation prompts and seeds, and the
-same layers: every Linear and Conv2d that the family does not exclude (``quant_level`` 3), weight and input, nothing
-else, and no attention product. Each peer is told so through its own means of excluding, and what it really quantized
-is read back from what it made. The rest of the pipeline is full precision in torch for everybody. A quantized UNet runs
-on whatever executes what its peer produces: torch's simulated quantization, ONNX Runtime or OpenVINO.
+All peers get the same checkpoint, recorded UNet inputs to calibrate on, evaluation prompts, seeds and layers: weights
+and inputs of every Linear and Conv2d that the family does not exclude (``quant_level`` 3), and no attention product.
+Each peer excludes the others by its own means, and the layers that it quantized are read back from its result. The rest
+of the pipeline is full precision in torch. The quantized UNet runs on the runtime that executes the peer's result:
+torch's simulated quantization, ONNX Runtime or OpenVINO.
 
     python benchmarks/peers.py --out outputs/benchmarks/peers
 
-The road not taken is every peer's own choice of layers, and of outputs beside inputs: that compares lists of layers and
-says nothing about the arithmetic. A peer that is not installed has a row that says so: ``pip install '.[peers]'``.
+The road not taken is each peer's own choice of layers, and of outputs beside inputs, which would compare lists of
+layers and not arithmetic. A peer that is not installed has a row that says so: ``pip install '.[peers]'``.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import torch
 from common import PROMPTS, timed
 from quality import DEFAULT, PLAIN, paired
@@ -37,8 +36,7 @@ from sd_quant.devices import threads
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.export.parts import trace_part
-from sd_quant.export.qdq import write_onnx
+from sd_quant.export.parts import trace_part, write_part
 from sd_quant.export.tracing import trace
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
@@ -132,7 +130,8 @@ def derived(context: Context, recipe: Recipe) -> Quantized:
 
     assignment, seconds = timed(calibrate)
     path = context.folder / "ours.onnx"
-    export(context.model, trace_part(context.model.checkpoint, "unet_xl"), path, assignment)
+    checkpoint = context.model.checkpoint
+    write_part(trace_part(checkpoint, "unet_xl"), checkpoint, "unet_xl", path, assignment)
     return Quantized(load_engine("openvino", path), quantized_onnx_layers(path), seconds)
 
 
@@ -314,18 +313,6 @@ class Replay:
         return next(map(arrays, self.rest), None)
 
 
-def export(model: LoadedModel, graph: ir.Model, path: Path, assignment: dict) -> None:
-    source = model.checkpoint.components["unet"]
-    write_onnx(
-        graph,
-        path,
-        inputs=len(model.contracts["unet_xl"].inputs),
-        prefix=PREFIX,
-        read=lambda name: source[name.removeprefix(PREFIX)],
-        assignment=assignment,
-    )
-
-
 def full_precision_onnx(context: Context) -> Path:
     """The UNet in fp32, which is what quantizers of ONNX are made for, with every layer's weight as a constant.
 
@@ -340,7 +327,7 @@ def full_precision_onnx(context: Context) -> Path:
     checkpoint = context.model.checkpoint
     part = checkpoint.parts()["unet_xl"]
     graph = trace(lambda: part.wrap(checkpoint.build()[part.component]), contract)
-    export(context.model, graph, path, {})
+    write_part(graph, checkpoint, "unet_xl", path, {})
     model = onnx.load(path)
     weights = {stored.name: stored for stored in model.graph.initializer}
     transposed = {node.output[0]: node for node in model.graph.node if node.op_type == "Transpose"}

@@ -1,18 +1,18 @@
-"""What a user of another processor gets: the main job as each class of processor that this one can be.
+"""Runs the main job as each class of processor that this one can emulate: what users of other processors get.
 
     python benchmarks/processors.py
     python benchmarks/processors.py --classes AVX2 AVX512_CORE_VNNI --quick
 
-oneDNN, which OpenVINO and torch compute with, MKL and torch's own kernels each take a variable that keeps them to older
-instructions. A class sets all three alike, and what this processor lacks is not run, because the libraries would
-silently take less. In each class the main job runs with a cache of its own, so its statistics are of that class too.
-Then the files of the first class are executed in every class: so what an engine alone changes is told from what
-calibration does. The first class runs twice, because what differs there differs without any other processor.
+oneDNN (in OpenVINO and torch), MKL and torch's own kernels each have a variable that restricts them to older
+instructions; a class sets all three. A class whose instructions this processor lacks is skipped, because the libraries
+would silently use fewer. In each class the main job runs with a cache of its own, so that statistics belong to the
+class too. Then the files of the first class are executed in every class, which separates the effect of an engine from
+that of calibration. The first class runs twice, to show what differs without any change of class.
 
-What a job says is held against the graph that OpenVINO executes and against latencies that are measured again; the exit
-code is 1 where a job failed or something that it said is not so.
-What is not shown: OpenVINO has kernels that ask no variable (MLAS's and its own), ONNX Runtime has none to set, and
-caches and clocks are those of this processor.
+What a job says is compared with the graph that OpenVINO executes and with latencies that are measured again. The exit
+code is 1 where a job failed or said something false.
+Limits: some kernels heed no variable (MLAS's and OpenVINO's own), ONNX Runtime has none, and caches and clocks are
+those of this processor.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from common import drawn_inputs, job_of_run
+from common import calls_of, drawn_inputs, job_of_run
 
 from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines import load_engine, openvino
@@ -138,8 +138,8 @@ def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
         "unquantized": load_engine("openvino", artifact(own / "full_precision", "onnx", DENOISER)),
         "int8": load_engine("openvino", artifact(own, "onnx", DENOISER)),
     }
-    calls = {name: lambda engine=engine: engine(**inputs) for name, engine in pair.items()}
-    times = {name: median(found["samples_ms"]) for name, found in measure_in_turn(calls, 5, repeats).items()}
+    latency = measure_in_turn(calls_of(pair, inputs), 5, repeats)
+    times = {name: median(found["samples_ms"]) for name, found in latency.items()}
     return {
         "torch": torch.backends.cpu.get_cpu_capability(),
         "saturates": openvino.saturates(),

@@ -1,9 +1,9 @@
-"""What each part of a recipe does to the images: recipes against full precision, on the same prompts and seeds.
+"""The effect of each part of a recipe on fidelity, on the same prompts and seeds.
 
-One statistics pass serves all recipes. Each is exported and run in OpenVINO, and its images are compared with full
-precision's in torch. A finished recipe is kept on disk, so a cancelled run goes on where it was.
+One statistics pass serves all recipes. Each recipe is exported and run in OpenVINO, and its images are compared with
+those of full precision in torch. Finished recipes are kept on disk, so a cancelled run continues with the others.
 
-Recipes are chosen on one set of prompts and reported on another, and only what gains on both checkpoints is a default:
+Recipes are chosen on one set of prompts and reported on another. A default has to gain on both checkpoints:
 
     python benchmarks/quality.py --prompts benchmarks/prompts/sdxl_mini_report.txt \\
         --out outputs/benchmarks/quality/report
@@ -15,24 +15,18 @@ Recipes are chosen on one set of prompts and reported on another, and only what 
 
 import argparse
 import dataclasses
-import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, stdev
 
-from common import GUIDANCE, SEED, Subject, open_subject, recipe_parser
+from common import STATISTICS, FullPrecision, Subject, open_subject, recipe_parser
 
-from sd_quant.calibration.prompts import read_prompts
 from sd_quant.engines import load_engine
-from sd_quant.export.parts import trace_part
-from sd_quant.export.qdq import write_onnx
+from sd_quant.engines.base import Engine
+from sd_quant.export.parts import trace_part, write_part
 from sd_quant.export.tracing import copy_of
-from sd_quant.files import write_json, write_text
-from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Sampling
-from sd_quant.metrics.fidelity import fidelity
-from sd_quant.places import HOME
-from sd_quant.progress import progress
+from sd_quant.files import write_text
 from sd_quant.quantization.recipe import BY_ROLE, Enable, Pair, Recipe
 
 COLUMNS = ("recipe", "PSNR, dB", "against the first", "worst", "SSIM", "LPIPS", "SQNR dB, step 1", "10", "20")
@@ -77,10 +71,6 @@ RECIPES = {
 EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}
 
 
-def label(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "=._-" else "_" for letter in name)
-
-
 def paired(values: list[float], others: list[float]) -> str:
     """The mean difference of two recipes over the same images, with its standard error."""
     differences = [value - other for value, other in zip(values, others, strict=True)]
@@ -106,32 +96,20 @@ def table(found: dict[str, dict]) -> str:
 
 
 def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Namespace) -> dict[str, dict]:
-    prompts = read_prompts(options.prompts)[: options.images]
-    size = subject.size
-    sampling = Sampling(options.steps, GUIDANCE, size, size, options.batch, 123)
-    checkpoint, engines = subject.model.checkpoint, subject.model.torch_engines()
-    part = checkpoint.parts()[subject.denoiser]
-    source, graph = checkpoint.components[part.component], trace_part(checkpoint, subject.denoiser)
-    reference = pipeline_of(checkpoint, engines)(prompts, sampling)
-    calibration = Sampling(options.steps, GUIDANCE, size, size, 1, SEED)
-    statistics = subject.statistics(calibration, cache=HOME / "outputs/cache/statistics")
-    found = {}
-    with progress(len(recipes), "recipes") as advance:
-        for name, recipe in recipes.items():
-            folder = options.out / label(name)
-            kept = folder / "record.json"
-            if not kept.exists() or json.loads(kept.read_text(encoding="utf-8"))["prompts"] != prompts:
-                assignment = subject.assignment(statistics, recipe, exclude=EXCLUDED.get(name, ()))
-                write_onnx(copy_of(graph), folder / "unet.onnx", assignment=assignment, prefix=part.prefix,
-                           inputs=len(part.contract.inputs),
-                           read=lambda weight: source[weight.removeprefix(part.prefix)])  # fmt: skip
-                quantized = engines | {subject.denoiser: load_engine("openvino", folder / "unet.onnx")}
-                images = pipeline_of(checkpoint, quantized)(prompts, sampling)
-                closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
-                write_json(kept, {"recipe": dataclasses.asdict(recipe), "prompts": prompts, "fidelity": closeness})
-            found[name] = json.loads(kept.read_text(encoding="utf-8"))["fidelity"]
-            write_text(options.out / "quality.md", table(found))
-            advance()
+    """The fidelity of each recipe's images."""
+    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    checkpoint, part = subject.model.checkpoint, subject.denoiser
+    graph = trace_part(checkpoint, part)
+    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+
+    def in_openvino(name: str, folder: Path) -> Engine:
+        assignment = subject.assignment(statistics, recipes[name], exclude=EXCLUDED.get(name, ()))
+        write_part(copy_of(graph), checkpoint, part, folder / "unet.onnx", assignment)
+        return load_engine("openvino", folder / "unet.onnx")
+
+    rows = {name: {"recipe": dataclasses.asdict(recipe)} for name, recipe in recipes.items()}
+    found = reference.of_rows(rows, in_openvino, options.out)
+    write_text(options.out / "quality.md", table(found))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How much faster a call is behind calls of the same engine, as in an image, than behind another engine's.
+"""The latency of a call behind calls of the same engine, as in an image, and behind another engine's.
 
     python benchmarks/rows.py
 
@@ -15,8 +15,8 @@ from statistics import median
 import numpy as np
 import onnx
 import torch
-from common import drawn_inputs, load, parser, recipe_of, report
-from folding import export
+from common import calls_of, drawn_inputs, load, parser, recipe_of, report
+from graphs import export
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
@@ -29,7 +29,7 @@ MORE = 4  # INT8 engines
 
 
 def products(count: int, int8: bool, path: Path) -> Path:
-    """An ONNX file of so many products, one after the other, with weights in fp32 or INT8 as an export has them."""
+    """An ONNX file of ``count`` products in a row, with weights in fp32 or in INT8 as in an export."""
     generator, nodes, constants = np.random.default_rng(0), list[NodeProto](), dict[str, np.ndarray]()
     constants |= {"scale": np.float32(2**-5), "zero": np.int8(0), "scales": np.full(WIDTH, 2.0**-12, np.float32)}
     constants["zeros"] = np.zeros(WIDTH, np.int8)
@@ -54,12 +54,12 @@ def products(count: int, int8: bool, path: Path) -> Path:
 def speedups(
     paths: Mapping[str, Path], inputs: Mapping[str, Tensor], rows: list[int], seconds: float
 ) -> dict[str, tuple[float, float, float]]:
-    """Milliseconds of a call, unquantized and INT8, and their ratio, by the length of a row and who else is there."""
+    """Milliseconds of a call, unquantized and INT8, and their ratio, by the length of a row and the other engines."""
     found = {}
     for others in (0, MORE):
         engines = {"unquantized": openvino.load(paths["unquantized"])}
         engines |= {f"int8 {number}": openvino.load(paths["int8"]) for number in range(1 + others)}
-        calls = {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}
+        calls = calls_of(engines, inputs)
         for row in rows:
             clocks = dict.fromkeys(calls, in_a_row(wall_clock, row))
             samples = measure_together(calls, 2, Stopping(5, 1e-9, seconds), clocks).samples

@@ -1,9 +1,9 @@
-"""What INT8 costs in OpenVINO on this processor: with int8 kernels, and with codes that are dequantized first.
+"""Latency and error of INT8 in OpenVINO on this processor, with int8 kernels and with codes that are dequantized first.
 
-The shipped checkpoint's UNet for one picture with guidance. Int8 kernels are what a processor with VNNI runs; without
-it their sums saturate, so they are not used, and here it is seen what that spares: the last column is how far each
-output is from that of ONNX Runtime, which executes the same file in sums that are wide enough. Two exact computations
-of it differ too, where a code lies between two values.
+The shipped checkpoint's UNet is called for one image with guidance. A processor with VNNI runs int8 kernels. Without it
+their sums saturate, so codes are dequantized; the last column shows the error that this avoids: the distance of each
+output to that of ONNX Runtime, which runs the same file with wide sums. Two exact computations differ a little too,
+where a value lies between two codes.
 
     python benchmarks/saturation.py
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-from common import drawn_inputs, load, parser, recipe_of, report
-from folding import export
+from common import calls_of, drawn_inputs, load, parser, recipe_of, report
+from graphs import export
 
 from sd_quant.engines import onnxruntime, openvino
 from sd_quant.metrics.latency import measure_in_turn
@@ -38,8 +38,7 @@ def main() -> None:
                 engines[name] = openvino.load(paths["int8"])
         reference = onnxruntime.load(paths["int8"])(**inputs)["out"]
         errors = {name: relative_error(reference, engine(**inputs)["out"]) for name, engine in engines.items()}
-        calls = {name: lambda engine=engine: engine(**inputs) for name, engine in engines.items()}
-        measured = measure_in_turn(calls, 10, options.repeats)
+        measured = measure_in_turn(calls_of(engines, inputs), 10, options.repeats)
     times = {name: median(found["samples_ms"]) for name, found in measured.items()}
     for name, milliseconds in times.items():
         ratio = times["unquantized"] / milliseconds

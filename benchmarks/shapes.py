@@ -1,7 +1,7 @@
-"""What compiling for the shapes of a call buys in OpenVINO, over one model for dynamic shapes.
+"""The latency that OpenVINO saves when it compiles for the shapes of a call instead of for dynamic shapes.
 
-The shipped checkpoint's UNet, unquantized and with the default recipe, is called both ways in turn: for one picture
-with guidance, and for several. Both ways have the same file and the same threads; the outputs are compared too.
+The shipped checkpoint's UNet, unquantized and with the default recipe, is called both ways in turn, for one image with
+guidance and for several. Both ways have the same file and the same threads; the outputs are compared too.
 
     python benchmarks/shapes.py
 """
@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 from common import drawn_inputs, load, parser, recipe_of, report
-from folding import export
+from graphs import export
 
 from sd_quant.engines import openvino
 from sd_quant.engines.base import cast_inputs
