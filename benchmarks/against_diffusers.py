@@ -1,11 +1,11 @@
-"""The pipeline that is built from a ``.nemo`` against diffusers' own, built from the same weights.
+"""Compares the pipeline of a ``.nemo`` with diffusers' own, built from the same weights.
 
     python benchmarks/against_diffusers.py --checkpoint <file>.nemo --size 256
 
 The archive is converted to a folder, ``StableDiffusionXLPipeline.from_pretrained`` loads it, networks, tokenizers and
-all, and makes a picture in fp32; then ours makes it from the archive with the torch engines. diffusers is given NeMo's
+all, and makes an image in fp32; then ours makes it from the archive with the torch engines. diffusers is given NeMo's
 sampler, the three zeros behind the text that NeMo pads with, and the same noise: what is compared is how weights, text,
-sizes and guidance become a picture. The networks run the same code, so what differs is rounding.
+sizes and guidance become an image. The networks run the same code, so what differs is rounding.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def ours(checkpoint: Path, sampling: Sampling) -> tuple[Generated, torch.Tensor]
 
 @torch.no_grad()
 def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents [steps, 4, h, w] and the picture [H, W, 3], 0..1."""
+    """Latents [steps, 4, h, w] and the image [H, W, 3], 0..1."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.scheduler = scheduler()
     pipeline.set_progress_bar_config(disable=True)
@@ -53,7 +53,7 @@ def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tupl
         steps.append(values["latents"].clone())
         return values
 
-    picture = pipeline(
+    image = pipeline(
         prompt_embeds=padded(context, CONTEXT_TOKENS),
         negative_prompt_embeds=padded(unconditional, CONTEXT_TOKENS),
         pooled_prompt_embeds=pooled,
@@ -66,13 +66,13 @@ def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tupl
         callback_on_step_end=remember,
         output_type="np",
     ).images[0]
-    return torch.cat(steps), torch.from_numpy(picture)
+    return torch.cat(steps), torch.from_numpy(image)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--checkpoint", type=input_path, default="checkpoints/sdxl_mini.nemo")
-    parser.add_argument("--size", type=int, default=64, help="of the picture (%(default)s)")
+    parser.add_argument("--size", type=int, default=64, help="of the image (%(default)s)")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--work", type=input_path, help="where the folder, as large as the checkpoint, is for a while")
     options = parser.parse_args()
@@ -82,10 +82,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         folder = Path(work) / "folder"
         convert(options.checkpoint, folder)
-        latents, picture = diffusers_own(folder, sampling, noise)
+        latents, image = diffusers_own(folder, sampling, noise)
     found = {
         "latents": [relative_error(theirs, mine) for theirs, mine in zip(latents, generated.latents[0], strict=True)],
-        "picture_worst_of_255": (torch.from_numpy(generated.images[0]) - (255 * picture).round()).abs().max().item(),
+        "picture_worst_of_255": (torch.from_numpy(generated.images[0]) - (255 * image).round()).abs().max().item(),
         "peak_memory_bytes": peak_memory_bytes(),
     }
     print(json.dumps(found))

@@ -1,11 +1,11 @@
-"""Convolutions of codes beside those of numbers, on this machine: where a quantized convolution pays.
+"""The speed-up of quantized convolutions on this machine.
 
     python benchmarks/convolutions.py
 
-Of the sizes of SDXL's UNet at 1024x1024 with guidance. Every side quantizes its input itself and is called in turn with
-the model's own convolution; a ratio is the median of the rounds'. ``rounded`` computes with rounded numbers,
-``unfolded`` multiplies codes by torch's own product, ``kernel`` by ours (on a GPU alone). ``simulation/native.py``
-takes what is fastest here.
+The sizes are those of SDXL's UNet at 1024x1024 with guidance. Each side quantizes its input itself and is called in
+turn with the model's own convolution; a ratio is the median over rounds. ``rounded`` computes with rounded numbers,
+``unfolded`` multiplies codes with torch's own product, ``kernel`` with ours (on a GPU only). ``simulation/native.py``
+uses what is fastest here.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How often the interval of a speed-up holds the true one, on machines that are drawn, so that it is known.
+"""The coverage of a speed-up's interval, on simulated machines, where the true speed-up is known.
 
     python benchmarks/coverage.py
 
-Four ways to an interval of nominally 95 % (``sd_quant.metrics.intervals`` has the first), on four kinds of machine.
-Engines are opened every three rounds, and are 2 % faster or slower each time. Openings end after a number of them, or
-when the interval is narrow, looked at whenever their number has doubled. Each figure comes from 2,000 draws, so its own
+Four methods for an interval of nominally 95 % (``sd_quant.metrics.intervals`` has the first), on four kinds of machine.
+Engines are reopened every three rounds, which changes their speed by 2 %. A measurement ends after a number of
+openings, or when the interval is narrow at a doubling of that number. Each figure comes from 2,000 draws, so its
 standard error is half a percent.
 """
 

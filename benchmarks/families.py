@@ -40,7 +40,7 @@ def described(family: str, denoisers: Path) -> dict[str, Any]:
 
 
 def checkpoint_of(family: str, given: dict[str, Any]):
-    """What a reader would return, with the denoiser alone."""
+    """A checkpoint with the denoiser alone, as a reader would return it."""
     import diffusers
     import torch
     from torch import Tensor
@@ -125,7 +125,7 @@ def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
 
 
 def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
-    """Refused where the machine has less memory than a build takes."""
+    """Build the plan. Raises ResourceError where the machine has less memory than that takes."""
     from common import job_with
 
     from sd_quant.cache import Cache

@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser(__doc__, prompts=8)
     arguments.add_argument("--level", type=float, default=3.0)
     arguments.add_argument("--alpha", type=float, default=0.8)
-    arguments.add_argument("--pictures", type=int, nargs="+", default=[1, 8], help="a call, each twice for guidance")
+    arguments.add_argument("--images", type=int, nargs="+", default=[1, 8], help="a call, each twice for guidance")
     arguments.add_argument("--warmup", type=int, default=20)
     arguments.add_argument("--repeats", type=int, default=200)
     arguments.add_argument("--threads", type=int, help="of OpenVINO; its own choice by default")
@@ -96,13 +96,13 @@ def main() -> None:
         counts = {name: nodes(paths[name], engine) for name, engine in engines.items()}
         for name, count in counts.items():
             print(f"{name:12}", "  ".join(f"{kind.replace('_', ' ')} {number}" for kind, number in count.items()))
-        for pictures in options.pictures:
+        for images in options.images:
             inputs = {
-                name: torch.cat([sample.values[index % len(sample.values)] for index in range(pictures)])
+                name: torch.cat([sample.values[index % len(sample.values)] for index in range(images)])
                 for name, sample in collected.calls.items()
             }
-            figures[2 * pictures] = found = compare(engines, inputs, options)
-            print(f"\nbatch {2 * pictures}, {options.repeats} rounds")
+            figures[2 * images] = found = compare(engines, inputs, options)
+            print(f"\nbatch {2 * images}, {options.repeats} rounds")
             for name, latency in found.items():
                 low, middle, high = quartiles(found[UNQUANTIZED], latency)
                 print(

@@ -1,29 +1,29 @@
-"""The full SDXL on a small machine: what each stage takes, beside what NVIDIA's and torch's own way takes.
+"""Time and memory of each stage for the full SDXL on a small machine, beside those of NVIDIA's and torch's tools.
 
-Everything that is measured has a process of its own, one after another, so that its peak memory is its own and nothing
-but the disk's cache is warm; the parent imports no torch. A process that the kernel kills for lack of memory is a
-finding too. Figures are kept in ``<work>/rows.json`` as they come, and a run that was interrupted goes on with those
-that are missing; delete the file, or take another ``--work``, to measure again.
+Each measurement runs in a process of its own, one after another, so that its peak memory is its own and nothing but the
+disk's cache is warm; the parent imports no torch. A process that the kernel kills for lack of memory is a result too.
+Figures are kept in ``<work>/rows.json`` as they come, and an interrupted run continues with those that are missing;
+delete the file, or name another ``--work``, to measure again.
 
     python benchmarks/full_size.py
     python benchmarks/full_size.py --checkpoint <file>.nemo --rows 1,4 --twice
 
 Rows: 1 the UNet to INT8 ONNX, 2 all four parts from ``.nemo`` to ONNX, 3 the UNet's plan, 4 one UNet pass on every
-level, 5 a picture by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8, 6 the UNet in other formats: its
+level, 5 an image by ``infer.py`` with all four parts on OpenVINO, the UNet in INT8, 6 the UNet in other formats: its
 recipe, its ONNX and its plan, 7 where the seconds of a pass go, 8 the whole model in other tools' formats. Without
-``--checkpoint`` the weights are random, of the real sizes: time and memory are the same, but the errors in row 4 are of
-random weights.
+``--checkpoint`` the weights are random, of the real sizes: time and memory are the same, and the errors in row 4 are
+those of random weights.
 
-What is honest about it: both sides of row 1 start from the same weights and quantize the same layers. Ours pays for
-reading the checkpoint and rounding the weights, the reference's seconds are those of ``torch.onnx.export`` alone, with
-everything loaded and calibrated. Every side of row 4 has the same inputs and as many threads as torch takes
-(``OMP_NUM_THREADS`` is heeded, but not by ``infer.py``), and its error against torch stands beside its time.
-``--twice`` measures the unquantized sides again at the end, because a machine may change its speed. ``--bf16`` measures
-each of OpenVINO's sides with bf16 in place of fp32 too, where the processor has instructions for it.
-What is unfair: the reference holds fp32, as it does on a CPU; on a GPU it may hold fp16, half of that. It writes
-weights as fp32 with a QuantizeLinear behind them, so its file is an intermediate one. Peak memory (VmHWM) counts files
-that are mapped, such as the weights that OpenVINO reads, which the kernel could drop. torch and OpenVINO compute in
-fp32 what is not quantized, but where a row says bf16. A plan is built here and not run.
+Fairness: both sides of row 1 start from the same weights and quantize the same layers. Ours includes reading the
+checkpoint and rounding the weights; the reference's seconds are those of ``torch.onnx.export`` alone, with everything
+loaded and calibrated. All sides of row 4 have the same inputs and torch's number of threads (``OMP_NUM_THREADS`` is
+heeded, but not by ``infer.py``), and each error against torch stands beside its time. ``--twice`` measures the
+unquantized sides again at the end, because a machine may change its speed. ``--bf16`` also measures OpenVINO's sides
+with bf16 in place of fp32, where the processor has instructions for it.
+Limits: the reference holds fp32, as on a CPU; on a GPU it may hold fp16, half of that. It writes weights as fp32 with a
+QuantizeLinear behind them, so its file is an intermediate one. Peak memory (VmHWM) includes mapped files, such as the
+weights that OpenVINO reads, which the kernel could drop. Unquantized layers compute in fp32 unless a row says bf16. A
+plan is built and not run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ALPHA = 0.8
 PROMPT = "a cabin in deep snow with light in the windows"
 STATISTICS_SIZE, STATISTICS_STEPS, SEED, GUIDANCE = 256, 2, 42, 5.0
 REFERENCE_AXES = {"batch": 2, "height": 16, "width": 16}  # of the one call that the reference calibrates on
-PICTURES, TARGET = (1, 1, 8), "SM89"  # least, likely and most pictures of a batch of the plan
+IMAGES, TARGET = (1, 1, 8), "SM89"  # least, likely and most images of a batch of the plan
 LATENT_FACTOR = 8  # pixels per latent
 PRESETS = ("fp8", "svdquant_w4a16")  # of row 6, at level 3
 HANDED_OVER = {"comfyui": "fp8", "openvino": "int8"}  # of row 8: targets and their presets
@@ -113,7 +113,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def emptied(folder: Path) -> Path:
-    """Without what a process that was killed may have left there."""
+    """The folder, without what a killed process may have left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
@@ -130,7 +130,7 @@ def synthetic(options: argparse.Namespace, _: str) -> dict:
 
 
 def calibration(options: argparse.Namespace, _: str) -> dict:
-    """One real pass, over one prompt, with the model in fp32: every recipe derives from it."""
+    """One calibration pass over one prompt with the model in fp32, from which every recipe is derived."""
     model = load_model(open_nemo(options.checkpoint))
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
     size = min(STATISTICS_SIZE, options.size)
@@ -162,7 +162,7 @@ def write(checkpoint: NemoCheckpoint, part: str, path: Path, assignment: dict[st
 
 
 def export(options: argparse.Namespace, level: str) -> dict:
-    """The UNet alone, from the checkpoint and an assignment that is known."""
+    """Export the UNet alone, from the checkpoint and a known assignment."""
     known, path = assignment(options, open_nemo(options.checkpoint), level), unet_file(options, level)
     folder = emptied(path.parent)
     _, seconds = timed(lambda: write(open_nemo(options.checkpoint), "unet_xl", path, known))
@@ -170,7 +170,7 @@ def export(options: argparse.Namespace, level: str) -> dict:
 
 
 def variant(options: argparse.Namespace, level: str) -> dict:
-    """The same for another level, from the graph that the first of them leaves."""
+    """Export another level, from the graph that the first of them leaves."""
     checkpoint, path, graph = open_nemo(options.checkpoint), unet_file(options, level), options.work / "graph.onnx"
     if not graph.exists():
         with atomic_path(graph) as temporary:
@@ -181,7 +181,7 @@ def variant(options: argparse.Namespace, level: str) -> dict:
 
 
 def reference(options: argparse.Namespace, _: str) -> dict:
-    """ModelOpt's SmoothQuant on the same layers, and torch's exporter as NeMo calls it."""
+    """Quantize the same layers with ModelOpt's SmoothQuant, and export as NeMo does, with torch's exporter."""
     import modelopt.torch.quantization as mtq
 
     from sd_quant.simulation.modelopt import modelopt_config
@@ -229,12 +229,12 @@ def parts(options: argparse.Namespace, _: str) -> dict:
 
 
 def plan(options: argparse.Namespace, name: str) -> dict:
-    """Of the UNet in INT8 or in a preset's format. Least, likely and largest batch as ``export_trt.py`` takes them:
-    guidance doubles all but the least."""
+    """Build the plan of the UNet in INT8 or in a preset's format, for the batches of ``export_trt.py``: guidance
+    doubles the likely and the largest."""
     from sd_quant.engines.tensorrt.build import build_plan
 
     contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
-    batches = PICTURES[0], 2 * PICTURES[1], 2 * PICTURES[2]
+    batches = IMAGES[0], 2 * IMAGES[1], 2 * IMAGES[2]
     shapes = [contract.shapes(batch=batch, height=latent, width=latent) for batch in batches]
     path = emptied(options.work / "plan") / "unet_xl.plan"
     report, seconds = timed(
@@ -250,7 +250,7 @@ def plan(options: argparse.Namespace, name: str) -> dict:
 
 
 def preset(options: argparse.Namespace, name: str) -> dict:
-    """From statistics to ONNX, a low-rank branch's decompositions included."""
+    """Derive and export a preset, with the decompositions of its low-rank branches."""
     checkpoint, path = open_nemo(options.checkpoint), unet_file(options, name)
     known, derive_seconds = timed(lambda: derived(options, checkpoint, recipe_of(name, f"quant_level={HIGHEST}")))
     folder = emptied(path.parent)
@@ -259,7 +259,7 @@ def preset(options: argparse.Namespace, name: str) -> dict:
 
 
 def handed_over(options: argparse.Namespace, target: str) -> dict:
-    """All that a target's consumer opens, at level 3."""
+    """Export the model to another tool at level 3."""
     from sd_quant.interchange import TARGETS
     from sd_quant.stages.hand_over import rows_of, write_folder
 
@@ -273,7 +273,8 @@ def handed_over(options: argparse.Namespace, target: str) -> dict:
 
 
 def count_operations(options: argparse.Namespace, _: str) -> dict:
-    """Of one pass: of all, of the layers, and of each level's, 4 with the products inside self-attention."""
+    """Count the operations of one pass: all, those of layers, and those of each level's layers, with self-attention's
+    products at level 4."""
     checkpoint = open_nemo(options.checkpoint)
     part = wrapped(checkpoint.parts(), empty_modules(checkpoint))["unet_xl"].eval()
     shapes, roles = pass_shapes(options, checkpoint), layer_roles(part.unet)
@@ -299,7 +300,7 @@ def pass_shapes(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict
 
 
 def pass_inputs(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, Tensor]:
-    """What calibration kept of one call, its conditional half, with noise of the size in place of its latent."""
+    """The inputs of a call that calibration kept, its conditional half, with noise of this size for a latent."""
     calls = unpack(load_file(statistics_file(options))).calls
     noise = torch.randn(pass_shapes(options, checkpoint)["x"], generator=torch.Generator().manual_seed(SEED))
     return {name: sample.values[0][-1:].clone() for name, sample in calls.items()} | {"x": noise}
@@ -335,7 +336,7 @@ def pass_engine(
 
 
 def profile(options: argparse.Namespace, side: str) -> dict:
-    """Seconds of one pass by kind of layer and kernel, as OpenVINO counts them, of the second call."""
+    """Seconds of the second pass by kind of layer and kernel, as OpenVINO counts them."""
     inputs = pass_inputs(options, open_nemo(options.checkpoint))
     engine = openvino.load(unet_file(options, side), threads=torch.get_num_threads())
     engine.settings["PERF_COUNT"] = "YES"
@@ -373,7 +374,7 @@ CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
 
 
 def child(options: argparse.Namespace) -> None:
-    """``--row pass:2.5`` is what comes before the colon, done for what comes after."""
+    """Run the function before the colon of ``--row pass:2.5`` for what comes after it."""
     name, _, side = options.row.partition(":")
     found = CHILDREN[name](options, side)
     print(json.dumps(found | {"peak_memory_bytes": peak_memory_bytes()}), flush=True)
@@ -383,7 +384,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 class StepFailed(Exception):
-    """A process ended badly; ``found`` says how."""
+    """A process failed; ``found`` says how."""
 
     def __init__(self, found: dict):
         super().__init__(found["failed"])
@@ -391,7 +392,7 @@ class StepFailed(Exception):
 
 
 def run_process(command: list[str], log: Path) -> tuple[str, dict]:
-    """What it printed, and its seconds and peak as the kernel counts them. Raises StepFailed."""
+    """The output of a process, and its seconds and peak as the kernel counts them. Raises StepFailed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as errors:
@@ -413,7 +414,7 @@ def run_process(command: list[str], log: Path) -> tuple[str, dict]:
 
 
 class Bench:
-    """The figures so far, and what has to be there before the next can be measured."""
+    """The figures so far, and the files that the next measurement requires."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.file = options, options.work / "rows.json"
@@ -426,7 +427,7 @@ class Bench:
         self.subject, self.rows = subject, kept
 
     def measure(self, name: str, work: Callable[[], dict], **note: object) -> None:
-        """Keep what ``work`` finds, unless it is known. A process that was killed is known, another failure is not."""
+        """Keep the figures of ``work``, unless they are known. A kill is kept; another failure is measured again."""
         if self.rows.get(name, {}).get("failed") in (None, KILLED) and name in self.rows:
             return
         try:
@@ -446,7 +447,7 @@ class Bench:
         return found | json.loads(figures)
 
     def need(self, *rows: str) -> None:
-        """Make what these leave, unless it is there. Raises StepFailed."""
+        """Make the files of these rows, unless they exist. Raises StepFailed."""
         options = self.options
         for row in rows:
             name, _, level = row.partition(":")
@@ -464,7 +465,7 @@ class Bench:
                     raise StepFailed({"failed": f"not measured, {row}: {failure}"}) from failure
 
     def after(self, *needed: str, row: str) -> Callable[[], dict]:
-        """The child ``row`` once all that it needs is there."""
+        """A function that makes what the child ``row`` needs and then runs it."""
 
         def work() -> dict:
             self.need("synthetic", "calibration", *needed)
@@ -517,8 +518,8 @@ class Bench:
         if side in PROFILED:
             self.measure(f"profile:{side}", self.after(f"variant:{side}", row=f"profile:{side}"))
 
-    def picture(self) -> None:
-        self.measure("picture", self.run_infer, steps=self.options.steps)
+    def image(self) -> None:
+        self.measure("image", self.run_infer, steps=self.options.steps)
 
     def formats(self) -> None:
         for name in self.options.presets.split(","):
@@ -533,21 +534,21 @@ class Bench:
 
     def run_infer(self) -> dict:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
-        options, out = self.options, self.options.work / "picture"
+        options, out = self.options, self.options.work / "image"
         self.need("synthetic", "calibration", "parts")
         command = [sys.executable, str(HOME / "infer.py"), "model=sdxl_nemo", f"model.path={options.checkpoint}"]
         command += [f"{part}={parts_file(options, part)}" for part in PARTS]
         command += [f"prompts=[{PROMPT}]", f"steps={options.steps}", f"infer.width={options.size}"]
         command += [f"infer.height={options.size}", "num_warmup_runs=0", "infer.num_timed_runs=1"]
         command += [f"out_path={out}", f"hydra.run.dir={out}"]
-        _, found = run_process(command, options.work / "logs" / "picture.txt")
+        _, found = run_process(command, options.work / "logs" / "image.txt")
         try:
             latency = json.loads((out / "metrics.json").read_text(encoding="utf-8"))["latency"]["openvino"]
-            picture, step = latency["image"]["1"], latency["unet_xl"]["2"]
-            times = {"seconds": picture["p50_ms"] / 1000, "step_seconds": step["p50_ms"] / 1000}
+            image, step = latency["image"]["1"], latency["unet_xl"]["2"]
+            times = {"seconds": image["p50_ms"] / 1000, "step_seconds": step["p50_ms"] / 1000}
         except (OSError, KeyError) as error:
             raise StepFailed({"failed": f"infer.py left no such latency: {error}"} | found) from error
-        return found | times | {"composed": "composed" in picture}
+        return found | times | {"composed": "composed" in image}
 
 
 ROWS: dict[str, Callable[[Bench], None]] = {
@@ -555,7 +556,7 @@ ROWS: dict[str, Callable[[Bench], None]] = {
     "2": Bench.whole_export,
     "3": Bench.unet_plan,
     "4": Bench.passes,
-    "5": Bench.picture,
+    "5": Bench.image,
     "6": Bench.formats,
     "7": Bench.profiles,
     "8": Bench.hand_overs,
@@ -592,7 +593,7 @@ def line(found: dict) -> str:
 
 
 def cell(found: dict, key: str, form: Callable[[float], str]) -> str:
-    """A process that ended badly says so where its memory would stand; ``rows.json`` has the reason."""
+    """A figure as text; a failed process says so in place of its memory, and ``rows.json`` has the reason."""
     if "failed" in found:
         if key != "peak_memory_bytes":
             return "–"
@@ -607,7 +608,7 @@ def ratio(a: dict, b: dict, key: str = "seconds") -> str:
 
 
 def table(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    """Markdown, empty without lines."""
+    """A Markdown table; nothing without lines."""
     shown = (header, ("---",) * len(header), *lines) if lines else ()
     return "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
 
@@ -616,8 +617,8 @@ def stages_table(rows: dict) -> str:
     stages = {
         "1. the UNet to INT8 ONNX": (rows.get("reference", {}), rows.get(f"export:{HIGHEST}", {})),
         "2. `.nemo` to ONNX, all four parts": ({}, rows.get("parts", {})),
-        f"3. the UNet's plan for {TARGET}, batch {PICTURES[0]} to {PICTURES[2]}": ({}, rows.get("plan", {})),
-        f"5. `infer.py`, a picture of {rows.get('picture', {}).get('steps')} steps": ({}, rows.get("picture", {})),
+        f"3. the UNet's plan for {TARGET}, batch {IMAGES[0]} to {IMAGES[2]}": ({}, rows.get("plan", {})),
+        f"5. `infer.py`, an image of {rows.get('image', {}).get('steps')} steps": ({}, rows.get("image", {})),
         **{f"6. the UNet in {name}": ({}, rows.get(f"preset:{name}", {})) for name in PRESETS},
         **{f"6. its plan in {name} for {TARGET}": ({}, rows.get(f"plan:{name}", {})) for name in PRESETS},
         **{f"8. for {name}, {fmt}": ({}, rows.get(f"handed_over:{name}", {})) for name, fmt in HANDED_OVER.items()},
@@ -632,7 +633,7 @@ def stages_table(rows: dict) -> str:
 
 
 def baseline(rows: dict, side: str) -> dict:
-    """The median of both measurements, where there are two."""
+    """The median of all measurements of this side."""
     sides = [rows[name] for name in (f"pass:{side}", f"pass:{side}, again") if "samples" in rows.get(name, {})]
     return {"seconds": median(sample for found in sides for sample in found["samples"])} if sides else {}
 
@@ -667,7 +668,7 @@ def passes_table(rows: dict) -> str:
 
 
 def profiles_table(rows: dict) -> str:
-    """Kinds of layers that take at least a hundredth of some side's pass."""
+    """The table of kinds of layers that take at least a hundredth of some side's pass."""
     sides = [side for side in PROFILED if "spent" in rows.get(f"profile:{side}", {})]
     spent = {side: rows[f"profile:{side}"]["spent"] for side in sides}
     kinds = dict.fromkeys(kind for side in sides for kind in spent[side])
@@ -685,7 +686,7 @@ def profiles_table(rows: dict) -> str:
 
 
 def conditions(options: argparse.Namespace, rows: dict) -> str:
-    """What was measured and how, as far as it was."""
+    """The conditions of the measurements, in sentences."""
     weights = "Random weights of SDXL's sizes" if options.synthetic else options.checkpoint.name
     told = [f"{weights}, {options.size} x {options.size}."]
     if any(found.get("failed") == KILLED for found in rows.values()):
@@ -696,8 +697,8 @@ def conditions(options: argparse.Namespace, rows: dict) -> str:
     if "total" in (flops := rows.get("operations", {})):
         total, layers = (f"{flops[key] / 1e9:,.4g}" for key in ("total", "layers"))
         told.append(f"A pass at batch 1 has {total} GFLOP, {layers} of them in linears and convolutions.")
-    if rows.get("picture", {}).get("composed"):
-        told.append("The picture's time is composed of its parts', which memory does not hold at once.")
+    if rows.get("image", {}).get("composed"):
+        told.append("The image's time is composed of its parts', which memory does not hold at once.")
     if measured := [found for found in rows.values() if "samples" in found]:
         repeats, threads = ({str(found[key]) for found in measured} for key in ("repeats", "threads"))
         told.append(
@@ -725,9 +726,9 @@ def parsed() -> argparse.Namespace:
         "--work", type=input_path, default="outputs/full_size", help="for files and figures (%(default)s)"
     )
     parser.add_argument("--rows", default=",".join(ROWS), help="to measure (%(default)s)")
-    parser.add_argument("--size", type=int, default=1024, help="of pictures (%(default)s)")
+    parser.add_argument("--size", type=int, default=1024, help="of images (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="of the picture (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of the image (%(default)s)")
     parser.add_argument("--levels", default=",".join(LEVELS), help="of rows 4 and 7 (%(default)s)")
     parser.add_argument("--presets", default=",".join(PRESETS), help="of row 6 (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="passes with bf16 in place of fp32 too")
@@ -756,7 +757,7 @@ def main() -> None:
     for row in options.rows.split(","):
         ROWS[row](bench)
     if not options.keep:
-        bench.remove("parts", "picture")
+        bench.remove("parts", "image")
         if options.synthetic:
             options.checkpoint.unlink(missing_ok=True)
     origin = bench.child("origin")

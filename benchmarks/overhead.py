@@ -1,9 +1,9 @@
-"""What collecting statistics costs: time over the plain pipeline, and memory against the stated bound.
+"""The overhead of collecting statistics: time over the plain pipeline, and memory against ``bytes_bound``.
 
-Time: two copies of the UNet, one with the hooks and one without, denoise the same prompts in turn, one batch each, with
-one collection open all the while; so each pair of turns saw the same machine. What a pass does once, drawing the sample
-and finishing, is timed apart and counted in. Memory: bytes of the statistics and growth of the peak against
-``bytes_bound``, which is also stated for the full-size SDXL UNet, without its weights.
+Time: two copies of the UNet, one with the hooks and one without, denoise the same prompts in turn, one batch each,
+during one collection, so that both see the same machine. Drawing the sample and finishing happen once a pass; they are
+timed apart and added. Memory: the bytes of the statistics and the growth of the peak against ``bytes_bound``, which is
+also computed for the full-size SDXL UNet, without its weights.
 
     python benchmarks/overhead.py --prompts 32 --steps 20
 """
@@ -38,7 +38,7 @@ FULL_SIZE = {  # NeMo's config of SDXL base, as far as the UNet needs it
 
 
 def statistics_bytes(statistics: Statistics) -> int:
-    """Of the layers; the few whole calls are left out of ``bytes_bound`` too."""
+    """Bytes of the layers' statistics; the few whole calls are left out, as in ``bytes_bound``."""
     samples: list[Sample] = [layer.rows for layer in statistics.layers.values()]
     tensors = [layer.amax for layer in statistics.layers.values()]
     tensors += [tensor for sample in samples for tensor in (sample.values, sample.priority)]
@@ -111,7 +111,7 @@ def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
 
 def main() -> None:
     arguments = parser(__doc__, prompts=32)
-    arguments.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="pictures at a time")
+    arguments.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="images at a time")
     options = arguments.parse_args()
     subject = load(options.prompts)
     found = []

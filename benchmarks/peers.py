@@ -413,8 +413,8 @@ def row(name: str, context: Context, reference: Generated, generate: Callable[[E
         quantized = quantize(context)
     except (PackageNotFoundError, ImportError) as error:
         return found | {"reason": f"not installed: {error}"}
-    pictures = generate(quantized.engine)
-    closeness = fidelity(reference.images, pictures.images, reference.latents, pictures.latents)
+    images = generate(quantized.engine)
+    closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
     return found | {
         "runtime": quantized.engine.name,
         "layers": len(quantized.layers),
@@ -465,8 +465,8 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="a prompt a line")
     parser.add_argument("--prompts", type=int, default=64, help="images to compare")
     parser.add_argument("--calibration-prompts", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the pictures")
-    parser.add_argument("--batch", type=int, default=4, help="pictures at a time")
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
+    parser.add_argument("--batch", type=int, default=4, help="images at a time")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/peers"))
     options = parser.parse_args()
 
@@ -497,7 +497,7 @@ def main() -> None:
                 rows.append(row(name, context, reference, generate))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     summary = (
-        f"{len(prompts)} pictures; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
+        f"{len(prompts)} images; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
         f"{len(layers)} layers to quantize."
     )
     write_text(options.out / "peers.md", f"{table(rows)}\n{summary}\n")

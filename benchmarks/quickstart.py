@@ -1,14 +1,14 @@
-"""How long a new user waits: the quickstart's job, the next one, and the same one again.
+"""The waiting time of a new user: for the quickstart's job, the next one, and the same one again.
 
     python benchmarks/quickstart.py
     python benchmarks/quickstart.py --against <folder of another checkout>
 
 Each is a process of its own, as a user starts it: the first with an empty cache and without the files that importing
 and drawing leave, the second with another alpha and what the first has left, the third with the first one's folder.
-Plans are built beside pictures and parity, so the stages add up to more than the job.
+Plans are built beside images and parity, so the stages add up to more than the job.
 With ``--against`` the jobs of another version of this project are run in turn with ours, by its own code in this
-environment, and the ratio is printed. What is honest about it: everything from the command to the prompt counts,
-imports too, and the seconds of a stage are the record's. The second job makes full-precision images from the cache.
+environment, and the ratio is printed. Everything from the command to the prompt counts, imports included; the seconds
+of a stage are the record's. The second job takes full-precision images from the cache.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What k recipes cost both ways, in one run: calibrating anew for each, or one statistics pass and a derivation each.
+"""The time of k recipes: a calibration for each, against one statistics pass and a derivation for each.
 
-Derived are the defaults of ``int8``, shifted inputs of convolutions included. The reference way is NVIDIA's: a copy of
-the UNet, ``mtq.quantize`` with SmoothQuant on the layers of the level, and the whole pipeline on every prompt as its
-forward loop. ModelOpt has nothing like alpha=auto: its place is taken by one calibration with the fixed alpha.
-Calibrations and statistics passes alternate, so that drift of the machine hits both alike, and every calibration that
-is really done is compared with ours: the timing counts only for equal results.
+We derive the defaults of ``int8``, with shifted inputs of convolutions. The reference is NVIDIA's way: a copy of the
+UNet, ``mtq.quantize`` with SmoothQuant on the layers of the level, and the whole pipeline on every prompt as its
+forward loop. ModelOpt has no alpha=auto; a calibration with the fixed alpha stands for it. Calibrations and statistics
+passes alternate, so that drift of the machine affects both alike. Every calibration that is not extrapolated is
+compared with our result, because times count only for equal results.
 
     python benchmarks/recipes.py --prompts 32 --steps 20 --references 2
 """
@@ -34,7 +34,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.simulation.modelopt import modelopt_config
 
 TOLERANCE = 1e-5  # relative
-DERIVATIONS = 5  # of each recipe; they are short, so one alone would be the machine's mood
+DERIVATIONS = 5  # of each recipe; a single one is too short to time
 
 
 def fixed(alpha: float | str) -> float:
@@ -61,7 +61,7 @@ def recalibrate(subject: Subject, sampling: Sampling, level: float, alpha: float
 
 
 def difference(ours: Tensor | float, theirs: Tensor) -> float:
-    """The largest relative one of any element."""
+    """The largest relative difference of any element."""
     theirs = theirs.float().flatten()
     return ((torch.as_tensor(ours).flatten() - theirs).abs() / theirs.abs()).max().item()
 

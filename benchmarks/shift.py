@@ -1,4 +1,4 @@
-"""What a shifted input of a convolution costs, in each form that ONNX has for it, against a symmetric input.
+"""The latency of a convolution's shifted input, in each form that ONNX has for it, against a symmetric input.
 
 Every graph is three residual blocks of SiLU, convolution and addition. All forms compute asymmetric quantization with
 zeros around the image; they differ in where the zero point went:

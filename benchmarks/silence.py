@@ -1,9 +1,9 @@
-"""The longest time that each command prints nothing, on a machine that other processes keep busy.
+"""The longest time without output of each command, on a machine that other processes keep busy.
 
     python benchmarks/silence.py
 
-Prints for each command how long it took, its longest silence and the line behind which that was. Nothing may be silent
-for more than 20 s (``sd_quant.progress`` prints a line after 15); exit code 1 where something is.
+Prints for each command its seconds, its longest silence and the line before that. The exit code is 1 where a command
+fails or is silent for more than 20 s (``sd_quant.progress`` prints a line after 15).
 """
 
 import argparse

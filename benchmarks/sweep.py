@@ -1,15 +1,15 @@
-"""What a job of a sweep costs when it is not the first, and whether a sweep that is killed ends like one that is not.
+"""Measures the marginal job of a sweep, and tests that a killed sweep ends with the same table as an unbroken one.
 
     python benchmarks/sweep.py
     python benchmarks/sweep.py --knobs quant_level=1,3 alpha=0.8 infer.steps=5
 
-Twelve jobs on the shipped checkpoint, of which ten differ, from an empty cache; then the same command again with
-another empty cache, killed with SIGKILL when half of its jobs are done, and started once more. Both tables have to
-agree in every column that is no time or peak. A job's time is from its start to its record, as the records' own times
-say; what timing all engines together adds is printed beside them.
+Twelve jobs on the shipped checkpoint, of which ten differ, run from an empty cache. Then the same command runs with
+another empty cache, is killed with SIGKILL when half of its jobs are done, and is started again. Both tables have to
+agree in every column that is no time or peak. A job's time is from its start to its record, by the records' own times;
+the time that timing all engines together adds is printed too.
 
-What is honest about it: the first job pays for everything that the others share, nothing is warm but the disk's cache,
-and the marginal job is the median of the others, each with its own export, plan, pictures, latency and parity.
+The first job includes everything that the others share, and nothing is warm but the disk's cache. The marginal job is
+the median of the others, each with its own export, plan, images, latency and parity.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Whether the engines of one sweep, timed five times, lead to the same recommendation, also beside a busy process.
+"""Tests that a sweep's recommendation is reproducible: its engines are timed five times, twice beside a busy process.
 
     python benchmarks/verdict.py
 
-Prints what each timing recommended and with what it was tied, and for each recipe the speed-ups of the five. Recipes
-whose graphs differ in nothing but constants are equally fast, so it asks for three things: that these are within 3 % of
-each other each time; the same recommendation five times, or a tie that contains it; and that one file, opened six times
-and timed in the same rounds as if it were six, differs from itself by less than 2 %.
+Prints the recommendation of each timing with its ties, and the speed-ups of each recipe. Recipes whose graphs differ in
+constants alone are equally fast. So three things are required: such recipes are within 3 % of each other each time; the
+recommendation is the same five times, or inside of a tie that contains it; and one file that is opened six times and
+timed as six engines differs from itself by less than 2 %.
 
-Three more tables compare a speed-up with what it should be: the same two recipes without the others beside them; each
+Three more tables compare a speed-up with other measurements of it: two recipes without the others beside them; each
 engine alone in a process that calls it for some seconds; and whole images, made in turn.
 
-The neighbour is a process that adds numbers on one of the machine's processors.
+The busy process adds numbers on one of the machine's processors.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def neighbour(there: bool) -> Iterator[None]:
 
 
 def sweep(folder: Path, knobs: Sequence[str]) -> None:
-    """The sweep in ``folder``, which goes on where it is."""
+    """Run the sweep in ``folder``, or continue it."""
     command = [sys.executable, *COMMAND, *knobs, f"hydra.sweep.dir={folder}", f"cache.dir={folder.parent}/cache"]
     with folder.with_suffix(".log").open("a") as log:
         if subprocess.run(command, cwd=HOME, stdout=log, stderr=log).returncode:
@@ -67,7 +67,7 @@ def sweep(folder: Path, knobs: Sequence[str]) -> None:
 
 
 def timed_again(folder: Path, beside: bool) -> tuple[Sweep, float]:
-    """The sweep, whose engines are timed once more in a process of their own, and the seconds of that."""
+    """Time the sweep's engines again in a process of their own; the sweep, and the seconds that this took."""
     started = time.perf_counter()
     with neighbour(beside):
         subprocess.run(
@@ -80,7 +80,7 @@ def timed_again(folder: Path, beside: bool) -> tuple[Sweep, float]:
 
 
 def same_or_tied(verdicts: list[Recommendation]) -> bool:
-    """Whether one recipe, or the unquantized engine, is recommended by all or in the tie of those that are not."""
+    """Whether all recommend one recipe, or the unquantized engine, or tie with it."""
     return any(all(each.job == job or job in each.tied for each in verdicts) for job in {each.job for each in verdicts})
 
 
@@ -90,7 +90,7 @@ def opened(folder: Path) -> tuple[QuantizeJob, dict]:
 
 
 def one_file_often(folder: Path, times: int) -> list[Interval]:
-    """The ratios of one file to itself, opened this often and timed in the same rounds."""
+    """The ratios of one file to itself, opened ``times`` times and timed in the same rounds."""
     job, _ = opened(folder)
     checkpoint, path = open_unchecked(job.model).checkpoint, artifact(folder, "onnx", job.model.parts[0])
     engines = {str(number): load_engine(job.infer.engine, path) for number in range(times)}
@@ -113,7 +113,7 @@ def without_others(folders: Sequence[Path]) -> list[Interval]:
 
 
 def alone(folder: Path, processes: int, seconds: float) -> list[float]:
-    """Milliseconds of a call of the file in a folder, called again and again in each of so many processes."""
+    """Milliseconds of a call of the file in a folder, repeated for ``seconds`` in each of some processes."""
     code = f"import verdict; print(verdict.looped({str(folder)!r}, {seconds}))"
     command = [sys.executable, "-c", code]
     return [float(subprocess.check_output(command, cwd=Path(__file__).parent)) for _ in range(processes)]

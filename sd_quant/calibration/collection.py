@@ -53,10 +53,9 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
     }
 
 
-def segments(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
-    """The range of prompts from ``start`` to ``stop``, cut at the snapshots."""
-    ends = sorted({size for size in snapshots if start < size < stop} | {stop})
-    return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
+def next_segment(start: int, stop: int, snapshots: Iterable[int]) -> range:
+    """The prompts from ``start`` to the next snapshot, or to ``stop`` if that comes first."""
+    return range(start, min([stop, *(size for size in snapshots if size > start)]))
 
 
 def calibrate(
@@ -101,7 +100,7 @@ def calibrate(
                     seconds = fmean(times) if devices == 1 else None
                     announce(fabric.device.type, len(prompts) - done, seconds)
                 announce = None
-                segment = segments(done, len(prompts), snapshots)[0]
+                segment = next_segment(done, len(prompts), snapshots)
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
                     collect_segment(fabric, model, *arguments, between_calls=between_calls)

@@ -93,7 +93,10 @@ VISIBLE = 1e-3  # least step of a fault, relative to the norm of the output
 FINEST = 2.0**-24  # the distance of fp16's smallest numbers, half of which an addition may lose
 LEAST_SHARE = 0.1  # least contribution of a scale to an output, relative to the terms that fp16 rounds in it
 COARSER = {torch.bfloat16: 8.0}  # a dtype's rounding error over fp16's; the two limits above grow by this factor
-TOKENS, PIXELS = 256, 16  # size of the compared crop: tokens of a linear's input, height and width of a convolution's
+CROP_TOKENS, CROP_PIXELS = (
+    256,
+    16,
+)  # tokens of a linear's input that are compared, height and width of a convolution's
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
 
@@ -148,7 +151,7 @@ def run_simulation(
     def keep_crop(row: LayerAssignment, layer: nn.Module, arguments: tuple) -> None:
         x = arguments[0]
         # of the last sample: the first is unconditional, where cross-attention adds nothing but zeros
-        crop = x.flatten(0, -2)[None, -TOKENS:] if is_linear(row) else x[-1:, :, :PIXELS, :PIXELS]
+        crop = x.flatten(0, -2)[None, -CROP_TOKENS:] if is_linear(row) else x[-1:, :, :CROP_PIXELS, :CROP_PIXELS]
         crops[row.name] = between_roundings(layer, crop).half().cpu()
 
     def keep_heads(row: LayerAssignment, products: nn.Module, arguments: tuple) -> None:
@@ -167,11 +170,11 @@ def run_simulation(
 
 
 def some_tokens(heads: Tensor) -> Tensor:
-    """At most ``TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced.
+    """At most ``CROP_TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced.
 
     In a joint attention the image's tokens come first and the text's last, so a crop of one end would miss a kind.
     """
-    return heads[-1:, :, :: -(-heads.shape[2] // TOKENS)]
+    return heads[-1:, :, :: -(-heads.shape[2] // CROP_TOKENS)]
 
 
 def products_of(network: nn.Module, attention: LayerAssignment) -> nn.Module:

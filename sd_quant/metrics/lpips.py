@@ -23,9 +23,9 @@ from torch.nn.functional import conv2d, max_pool2d, relu
 from sd_quant.devices import full_precision
 from sd_quant.metrics.images import check_pairs
 
-SMALLEST = 64  # pixels of height and width, the size that people judged for the paper
-SHIFT = (-0.030, -0.088, -0.188)  # mean and deviation of ImageNet's channels, for pixels from -1 to 1
-SCALE = (0.458, 0.448, 0.450)
+SMALLEST_SIDE = 64  # pixels of height and width, the size that people judged for the paper
+CHANNEL_MEANS = (-0.030, -0.088, -0.188)  # mean and deviation of ImageNet's channels, for pixels from -1 to 1
+CHANNEL_DEVIATIONS = (0.458, 0.448, 0.450)
 STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
 POOLED = (1, 2)  # convolutions whose input is max-pooled
 EPSILON = 1e-10
@@ -37,7 +37,7 @@ def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
 
     Raises ArtifactError when shapes or types differ or the images are smaller.
     """
-    check_pairs(reference, images, SMALLEST)
+    check_pairs(reference, images, SMALLEST_SIDE)
     size = max(1, BATCH_PIXELS // (images.shape[1] * images.shape[2]))
     batches = [slice(start, start + size) for start in range(0, len(images), size)]
     with full_precision() as device:
@@ -55,7 +55,7 @@ def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) 
 def _scaled(images: np.ndarray, device: torch.device) -> Tensor:
     """Normalized as AlexNet was trained: [N, H, W, 3] uint8 -> [N, 3, H, W] float32."""
     pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
-    return ((pixels - torch.tensor(SHIFT)) / torch.tensor(SCALE)).permute(0, 3, 1, 2).to(device)
+    return ((pixels - torch.tensor(CHANNEL_MEANS)) / torch.tensor(CHANNEL_DEVIATIONS)).permute(0, 3, 1, 2).to(device)
 
 
 def _layers(x: Tensor) -> Iterator[Tensor]:

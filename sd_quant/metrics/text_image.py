@@ -26,7 +26,7 @@ from sd_quant.text import one_line
 
 BATCH = 16
 FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
-IMAGES = {".bmp": "BMP", ".jpeg": "JPEG", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}  # Pillow's readers
+IMAGE_FORMATS = {".bmp": "BMP", ".jpeg": "JPEG", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}  # Pillow's readers
 CLIP_FILES = (  # one file of each line is required
     ("config.json",),
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -178,12 +178,12 @@ def _features(network: nn.Module, number: int, image: Callable[[int], np.ndarray
 
 
 def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_FORMATS)
 
 
 def _read_image(path: Path) -> np.ndarray:
     try:
-        with open_regular(path) as file, Image.open(file, formats=[IMAGES[path.suffix.lower()]]) as image:
+        with open_regular(path) as file, Image.open(file, formats=[IMAGE_FORMATS[path.suffix.lower()]]) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ArtifactError(f"the reference {path} cannot be read ({one_line(error)}); remove it") from error

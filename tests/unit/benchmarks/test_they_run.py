@@ -64,7 +64,7 @@ IN_THIS_PROCESS = [
                    "onnxruntime_percentile"]),
     Case("overhead", [*ONE_STEP, "--batches", "1"]),
     Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
-    Case("shapes", [*ONE_STEP, "--pictures", "1", "--repeats", "2"]),
+    Case("shapes", [*ONE_STEP, "--images", "1", "--repeats", "2"]),
     Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
     Case("saturation", [*ONE_STEP, "--repeats", "2"]),
     Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
@@ -118,7 +118,7 @@ def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
     printed = ended(script("full_size", *small, *sides, "--work", tmp_path, "--out", tmp_path / "table.md"))
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert not {name: row["failed"] for name, row in rows.items() if "failed" in row}
-    assert {"export:3", "reference", "parts", "plan", "operations", "picture"} <= rows.keys()
+    assert {"export:3", "reference", "parts", "plan", "operations", "image"} <= rows.keys()
     assert {"pass:torch, again", "pass:4, bf16", "profile:4", "preset:fp8", "handed_over:openvino"} <= rows.keys()
     assert (tmp_path / "table.md").read_text() in printed
 

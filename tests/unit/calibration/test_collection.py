@@ -15,7 +15,7 @@ from torch import nn
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
-from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments
+from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, next_segment, origin
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
@@ -75,14 +75,16 @@ def whole(model, names) -> Statistics:
 @pytest.mark.parametrize(
     "start, stop, snapshots, expected",
     [
-        (0, 5, [], [(0, 5)]),
-        (0, 5, [4, 2, 2], [(0, 2), (2, 4), (4, 5)]),
-        (0, 4, [4, 8], [(0, 4)]),
-        (3, 5, [2, 3, 4], [(3, 4), (4, 5)]),
+        (0, 5, [], 5),
+        (0, 5, [4, 2, 2], 2),
+        (2, 5, [4, 2, 2], 4),
+        (4, 5, [4, 2, 2], 5),
+        (0, 4, [4, 8], 4),
+        (3, 5, [2, 3, 4], 4),
     ],
 )
 def test_segments_end_at_the_snapshots(start, stop, snapshots, expected):
-    assert segments(start, stop, snapshots) == [range(*ends) for ends in expected]
+    assert next_segment(start, stop, snapshots) == range(start, expected)
 
 
 # One pass

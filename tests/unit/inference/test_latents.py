@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.inference.latents import READERS, digest_of, read_latents
+from sd_quant.inference.latents import FILE_READERS, digest_of, read_latents
 
 NOISE = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -79,14 +79,14 @@ def test_what_is_not_finite_is_refused(tmp_path, broken):
         read_latents(write(tmp_path / "noise.npy", noise), {2}, 8, 16)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", FILE_READERS)
 def test_whole_numbers_are_refused(tmp_path, kind):
     path = write(tmp_path / f"noise{kind}", torch.ones(2, 4, 8, 16, dtype=torch.int64))
     with pytest.raises(ArtifactError, match="holds numbers of torch.int64, expected one tensor of fp32 or fp16"):
         read_latents(path, {2}, 8, 16)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", FILE_READERS)
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b""], ids=["cut", "empty"])
 def test_a_damaged_file_is_refused(tmp_path, kind, damage):
     path = write(tmp_path / f"noise{kind}", NOISE)

@@ -54,8 +54,8 @@ def test_an_output_of_zeros_or_none_at_all_is_no_agreement():
 
 
 def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_unconditional_half(monkeypatch):
-    monkeypatch.setattr(parity, "TOKENS", 4)
-    monkeypatch.setattr(parity, "PIXELS", 2)
+    monkeypatch.setattr(parity, "CROP_TOKENS", 4)
+    monkeypatch.setattr(parity, "CROP_PIXELS", 2)
     unet = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3, padding=1), torch.nn.Flatten(2), torch.nn.Linear(36, 7))
     layers = {
         name: LayerAssignment(
@@ -79,7 +79,7 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
 
 def test_tokens_of_image_and_text_are_compared(monkeypatch):
     """In a joint attention the text's are the last."""
-    monkeypatch.setattr(parity, "TOKENS", 4)
+    monkeypatch.setattr(parity, "CROP_TOKENS", 4)
     heads = torch.arange(10.0).view(1, 1, 10, 1).expand(2, 3, 10, 2)
     assert parity.some_tokens(heads)[0, 0, :, 0].tolist() == [0, 3, 6, 9]
     assert torch.equal(parity.some_tokens(heads[:, :, :4]), heads[-1:, :, :4])

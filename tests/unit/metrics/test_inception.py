@@ -10,7 +10,7 @@ from torch import nn
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import sha256
 from sd_quant.metrics import INCEPTION_PACKAGE, inception
-from sd_quant.metrics.inception import FILE, NAME, SERVED_SHA256, Inception, resizing
+from sd_quant.metrics.inception import NETWORK_NAME, PACKAGED_FILE, SERVED_SHA256, Inception, resizing
 
 
 class Corner(nn.Module):
@@ -26,10 +26,10 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / INCEPTION_PACKAGE
     folder.mkdir()
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
-    torch.jit.script(Corner()).save(folder / FILE)
+    torch.jit.script(Corner()).save(folder / PACKAGED_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setattr(inception, "FILE_SHA256", sha256(folder / FILE))
+    monkeypatch.setattr(inception, "PACKAGED_SHA256", sha256(folder / PACKAGED_FILE))
     return folder
 
 
@@ -37,14 +37,14 @@ def test_the_packages_network_is_given_what_tensorflow_gave_its_own(package):
     network, name = inception.inception(None)
     images = torch.stack([torch.full((3, 40, 50), level, dtype=torch.uint8) for level in (0, 128, 255)])
     assert network(images).tolist() == [[(level - 128) / 128] * 9 for level in (0, 128, 255)]
-    assert name == NAME
+    assert name == NETWORK_NAME
 
 
 def test_a_file_with_another_hash_is_not_run(package):
-    (package / FILE).write_bytes((package / FILE).read_bytes() + b"\0")
+    (package / PACKAGED_FILE).write_bytes((package / PACKAGED_FILE).read_bytes() + b"\0")
     with pytest.raises(ArtifactError, match="does not hold Inception's weights with the known hash; install fid"):
         inception.inception(None)
-    (package / FILE).unlink()
+    (package / PACKAGED_FILE).unlink()
     with pytest.raises(ArtifactError, match="does not hold Inception's weights"):
         inception.inception(None)
 
@@ -96,7 +96,7 @@ def test_served_weights_are_never_unpickled_unsafely(tmp_path):
         inception.inception(tmp_path / "code.pth")
 
 
-@pytest.mark.parametrize(("begins", "name"), [(SERVED_SHA256, NAME), ("00000000", None)])
+@pytest.mark.parametrize(("begins", "name"), [(SERVED_SHA256, NETWORK_NAME), ("00000000", None)])
 def test_served_weights_have_a_name_when_their_hash_is_known(tmp_path, monkeypatch, begins, name):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
     monkeypatch.setattr(inception, "sha256", lambda path: begins + "ab" * 28)

@@ -186,7 +186,8 @@ def test_rounds_that_are_too_far_apart_have_no_median():
     found = latency.judged(shaken)
     assert found["p50_ms"] is None and found["reason"].startswith("its rounds took 10 to 50 ms, which is no figure")
     assert found["samples_ms"] == shaken["samples_ms"]
-    assert latency.too_far_apart([10.0, 50.0]) is None
+    few = latency.statistics_of([10.0, 50.0], 0, "wall_clock")
+    assert latency.judged(few) == few
     assert latency.judged(steady, "it snowed") == steady | {"p50_ms": None, "reason": "it snowed"}
 
 
