@@ -107,7 +107,7 @@ def test_layers_that_read_the_text_and_no_others_have_its_first_token(whole):
 
 
 def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
-    """Of one linear and one conv, over the pipeline that makes pictures."""
+    """Of one linear and one conv, over the pipeline that makes images."""
     unet, seen = model.modules["unet"], {}
     linear = next(name for name in names if name.endswith("attn1.to_q"))
     conv = next(name for name in names if name.endswith("resnets.0.conv1"))

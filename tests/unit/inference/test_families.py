@@ -70,7 +70,7 @@ def theirs(checkpoint: DiffusersCheckpoint) -> diffusers.DiffusionPipeline:
 def drawn_by_diffusers(
     theirs: diffusers.DiffusionPipeline, sampling: Sampling, noise: torch.Tensor
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Latents after every step, and pictures, as ``Generated`` has them."""
+    """Latents after every step, and images, as ``Generated`` has them."""
     latents: list[torch.Tensor] = []
 
     def remember(_, step, timestep, values: dict) -> dict:
@@ -111,12 +111,12 @@ def assert_drawn_alike(ours: Pipeline, theirs: diffusers.DiffusionPipeline, samp
     assert generated.images.shape == images.shape == (len(PROMPTS), sampling.height, sampling.width, 3)
     apart = np.abs(generated.images.astype(int) - images)
     assert apart.max() <= 1 and apart.mean() < 0.01  # of 255: a few numbers are rounded to the other side
-    assert images.std() > 10, "a picture of one colour would show nothing"
+    assert images.std() > 10, "an image of one colour would show nothing"
     return generated.latents
 
 
 @pytest.mark.parametrize("name", [*TINY, *VARIANTS])
-def test_a_picture_is_diffusers_own(opened, name):
+def test_an_image_is_diffusers_own(opened, name):
     """With guidance and without; and with negative prompts, from a noise that is given, as ``latents`` of diffusers."""
     checkpoint, samples = opened(name), []
     ours, diffusers_own, denoiser = pipeline(checkpoint), theirs(checkpoint), checkpoint.family.DENOISER

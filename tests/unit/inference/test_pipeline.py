@@ -113,7 +113,7 @@ def test_an_image_that_is_timed_has_the_size_of_the_calls_that_are(pipeline, eng
     assert [tuple(call["z"].shape) for call in engines["vae"].calls] == [(2, 4, 8, 8)]
 
 
-def test_each_picture_has_noise_of_its_own_seed(pipeline):
+def test_each_image_has_noise_of_its_own_seed(pipeline):
     noise = pipeline.noise(range(0, 3), SAMPLING)
     assert not torch.equal(noise[0], noise[1])
     assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
@@ -214,13 +214,13 @@ def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline
         pipeline(PROMPTS, SAMPLING, numbers=numbers)
 
 
-def test_a_picture_that_is_not_finite_is_named(pipeline, engines):
+def test_an_image_that_is_not_finite_is_named(pipeline, engines):
     whole = engines["vae"].function
 
     def overflows(z):
-        picture = whole(z)["dec"]
-        picture[-1, 0, 0, 0] = torch.inf
-        return {"dec": picture}
+        image = whole(z)["dec"]
+        image[-1, 0, 0, 0] = torch.inf
+        return {"dec": image}
 
     engines["vae"].function = overflows
     with pytest.raises(SdQuantError, match="vae gave an image that is not finite for prompt 1, of latents that are"):

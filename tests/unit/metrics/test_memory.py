@@ -47,11 +47,11 @@ from sd_quant.metrics.memory import StageTimer
 timer = StageTimer()
 with timer("plans"):
     np.ones(300 * 2**20, np.uint8)
-    with timer("pictures"):
+    with timer("images"):
         np.ones(150 * 2**20, np.uint8)
 with timer("small"):
     pass
-print(json.dumps([*(timer.stages[name]["peak_memory_bytes"] for name in ("plans", "pictures", "small")), timer.peak]))
+print(json.dumps([*(timer.stages[name]["peak_memory_bytes"] for name in ("plans", "images", "small")), timer.peak]))
 """
 
 
@@ -60,8 +60,8 @@ print(json.dumps([*(timer.stages[name]["peak_memory_bytes"] for name in ("plans"
 def test_a_stage_has_its_own_peak_and_those_that_overlap_that_of_both():
     """In a process of its own, of whose memory nothing else takes or gives back any."""
     ran = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, text=True, check=True, cwd=HOME)
-    plans, pictures, small, peak = json.loads(ran.stdout)
-    assert small + 100 * 2**20 < pictures < plans - 100 * 2**20
+    plans, images, small, peak = json.loads(ran.stdout)
+    assert small + 100 * 2**20 < images < plans - 100 * 2**20
     assert peak == plans, "a job's peak is that of its largest stage"
 
 
@@ -70,9 +70,9 @@ def test_a_stage_that_is_entered_again_adds_to_its_entry(monkeypatch):
     monkeypatch.setattr(memory, "perf_counter", lambda: next(clock))
     timer = StageTimer()
     for _ in range(2):
-        with timer("pictures"):
+        with timer("images"):
             pass
-    assert list(timer.stages) == ["pictures"] and timer.stages["pictures"]["seconds"] == 5 and timer.seconds == 30
+    assert list(timer.stages) == ["images"] and timer.stages["images"]["seconds"] == 5 and timer.seconds == 30
 
 
 def test_where_nothing_sets_the_peak_back_the_record_says_whose_it_is(monkeypatch):
