@@ -57,7 +57,7 @@ Call = dict[str, Tensor]  # the inputs of one UNet call: x, timesteps, context, 
 
 @dataclass(frozen=True)
 class Context:
-    """What every peer is given. ``calls`` are fp32 and in the order of the pipeline: prompt by prompt, step by step."""
+    """The inputs of every peer. ``calls`` are fp32, in the pipeline's order: prompt by prompt, step by step."""
 
     model: LoadedModel
     roles: dict[str, str]
@@ -106,7 +106,7 @@ def ours_plain(context: Context) -> Quantized:
 
 
 def derived(context: Context, recipe: Recipe) -> Quantized:
-    """The one place that knows how this project calibrates and derives; on the recorded calls like everybody."""
+    """Calibrate and derive as this project does, on the recorded calls like all peers."""
     weights = context.model.checkpoint.components["unet"]
     part = context.model.parts["unet_xl"]
     layers = {name: part.get_submodule(PREFIX + name) for name in context.roles if name in context.layers}
@@ -354,7 +354,7 @@ def onnx_layers(path: Path) -> dict[str, onnx.NodeProto]:
 
 
 def quantized_onnx_layers(path: Path) -> set[str]:
-    """Layers, and the name of anything else, whose weight and input both come out of a DequantizeLinear."""
+    """The layers, and other products by name, whose weight and input both come from a DequantizeLinear."""
     nodes = onnx.load(path).graph.node
     source = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
     return {
@@ -374,7 +374,7 @@ def torch_layers(unet: nn.Module, weight: str, value: str, active: Callable[[nn.
 
 
 def is_int8(node) -> bool:
-    """Whether an OpenVINO multiplication reads a FakeQuantize and has stored 8-bit integers for a weight."""
+    """Whether an OpenVINO node is a product of a FakeQuantize and a weight that is stored in 8-bit integers."""
     if node.get_type_name() not in ("Convolution", "MatMul"):
         return False
     value = behind(node.input(0), "Reshape", "Transpose")
@@ -383,7 +383,7 @@ def is_int8(node) -> bool:
 
 
 def behind(port, *kinds: str):
-    """What an OpenVINO input comes from, when operations of these kinds are looked through."""
+    """The source of an OpenVINO input behind operations of these kinds."""
     node = port.get_source_output().get_node()
     return behind(node.input(0), *kinds) if node.get_type_name() in kinds else node
 
@@ -392,7 +392,7 @@ def behind(port, *kinds: str):
 
 
 def record_calls(model: LoadedModel, prompts: list[str], size: int) -> list[Call]:
-    """What goes into the UNet while the full-precision pipeline denoises ``prompts``: both halves a call."""
+    """The UNet's inputs while the full-precision pipeline denoises ``prompts``, with both halves of guidance."""
     seen: list[Call] = []
     hook = model.parts["unet_xl"].register_forward_pre_hook(
         lambda unet, args, inputs: seen.append(dict(inputs)), with_kwargs=True
@@ -493,7 +493,7 @@ def main() -> None:
     os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
     with (options.out / "peers.log").open("w", encoding="utf-8") as log:
         for name in options.peers:
-            with redirect_stdout(log), redirect_stderr(log):  # most peers talk a lot
+            with redirect_stdout(log), redirect_stderr(log):  # most peers print a lot
                 rows.append(row(name, context, reference, generate))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     summary = (

@@ -113,9 +113,9 @@ def images(job: QuantizeJob, engines: Mapping[str, Engine], seed: int) -> np.nda
 
 
 def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
-    """In this process: one call and images of the first run's files, the executed graph and latency of the own's.
+    """Measure one call and images of the first run's files, and the executed graph and latency of this run's.
 
-    The first run's full-precision images are made by its own process, with some more seeds, and stay beside it.
+    The process of the first run also makes the full-precision images, with some more seeds, and leaves them beside it.
     """
     job, references = job_of_run(first), first.parent / "references.npz"
     files = {part: artifact(first, "onnx", part) for part in job.model.parts}
@@ -154,14 +154,15 @@ def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
 
 
 def read_layers(path: Path) -> dict[str, dict[str, str]]:
-    """The rows without the errors of outputs, which are no decision."""
+    """The rows of a ``layers.csv`` by layer, without the errors of outputs, which are no decision."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {row["name"]: {name: value for name, value in row.items() if "error" not in name} for row in rows}
 
 
 def assignments_apart(first: Path, other: Path) -> dict[str, float]:
-    """Of two ``layers.csv``: how many layers differ, and how many in more than numbers; how far numbers are apart."""
+    """The differences of two ``layers.csv``: layers that differ, those that differ in more than numbers, and the
+    largest relative difference of a number."""
     ours, theirs = read_layers(first), read_layers(other)
     differ, otherwise, apart = 0, 0, 0.0
     for name in ours.keys() | theirs.keys():
@@ -178,7 +179,8 @@ def assignments_apart(first: Path, other: Path) -> dict[str, float]:
 
 
 def graphs_apart(first: Path, other: Path) -> dict[str, float | bool]:
-    """Of two ONNX files: whether their bytes are equal, how many initializers differ, what share of all codes does."""
+    """The differences of two ONNX files: whether bytes are equal, the number of other initializers, and the share of
+    codes that differ."""
     ours, theirs = (
         {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
         for path in (first, other)
@@ -196,18 +198,18 @@ def graphs_apart(first: Path, other: Path) -> dict[str, float | bool]:
 
 
 def said(printed: str) -> dict[str, str]:
-    """The sentences of a job's closing table, of the denoiser and of all layers, by their first word."""
+    """The sentences below a job's closing table on the denoiser and on all layers, by their first word."""
     lines = [line for line in printed.splitlines() if line.startswith(("FLOAT: ", "SLOWER: "))]
     return {line.partition(":")[0]: line for line in lines if line.startswith("FLOAT") or DENOISER in line}
 
 
 def told_float(sentences: Mapping[str, str]) -> int:
-    """How many layers a job says to be computed in floating point."""
+    """The number of layers that, by a job's sentence, are computed in floating point."""
     return int(sentences["FLOAT"].partition(" computes ")[2].split()[0]) if "FLOAT" in sentences else 0
 
 
 def falsehoods(record: Record) -> list[str]:
-    """The sentences that contradict what was executed or timed; none where all that the job said is true."""
+    """The sentences that what was executed or timed contradicts."""
     found, sentences, of = [], record["said"], record["quantized_layers"]
     told = of - told_float(sentences)
     if told != record["int8_layers"]:
@@ -223,7 +225,7 @@ def falsehoods(record: Record) -> list[str]:
 
 
 def record_of(name: str, folder: Path, code: int, printed: str, found: Record, first: Record | None) -> Record:
-    """Of a class whose job and measurements lie in ``folder``; ``first`` is the record that it is compared with."""
+    """The record of a class whose job and measurements lie in ``folder``, compared with the record ``first``."""
     run = folder / "run"
     job = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     parity, executed = job["parity"], job["executed"]

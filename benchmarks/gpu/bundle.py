@@ -1,4 +1,4 @@
-"""What a GPU machine without a network needs beside this repository, in one folder: ``make gpu-bundle``.
+"""Collects what a GPU machine without a network needs beside this repository in one folder: ``make gpu-bundle``.
 
 Wheels of pure Python, which serve every Python from 3.11 on, named with their hashes in ``wheels.txt``: what diffusers
 takes beyond torch, Triton, numpy, safetensors and transformers, and pytest. And the scales of SDXL's UNet in the table,

@@ -1,4 +1,4 @@
-"""What only a GPU can show, from a checkout and whatever is installed, in one folder: ``make gpu-check``.
+"""Runs what requires a GPU, with whatever is installed, and leaves the results in one folder: ``make gpu-check``.
 
 It needs no network. First every engine and kernel once, in a minute; then the table, most wanted rows first; then the
 tests that only a GPU can run, in the time that is left. ``gpu_bundle``, where it is (``make gpu-bundle``), has what the

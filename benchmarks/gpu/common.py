@@ -1,4 +1,4 @@
-"""What the table and its worker are both told."""
+"""The options of both the table and its worker."""
 
 import argparse
 import tempfile

@@ -267,7 +267,7 @@ def others_of(config: dict, clip1: TextShape, clip2: TextShape, device: torch.de
 
 
 def with_buffers(module: nn.Module) -> nn.Module:
-    """What a module of the meta device has lost: the numbers of its positions."""
+    """Restore the numbers of positions, which a module of the meta device has lost."""
     for name, buffer in module.named_buffers():
         if name.endswith("position_ids"):
             buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))

@@ -26,7 +26,7 @@ Answer = dict[str, Any]  # ``ended``, one of the words above, ``reason`` where i
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is asked for, with ``options`` for the worker; ``seconds`` is how long it should take."""
+    """A request to a worker with its ``options``; ``seconds`` is the time that it should take."""
 
     name: str
     seconds: float

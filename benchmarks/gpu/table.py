@@ -143,7 +143,7 @@ def is_wanted(row: Mapping[str, Any]) -> bool:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was wanted beside what was found, for every batch, and whole pictures."""
+    """The targets beside the results, for every batch and for whole images."""
     told, done = [], [row for row in rows if is_wanted(row)]
     for network, precision in PRECISIONS.items():
         quantized = [row for row in done if row["network"] == network and row.get("recipe")]

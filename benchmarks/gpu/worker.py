@@ -1,4 +1,4 @@
-"""What measures: a process that builds a network once and answers one row of the table after the other.
+"""The process that measures: it builds a network once and answers one row of the table after the other.
 
 Every side is timed by the GPU's own events, call by call in turn with eager and with compiled fp16; a ratio has the
 interval of its rounds. What a row says of itself that cannot be is in ``doubts``: an output that is further from full
@@ -196,7 +196,7 @@ def timed(bench: Bench, side: Side, engine: Engine, batch: int, begun: float, to
 
 
 def doubts_of(side: Side, row: Mapping[str, Any]) -> list[str]:
-    """What a row says that cannot be."""
+    """The reasons to doubt the figures of a row."""
     doubts = []
     if side.recipe is not None and not row["error"] <= MOST_ERROR * row["simulation_error"] + 1e-3:
         doubts.append(f"its error is {row['error'] / row['simulation_error']:.2g} times that of its recipe")
@@ -222,7 +222,7 @@ def memory_of(engine: Engine, inputs: Inputs) -> float:
 
 
 def longest_kernels(engine: Engine, inputs: Inputs, most: int = 12) -> list[dict[str, Any]]:
-    """Of one call: what a GPU spends its time on, ``{kernel, calls, ms}``."""
+    """The kernels of one call by the time that the GPU spends in them, ``{kernel, calls, ms}``."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -45,10 +45,7 @@ def test_ssim_is_that_of_wang_et_al(images):
     assert found == pytest.approx([expected], abs=1e-4)  # torch sums in fp32
 
 
-@pytest.mark.parametrize("other", [np.zeros((3, 32, 32, 3), np.uint8), np.zeros((3, 64, 64, 3), np.float32)])
-def test_what_does_not_match_is_refused(images, other):
-    with pytest.raises(ArtifactError, match="uint8"):
-        fidelity.psnr(images, other)
+def test_latents_that_do_not_match_are_refused():
     with pytest.raises(ArtifactError, match="same prompts, steps and size"):
         fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
 
