@@ -11,7 +11,6 @@ The road not taken is a converter per direction, each with its own table of name
 
 import argparse
 import os
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config, sdxl
 from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file
-from sd_quant.files.tensors import Readable, size_of
+from sd_quant.files.tensors import size_of
 from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 
@@ -65,7 +64,10 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> tup
         raise ConfigError(f"{target} exists already; give another name or remove it")
     checkpoint = open_sdxl(source, model_config)
     state = checkpoint.state()
-    check_target(target, state.values())
+    folder = next(folder for folder in target.absolute().parents if folder.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
+    check_room(target, size_of(state.values()))
     archived, apart = len(state), sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
     if target.suffix == ".nemo":
         count, other, write = archived, apart, partial(write_archive, target, checkpoint.model_config, state)
@@ -74,14 +76,6 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> tup
     with progress(count, f"write {target.name}") as advance:
         write(advance=advance)
     return count, other
-
-
-def check_target(target: Path, tensors: Iterable[Readable]) -> None:
-    """Raises ConfigError when ``target`` cannot be written, ResourceError when its disk has no room for the tensors."""
-    folder = next(folder for folder in target.absolute().parents if folder.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
-    check_room(target, size_of(tensors))
 
 
 def size_on_disk(path: Path) -> int:

@@ -139,7 +139,7 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
             raise ArtifactError(f"{path} holds {key[:200]!r} twice, under two endings; expected it once")
         entry[FACTORS[end]] = tensor
     incomplete = [name for name, entry in roles.items() if not {"down", "up"} <= entry.keys()]
-    strangers = [name for name in roles if name not in names and name not in incomplete]
+    foreign = [name for name in roles if name not in names and name not in incomplete]
     updates, misshapen = [], []
     for name, entry in roles.items():
         if name in names and name not in incomplete:
@@ -151,7 +151,7 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
                 factor = strength * scale(path, entry, place, configs)
                 updates.append(Update(path, place, entry["down"], entry["up"], factor))
     problems = {
-        f"of {len(roles)} layers are none of this model's": strangers,
+        f"of {len(roles)} layers are none of this model's": foreign,
         f"of {len(roles)} layers have another shape": misshapen,
         "layers lack a half": incomplete,
         "tensors are no part of a LoRA (of a DoRA, LoHa or LoKr, say)": unknown,

@@ -1,4 +1,4 @@
-"""SDXL under NeMo's config, from whatever kind of file: the networks that the config describes, and their weights.
+"""SDXL with NeMo's config, from any kind of file: the networks that the config describes, and their weights.
 
 ``sd_quant.models.sdxl_nemo`` says what the entries of a config mean. Here they come from a file, and are checked.
 """

@@ -1,4 +1,4 @@
-"""NeMo's state dict of SDXL: the tensors of the four networks under NeMo's keys, and what else the file holds."""
+"""NeMo's state dict of SDXL: the tensors of the four networks under NeMo's keys, and the other tensors of the file."""
 
 import math
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ DAMAGED = (
 
 
 def own_knob(path: Path, knob: str, usual: Any) -> Any:
-    """The value of a knob, ``width``, ``height`` or ``parts``, by the checkpoint at ``path``; else the ``usual``."""
+    """Returns the checkpoint's value of a knob, ``width``, ``height`` or ``parts``, or the ``usual`` one."""
     if knob == "parts":
         return own_parts(path, usual)
     size = own_size(path)
@@ -36,7 +36,7 @@ def own_knob(path: Path, knob: str, usual: Any) -> Any:
 
 
 def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
-    """The ``usual`` parts without those that a folder's index lacks; all of them where there is no index."""
+    """Returns the ``usual`` parts without those that a folder's index lacks; all of them where there is no index."""
     if not (path / INDEX).is_file():
         return list(usual)
     try:
@@ -47,7 +47,7 @@ def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
 
 
 def own_size(path: Path) -> tuple[int, int] | None:
-    """Height and width in pixels of the images that a checkpoint was made for; None where its files do not say."""
+    """Returns height and width in pixels of the images that a checkpoint was made for, or None if not stated."""
     try:
         size = size_in_folder(path) if (path / INDEX).is_file() else size_in_nemo(path)
     except DAMAGED:
@@ -56,7 +56,7 @@ def own_size(path: Path) -> tuple[int, int] | None:
 
 
 def size_in_folder(folder: Path) -> tuple[int, int] | None:
-    """The size in the denoiser's configuration of a diffusers pipeline: a number, or height and width."""
+    """Returns the size in the denoiser's configuration of a diffusers pipeline: a number, or height and width."""
     (denoiser,) = (folder / name for name in DENOISERS if (folder / name).is_dir())
     size = json.loads(read_text(open_members(denoiser)["config.json"])).get("sample_size")
     height, width = size if isinstance(size, list) else (size, size)
@@ -64,7 +64,7 @@ def size_in_folder(folder: Path) -> tuple[int, int] | None:
 
 
 def size_in_nemo(path: Path) -> tuple[int, int] | None:
-    """The size in a NeMo archive that need not be unpacked, or in a folder of its files."""
+    """Returns the size in a NeMo archive that need not be unpacked, or in a folder of its files."""
     if path.is_file() and (path.suffix != ".nemo" or is_gzipped(path)):
         return None
     config = load_yaml(read_text(open_members(path)["model_config.yaml"]))

@@ -2,7 +2,7 @@
 
 To add one, write ``sd_quant/models/<name>.py`` with a subclass of ``family.Family`` and an instance of it, ``FAMILY``,
 one line of ``FAMILIES``, and ``conf/model/<name>.yaml``. A module is imported when a checkpoint of its family is
-opened, and not before.
+opened.
 """
 
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with

@@ -1,4 +1,4 @@
-"""What a family of diffusion models states: facts, and functions where the usual ones do not fit."""
+"""A family of diffusion models, and its pipeline with engines for networks."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -60,7 +60,7 @@ class StableDiffusion3(Family):
         }
 
     def attentions(self, denoiser: nn.Module) -> dict[str, int]:
-        """All, if queries and keys have no norms or those of 3.5, which the ranges of attentions know."""
+        """Returns all attentions if queries and keys have no norms or those of 3.5; else none."""
         return attention_widths(denoiser) if denoiser.config.qk_norm in (None, "rms_norm") else {}
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class TransformerPart(nn.Module):
-    """The transformer with diffusers' inputs. Flux's also reads where its tokens stand, and guidance if it has that."""
+    """The transformer with diffusers' inputs. Flux's also reads positions of tokens, and possibly guidance."""
 
     def __init__(self, transformer: nn.Module):
         super().__init__()

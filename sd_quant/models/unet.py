@@ -1,4 +1,4 @@
-"""diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL): a part, and what its layers are and read."""
+"""diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL) as a part, and its layers' roles and inputs."""
 
 from collections.abc import Iterable
 
