@@ -175,7 +175,7 @@ class Nvfp4:
     """E2M1 in blocks of 16 with scales in E4M3, and one scale of all, which the scales are multiplied by in fp32."""
 
     common: float | None  # the scale of all; None: from the largest number each time
-    smallest: float = nvfp4.SMALLEST_SCALE  # of a block's scale in E4M3
+    smallest: float = nvfp4.SMALLEST_E4M3  # of a block's scale in E4M3
     reciprocal: bool = False  # whether inputs are multiplied by (1 / common) / scale, as torchao does
     also: str = ""  # of the common scale, for people
 
