@@ -35,7 +35,7 @@ from sd_quant.models.checkpoint import contracts_of
 from sd_quant.places import HOME, input_path
 from sd_quant.report.recommendation import Recommendation, recommend
 from sd_quant.report.record import at
-from sd_quant.report.summary import Sweep, read_sweep, rows
+from sd_quant.report.summary import Sweep, read_sweep
 from sd_quant.report.timing import busy_because
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.latency import denoiser_rounds
@@ -169,8 +169,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for number, beside in enumerate(BESIDE[: options.times]):
         done, seconds = timed_again(folder, beside)
-        tables.append(rows(done))
-        verdicts.append(recommend(done, tables[-1], lambda row: row["job"]))
+        tables.append(done.rows)
+        verdicts.append(recommend(done, lambda row: row["job"]))
         blocks = at(done.timing, "blocks") or []
         busy = "; ".join(filter(None, (busy_because(block["rounds"]) for block in blocks))) or "quiet"
         openings = ", ".join(str(len(block["rounds"]["openings"])) for block in blocks)

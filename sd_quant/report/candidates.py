@@ -15,7 +15,7 @@ from typing import Any
 from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
-from sd_quant.report.summary import Job, Row, Sweep, rows
+from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
 
 USUAL_CONFIDENCE = 0.95
@@ -60,10 +60,10 @@ def rule(sweep: Sweep) -> str:
     )
 
 
-def standings(sweep: Sweep, table: Sequence[Row]) -> list[Standing]:
+def standings(sweep: Sweep) -> list[Standing]:
     """All jobs and checkpoints that have both images and a size, the smallest first."""
     found = []
-    for job, row in zip(sweep.jobs, table, strict=True):
+    for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images = capped(job.record, IDENTICAL_DB)
         if row["status"] == DONE and images and row["denoiser_bits"]:
             found.append(Standing(row.get(CANDIDATE) or row["job"], row["denoiser_bits"], images))
@@ -100,9 +100,9 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
     return found
 
 
-def judgement(sweep: Sweep, table: Sequence[Row]) -> str:
+def judgement(sweep: Sweep) -> str:
     """Sentences that name the checkpoints that are worth their bits, beaten or tied."""
-    everyone = standings(sweep, table)
+    everyone = standings(sweep)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
     kinds = {name: kind for name, (kind, _) in verdicts(everyone, confidence_of(sweep)).items()}
@@ -124,8 +124,8 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
     if not judged:
         return []
-    verdict = [f"{judgement(sweep, rows(sweep))} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
-    everyone = standings(sweep, rows(sweep))
+    verdict = [f"{judgement(sweep)} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
+    everyone = standings(sweep)
     said = {name: words for name, (_, words) in verdicts(everyone, confidence_of(sweep)).items()}
     contents = [contents_of(job, entry, said) for job, entry in judged.values()]
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]

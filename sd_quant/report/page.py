@@ -36,7 +36,6 @@ from sd_quant.report.summary import (
     Row,
     Sweep,
     machine_of,
-    rows,
     shown_columns,
     workload,
 )
@@ -71,11 +70,11 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = ()) -> Path:
 
     Raises ResourceError when the disk is full.
     """
-    table, columns = rows(sweep), shown_columns()
+    table, columns = sweep.rows, shown_columns()
     names = {row["job"]: described(row, sweep) for row in table}
-    advice, rule = recommend(sweep, table, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
+    advice, rule = recommend(sweep, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
     if not sweep.own:  # candidates alone, which have no latency in common and no plans
-        advice, rule = Recommendation(None, judgement(sweep, table)), rule_of_candidates(sweep)
+        advice, rule = Recommendation(None, judgement(sweep)), rule_of_candidates(sweep)
         columns = [column for column in columns if any(row[column.key] is not None for row in table)]
     compares = sum(row["status"] == DONE for row in table) > 1
     images, notes = gallery(sweep, names, advice.job)
@@ -91,7 +90,7 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = ()) -> Path:
         advice=advice,
         recommended=names.get(advice.job),
         rule=rule[0].upper() + rule[1:],
-        warnings=warnings_of(sweep, table, names),
+        warnings=warnings_of(sweep, names),
         rows=table,
         columns=columns,
         varied=sweep.varied,
@@ -207,14 +206,14 @@ def started(sweep: Sweep) -> str:
     return f"{first.day} {first:%B %Y, %H:%M %Z}"
 
 
-def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) -> list[str]:
+def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
     """A sentence for each recipe that is slower quantized, each job without figures and each busy machine."""
     sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep, names)]
     sentences += [
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
         for each in at(sweep.timing, "left_out") or []
     ]
-    for row in table:
+    for row in sweep.rows:
         for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
             if takes := slower(row[column]):
                 sentences.append(f"SLOWER: {names[row['job']]} {takes} {what}.")
@@ -226,7 +225,7 @@ def warnings_of(sweep: Sweep, table: Sequence[Row], names: Mapping[str, str]) ->
                 "floating point; metrics.json names them under executed."
             )
     return sentences + [
-        f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in table if row["status"] != DONE
+        f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in sweep.rows if row["status"] != DONE
     ]
 
 

@@ -31,7 +31,7 @@ from sd_quant.report.readings import score_of
 from sd_quant.report.recommendation import fidelity_db, front, recommend
 from sd_quant.report.record import CANDIDATE, DONE
 from sd_quant.report.sensitivity_plot import COLOURS
-from sd_quant.report.summary import Job, Row, Sweep, rows
+from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.text import printable
 
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
@@ -87,8 +87,8 @@ def style() -> Iterator[None]:
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
     """``pareto_latency``, ``pareto_size``, ``trajectory``, ``layers`` and ``ranges``, if they show something."""
-    table = rows(sweep)
-    best = recommend(sweep, table, lambda row: row["job"]).job
+    table = sweep.rows
+    best = recommend(sweep, lambda row: row["job"]).job
     done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
     with style():
         drawn = {

@@ -20,7 +20,7 @@ from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.report.readings import slower
 from sd_quant.report.record import at, why
-from sd_quant.report.summary import SWEEP, Row, Sweep, rows
+from sd_quant.report.summary import SWEEP, Row, Sweep
 from sd_quant.report.table import Table, figure, table_of_texts
 
 BASELINES = {"framework": "framework", "compiled": "compiled framework", "unquantized": "unquantized engine"}
@@ -80,7 +80,7 @@ def published_tables(sweep: Sweep) -> list[Table]:
     if sweep.published is None:
         return []
     measured = [
-        (row, job.record) for row, job in zip(rows(sweep), sweep.jobs, strict=True) if row["image_ms"] is not None
+        (row, job.record) for row, job in zip(sweep.rows, sweep.jobs, strict=True) if row["image_ms"] is not None
     ]
     if not measured:
         return []

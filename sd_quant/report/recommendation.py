@@ -75,10 +75,10 @@ class Recommendation:
     tied: tuple[str, ...] = ()  # jobs that cannot be told apart from the recommended one
 
 
-def options_of(sweep: Sweep, table: Sequence[Row], rule: Rule) -> list[Option]:
+def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
     """The recipes of a sweep that have both images and a latency."""
     found = []
-    for job, row in zip(sweep.jobs, table, strict=True):
+    for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images = capped(job.record, rule.enough_db)
         if row["status"] == DONE and images and row["image_speedup"]:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
@@ -130,10 +130,10 @@ def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, 
     return best, [option for option in everyone if is_tied(option)]
 
 
-def recommend(sweep: Sweep, table: Sequence[Row], describe: Callable[[Row], str]) -> Recommendation:
+def recommend(sweep: Sweep, describe: Callable[[Row], str]) -> Recommendation:
     """The recipe to ship with its figures, and what the fastest and the most faithful other would gain and lose."""
     rule = rule_of(sweep.verdict)
-    measured = options_of(sweep, table, rule)
+    measured = options_of(sweep, rule)
     if not measured:
         return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
     if (checkpoints := len({each.row["checkpoint"] for each in measured})) > 1:

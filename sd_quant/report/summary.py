@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,16 @@ class Sweep:
 
     @property
     def own(self) -> list[Job]:
-        """The jobs without the candidates."""
+        """The jobs without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """A row for each job; every row has all columns, None where there is no value."""
+        together = blocks_by_job(self.timing)
+        found = [row_of(job, at(self.timing, "machine") if job.name in together else None) for job in self.jobs]
+        columns = dict.fromkeys([*(column for row in found for column in row), *self.varied])
+        return [columns | row for row in found]
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -200,14 +209,6 @@ def last_text(path: Path, most: int = 65536) -> str:
             return file.read(most).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def rows(sweep: Sweep) -> list[Row]:
-    """A row for each job; every row has all columns, None where there is no value."""
-    together = blocks_by_job(sweep.timing)
-    found = [row_of(job, at(sweep.timing, "machine") if job.name in together else None) for job in sweep.jobs]
-    columns = dict.fromkeys([*(column for row in found for column in row), *sweep.varied])
-    return [columns | row for row in found]
 
 
 def row_of(job: Job, timed_on: str | None = None) -> Row:
@@ -317,7 +318,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 def write_summary(sweep: Sweep) -> None:
     """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder."""
-    table = rows(sweep)
+    table = sweep.rows
     write_csv(table, sweep.directory / "summary.csv")
     write_parquet(table, sweep.directory / "summary.parquet")
     write_text(sweep.directory / "summary.md", markdown(sweep))
@@ -364,7 +365,7 @@ def shown_columns() -> list[Column]:
 
 def sweep_table(sweep: Sweep) -> str:
     """The closing table of a sweep as plain text: a line for each recipe with what a terminal has room for."""
-    table = rows(sweep)
+    table = sweep.rows
     known = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
     recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
     columns = [Column("recipe", "recipe"), *(column for column in known if column.key in IN_A_TERMINAL)]
@@ -374,7 +375,7 @@ def sweep_table(sweep: Sweep) -> str:
 
 def markdown(sweep: Sweep) -> str:
     """``summary.md``: a line for each recipe, named by its knobs."""
-    table = rows(sweep)
+    table = sweep.rows
     recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
     columns = [Column(" · ".join(sweep.varied) or "job", "recipe"), Column("status", "status"), *shown_columns()]
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]

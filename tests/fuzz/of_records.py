@@ -16,7 +16,7 @@ from sd_quant.knobs import read
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE
 from sd_quant.report.run_table import run_table
-from sd_quant.report.summary import markdown, read_sweep, rows
+from sd_quant.report.summary import markdown, read_sweep
 
 from ..unit.report.sweeps import LAYERS, record_of
 from .harness import Reader
@@ -110,7 +110,7 @@ def unreadable(sweep: Any) -> Iterator[str]:
 def records() -> Reader:
     def shown(folder: Path) -> tuple:
         sweep = read_sweep(folder)
-        table = rows(sweep)
+        table = sweep.rows
         texts = [run_table(job.record) for job in sweep.jobs if job.status == DONE]
         result = repr(table), texts, markdown(sweep), sweep.command, repr(sweep.published)
         refuse_unreadable(unreadable(sweep))
@@ -119,7 +119,7 @@ def records() -> Reader:
     def check(folder: Path, found: tuple) -> None:
         """Numbers are numbers, and no text has letters that a terminal obeys."""
         sweep = read_sweep(folder)
-        for row, job in zip(rows(sweep), sweep.jobs, strict=True):
+        for row, job in zip(sweep.rows, sweep.jobs, strict=True):
             assert (row["job"], row["status"], row["reason"]) == (job.name, job.status, job.reason)
             ends = ("_db", "_ms", "speedup", "_bytes", "seconds")
             values = [value for name, value in row.items() if name.endswith(ends)]

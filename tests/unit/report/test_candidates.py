@@ -4,7 +4,7 @@ import pytest
 
 from sd_quant.report.candidates import candidate_tables, judgement, rule, standings, verdicts
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.summary import read_sweep, rows, sweep_table
+from sd_quant.report.summary import read_sweep, sweep_table
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 
 def said(sweep) -> str:
-    return judgement(sweep, rows(sweep))
+    return judgement(sweep)
 
 
 def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
@@ -53,7 +53,7 @@ def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
         "Worth their bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight). "
         "Beaten by one that is no larger: middle."
     )
-    (_, words) = verdicts(standings(sweep, rows(sweep)), 0.95)["middle"]
+    (_, words) = verdicts(standings(sweep), 0.95)["middle"]
     assert words.startswith("beaten by small, which is no larger, by 1.0 dB (")
 
 
@@ -65,7 +65,7 @@ def test_what_a_few_images_cannot_tell_apart_is_not_decided_but_with_less_confid
     sentence = said(sweep)
     assert "Worth its bits: small" in sentence and "Beaten" not in sentence
     assert "On 4 images not to be told apart from a smaller one: large." in sentence
-    (kind, _) = verdicts(standings(sweep, rows(sweep)), 0.5)["large"]
+    (kind, _) = verdicts(standings(sweep), 0.5)["large"]
     assert kind == "worth its bits"
 
 
@@ -88,7 +88,7 @@ def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_res
 def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recommendation(folder, without_plots):
     sweep = folder(2, theirs=(45.0, 4.5))
     assert [job.name for job in sweep.own] == ["level=0", "level=1"] and sweep.names == ("level=0", "level=1")
-    assert [row["candidate"] or row["level"] for row in rows(sweep)] == [0, 1, "theirs"]
+    assert [row["candidate"] or row["level"] for row in sweep.rows] == [0, 1, "theirs"]
     page = rebuild(sweep.directory).read_text()
     assert "sweep of 2 jobs and one candidate" in page and "level=1</strong>" in page and "theirs" in page
     assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page

@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from sd_quant.report import plots
-from sd_quant.report.summary import read_sweep, rows
+from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, write_job, write_plan, write_sweep
 
@@ -171,7 +171,7 @@ def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path):
     for number in range(20):
         write_job(tmp_path / str(number), 44 - number / 2, 1.1 + number / 50 * (-1) ** number, prompts=[])
     sweep = write_plan(tmp_path, {str(number): {"alpha": number} for number in range(20)})
-    table = rows(sweep)
+    table = sweep.rows
     figure = plots.pareto(table, ["alpha"], plots.TIME, "4")
     named = set(words(figure)) - {"unquantized, 100 %"}
     assert named == {row["job"] for row in plots.front(table, plots.TIME)} | {"4"}

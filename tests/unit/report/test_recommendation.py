@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sd_quant.report.recommendation import Rule, front, recommend, rule_of
-from sd_quant.report.summary import Job, Sweep, rows
+from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
 PROMPTS = 8
@@ -42,7 +42,7 @@ def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0",
 
 def recommended(*jobs: Job, **verdict):
     sweep = Sweep(None, [], [], list(jobs), verdict=verdict)
-    return recommend(sweep, rows(sweep), lambda row: row["job"])
+    return recommend(sweep, lambda row: row["job"])
 
 
 def test_the_sentence_of_a_clear_case():

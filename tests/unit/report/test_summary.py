@@ -10,7 +10,7 @@ from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, rows, write_summary
+from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, write_summary
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def test_a_row_has_what_its_record_says(folder):
-    first = rows(read_sweep(folder))[0]
+    first = read_sweep(folder).rows[0]
     expected = {
         "job": "alpha=0.5", "status": "done", "reason": None, "alpha": 0.5, "psnr_db": 30.0, "psnr_worst_db": 29.95,
         "latent_sqnr_db": 21.0, "denoiser_ms": 10.0, "denoiser_speedup": 2.0, "image_ms": 40.0, "image_torch_ms": 800.0,
@@ -42,14 +42,14 @@ def test_a_row_has_what_its_record_says(folder):
 )
 def test_ends_of_psnr_are_possible_or_unknown(folder, values, ends):
     change_record(folder / "alpha=0.5", {"fidelity.psnr.values": values})
-    first = rows(read_sweep(folder))[0]
+    first = read_sweep(folder).rows[0]
     assert [first["psnr_db_low"], first["psnr_db_high"]] == [each and pytest.approx(each, abs=0.01) for each in ends]
 
 
 def test_the_denoiser_keeps_its_interval_where_an_image_has_no_figure(folder):
     none = {"p50_ms": None, "reason": "a second or more is missing", "rest": None}
     change_record(folder / "alpha=0.5", {"latency.openvino.image.1": {"full_precision": none, "quantized": none}})
-    first = rows(read_sweep(folder))[0]
+    first = read_sweep(folder).rows[0]
     assert first["denoiser_speedup_low"] < first["denoiser_speedup"] < first["denoiser_speedup_high"]
     assert first["image_speedup"] is None is first["image_speedup_low"]
 
@@ -61,8 +61,8 @@ def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
     log = "[2026-01-01 00:00:00,000][sd_quant][INFO] - {} ...\n"
     (killed / LOG).write_text("".join(log.format(stage) for stage in ("load", "export")))
     with locked(killed / LOCK):
-        assert rows(read_sweep(folder))[3]["reason"] == "it left no record: it is running in the stage export"
-    reason = rows(read_sweep(folder))[3]["reason"]
+        assert read_sweep(folder).rows[3]["reason"] == "it left no record: it is running in the stage export"
+    reason = read_sweep(folder).rows[3]["reason"]
     assert reason.startswith("it left no record: it ended in the stage export without a word, as what is killed does")
 
 

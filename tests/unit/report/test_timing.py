@@ -8,7 +8,7 @@ import pytest
 
 from sd_quant.errors import ArtifactError
 from sd_quant.report import page
-from sd_quant.report.summary import read_sweep, rows, write_summary
+from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.timing import TIMING
 from tests.pasting import words_of
 
@@ -44,7 +44,7 @@ def timed(small_sweep):
 
 def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed):
     sweep = timed({"level=1": 2.0, "level=2": 1.25})
-    first, second, third, *_ = rows(sweep)
+    first, second, third, *_ = sweep.rows
     assert first["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
     assert first["image_speedup"] == pytest.approx(60 / 40, rel=1e-3)
     assert first["image_speedup_low"] <= first["image_speedup"] <= first["image_speedup_high"]
@@ -62,7 +62,7 @@ def test_the_openings_of_a_block_are_its_intervals(timed):
     ]
 
     def half(openings: list[int]) -> float:
-        row, *_ = rows(timed({}, subjects=subjects, rounds=QUIET | {"openings": openings}))
+        row, *_ = timed({}, subjects=subjects, rounds=QUIET | {"openings": openings}).rows
         return (row["denoiser_speedup_high"] - row["denoiser_speedup_low"]) / 2
 
     assert half([5] * 8) > 2 * half([10] * 4) and half([]) != half([5] * 8)
@@ -74,11 +74,11 @@ def test_the_openings_of_a_block_are_its_intervals(timed):
 def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
     """25 ms a call instead of the unquantized engine's 20, with the same 10 ms of rest: 35 ms against 20."""
     wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
-    compared, *_ = rows(timed({"level=1": 2.0}, compiled_ms=[25.0 * each for each in wobble]))
+    compared, *_ = timed({"level=1": 2.0}, compiled_ms=[25.0 * each for each in wobble]).rows
     assert compared["image_over_compiled"] == pytest.approx(35 / 20, rel=1e-3)
     assert compared["image_over_compiled_low"] <= 35 / 20 <= compared["image_over_compiled_high"]
     assert compared["image_compiled_ms"] == pytest.approx(40 * 35 / 20, rel=1e-3)
-    without, *_ = rows(timed({"level=1": 2.0}, compiled_ms=None))
+    without, *_ = timed({"level=1": 2.0}, compiled_ms=None).rows
     assert without["image_compiled_ms"] is None is without["image_over_compiled"]
     with pytest.raises(ArtifactError, match=r"timing.json holds no rounds"):
         timed({"level=1": 2.0}, compiled_ms=[25.0])
@@ -102,8 +102,8 @@ def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
     plan["jobs"][5]["same_as"] = "level=2"
     (small_sweep.directory / "sweep.json").write_text(json.dumps(plan))
     sweep = read_sweep(small_sweep.directory)
-    assert [row["job"] for row in rows(sweep)] == [f"level={level}" for level in "12345"]
-    assert {row["job"]: row["same_as"] for row in rows(sweep) if row["same_as"]} == {"level=2": "level=6"}
+    assert [row["job"] for row in sweep.rows] == [f"level={level}" for level in "12345"]
+    assert {row["job"]: row["same_as"] for row in sweep.rows if row["same_as"]} == {"level=2": "level=6"}
     write_summary(sweep)
     assert "level=6: the same assignment as level=2, not done again" in (sweep.directory / "summary.md").read_text()
 
