@@ -47,7 +47,10 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, siz
 from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
-from sd_quant.interchange.other_names import (
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
+from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.names.authors import (
     OTHER_NETWORKS,
     PREFIX,
     Rows,
@@ -57,9 +60,6 @@ from sd_quant.interchange.other_names import (
     rows_of,
     told_family,
 )
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
-from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.nemo import locations
 from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to

@@ -41,9 +41,9 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, SDXL, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
-from sd_quant.interchange.other_names import Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.interchange.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.names.sgm import sgm_names
 from sd_quant.quantization.assignment import LayerAssignment
 

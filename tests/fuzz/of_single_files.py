@@ -17,8 +17,8 @@ from torch import Tensor
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.interchange import comfyui, gguf
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
-from sd_quant.interchange.other_names import authors_places
 from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.names.authors import authors_places
 
 from ..pipelines import TINY
 from .harness import Reader

@@ -12,6 +12,7 @@ import pytest
 
 from sd_quant import report, stages
 from sd_quant.engines import RUNTIMES
+from sd_quant.interchange import NAMES as FOREIGN_FORMATS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.report.page import REPORT
 from sd_quant.report.record import RECORD
@@ -202,3 +203,12 @@ def test_untrusted_files_are_opened_by_their_readers_alone():
             calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
             assert not {getattr(call, "id", None) for call in calls} & OPENERS, name
             assert not {getattr(call, "attr", None) for call in calls} & METHODS, name
+
+
+def test_a_foreign_format_is_named_in_its_own_file():
+    """And in the list of formats. Two are also kinds of files and runtimes, which other rooms name."""
+    for name in modules().keys() - {"interchange"}:
+        nodes = ast.walk(tree_of(modules()[name]))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        own = name.removeprefix("interchange.")
+        assert not named & set(FOREIGN_FORMATS) - {own, "onnx", "openvino"}, name

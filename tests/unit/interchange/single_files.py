@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
-from sd_quant.interchange.other_names import PREFIX, authors_places
 from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.names.authors import PREFIX, authors_places
 
 
 def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
-    """The denoiser's tensors by its authors' names; ``test_other_names`` holds these against diffusers."""
+    """The denoiser's tensors by its authors' names; ``names.test_authors`` holds these against diffusers."""
     weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     state: dict[str, Tensor] = {}

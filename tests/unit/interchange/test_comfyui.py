@@ -20,9 +20,9 @@ from sd_quant.interchange.comfyui import INT8 as ROWS
 from sd_quant.interchange.comfyui import METHODS, Codes, Mxfp8, check_codes, read, recognizes
 from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.inputs import Nvfp4, Rotated, StaticFloat8
-from sd_quant.interchange.other_names import PREFIX, Rows, authors_places
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.names.authors import PREFIX, Rows, authors_places
 from sd_quant.numbers import relative_error
 
 from .single_files import authors_state, in_diffusers, loaded, read_all

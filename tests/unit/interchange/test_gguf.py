@@ -9,8 +9,8 @@ import torch
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.interchange.gguf import QUANTIZED, read, read_header
-from sd_quant.interchange.other_names import PREFIX, Rows
 from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.names.authors import PREFIX, Rows
 
 from .single_files import authors_state, in_diffusers, loaded, read_all
 

@@ -123,7 +123,8 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
     monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
     monkeypatch.setattr(hand_over, "open_session", lambda *_: None)
-    monkeypatch.setattr(hand_over, "handed_over", lambda written: [])
+    monkeypatch.setattr(hand_over, "handed_over_table", lambda written: None)
+    monkeypatch.setattr(hand_over, "as_text", lambda table: [])
     for images in (True, False):
         job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
         hand_over.hand_over(job, tmp_path / "out")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.interchange.other_names import PREFIX, authors_places, denoiser_tensors, places_in, told_family
+from sd_quant.names.authors import PREFIX, authors_places, denoiser_tensors, places_in, told_family
 
-from .single_files import in_diffusers
+from ..interchange.single_files import in_diffusers
 
 SDXL = {
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],

@@ -1,13 +1,13 @@
-"""Where diffusers' parameters lie in a file with the names of a model's authors: rows of stored tensors.
+"""The places of diffusers' parameters in a file with the names of a model's authors: rows of stored tensors.
 
 Single files have the names of those who trained the model: Stability's for Stable Diffusion 1 to 3 and SDXL, Black
 Forest Labs' for Flux. Their tensors are diffusers' own, joined one behind the other along the first axis (query, key
-and value are one linear), and of a modulation that is a shift and a scale the halves are exchanged. So a table of joins
-says it all, and the model in full precision says which of its rows there are: hostile names lead nowhere.
+and value are one linear), and of a modulation that is a shift and a scale the halves are exchanged. A table of joins is
+enough, and the model in full precision says which of its rows there are: hostile names lead nowhere.
 
 The road not taken is to send row numbers through diffusers' own converters and to read off what became of them: they
-count blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests go
-that way.
+count blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests do
+that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,9 +47,9 @@ class Rows:
     of: int
 
 
-Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; what stands there one behind the other
+Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; rows that are joined
 
-# what names tell of a network, for people; the first whose every mark begins a name
+# families for people, each with the beginnings of names that mark it; the first with all of them counts
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("a HunyuanVideo transformer", ("double_blocks.", "txt_in.individual_token_refiner.")),
     ("a Chroma transformer", ("distilled_guidance_layer.",)),
@@ -70,7 +70,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Of which family a denoiser with these tensors is, for people: ``a Flux transformer``. None: of none known here.
+    """Family name of a denoiser with these tensors, for people: ``a Flux transformer``; None for an unknown one.
 
     Names may have the denoiser's prefix, and may be a model's authors' or diffusers'.
     """
@@ -161,7 +161,7 @@ def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:
 
 
 def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
-    """These rows of a tensor whose values lie one behind the other, and no others are read."""
+    """These rows of a contiguous tensor; no others are read."""
     if (rows.start, rows.stop) == (0, rows.of):
         return stored
     width = prod(stored.shape[1:])
@@ -170,7 +170,7 @@ def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
 
 
 def joined(parts: Sequence[Readable]) -> Readable:
-    """What lies in ``parts``, of one dtype, one behind the other along the first axis."""
+    """The ``parts``, of one dtype, joined along the first axis."""
     if len(parts) == 1:
         return parts[0]
     shape = (sum(each.shape[0] for each in parts), *parts[0].shape[1:])
