@@ -1,19 +1,19 @@
-"""Foreign formats: the files of other tools, of which each has a module here that reads them, writes them or both.
+"""Foreign formats: the files of other tools. One module here reads a format, writes it, or does both.
 
-A module has the format's facts, ``FACTS``, and as many of three functions as make sense: ``recognizes(path)`` says by a
-glance whether a file or folder is of the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; and
-``write(checkpoint, assignment, folder)`` writes what an assignment makes into a folder and returns what ``read`` would
-open. To add a format, write ``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
+A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
+the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes
+the denoiser that an assignment makes and returns the path that ``read`` opens. To add a format, write
+``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
 
-Readers treat what they read as hostile: nothing in a file is executed, sizes are checked before anything is allocated,
-and a file that is only partly understood is refused with the names that are not. The facts of a format say which layers
-of an assignment it can hold and how the tool that opens it computes their inputs; ``holding`` adapts an assignment to
-them. Configuration needs the facts before torch is imported, so they are read from a module's source, as Ansible reads
-the documentation of its modules.
+Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
+that is only partly understood is refused with the names that are not. The facts of a format say which layers of an
+assignment it can hold and how the tool that opens it computes their inputs; ``holding`` adapts an assignment to them.
+Configuration needs the facts before torch is imported, so they are read from a module's source, as Ansible reads the
+documentation of its modules.
 
 Two roads were not taken. Opening each file with its tool's own library executes what the file names, needs six
-libraries at once, and says nothing of what is stored; where the library is installed it is asked besides, see
-``QuantizedDenoiser.runtime``. Converting exported files would take codes apart again that the assignment has whole.
+libraries at once, and does not say what is stored; where a library is installed it computes the same besides, see
+``QuantizedDenoiser.runtime``. Converting exported files would have to find the codes again that the assignment has.
 """
 
 import ast

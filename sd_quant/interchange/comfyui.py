@@ -343,7 +343,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def quantized_layer(codes: Codes, parts: tuple[Rows, ...]) -> QuantizedLayer:
-    """Of the rows ``parts`` of a marked weight; bytes of shared scales are prorated by rows."""
+    """The layer of the rows ``parts`` of a marked weight; bytes of shared scales are prorated by rows."""
     count = sum(rows.stop - rows.start for rows in parts)
     of_weight = [codes.stored.tensors[name] for name in ("weight", *codes.method.needs)]
     inputs = None if codes.mark.get("full_precision_matrix_mult", False) else codes.method.inputs(codes)

@@ -173,7 +173,7 @@ def refuse_pickles(path: Path) -> None:
 
 
 def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Described]:
-    """What the headers of all files say of tensors, by their names. Raises ArtifactError unless they say it in full."""
+    """The descriptions in the headers of all files by tensors' names. Raises ArtifactError where one is missing."""
     files = {tensor.member.name: tensor.member for tensor in stored}
     found: dict[str, Described] = {}
     for member in files.values():

@@ -1,8 +1,8 @@
-"""What each layer of a candidate does to its own output, and to the network's when it stands in it alone.
+"""Errors of a quantized layer: of its own output, and of the network's output with this layer alone quantized.
 
-Both are measured on real inputs of the full-precision network, which stays as it is: a layer's weight is read when it
-is due, so the candidate takes the memory of one layer. The road not taken is to compare the candidate's own network
-layer by layer: the errors in front of a layer would be counted as its own.
+Both are measured on real inputs of the full-precision network, which is not changed. A layer's weight is read when it
+is needed, so that one is in memory at a time. The road not taken is to compare two whole networks layer by layer: the
+errors in front of a layer would be counted as its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,21 +20,21 @@ from sd_quant.numbers import finite, relative_error
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Of one layer, relative to the norms of what the full-precision one has; None where that is zero."""
+    """Errors of one layer, relative to the norms of the full-precision layer's; None where such a norm is zero."""
 
     weight: float | None
     output: float | None
 
 
 def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """What a linear or a convolution computes of ``x`` with another weight, without its bias."""
+    """The output of a linear or convolution for ``x`` with another weight, without its bias."""
     if isinstance(module, nn.Conv2d):
         return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
     return F.linear(x, weight)
 
 
 def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) -> Tensor:
-    """The same as the candidate's layer computes it."""
+    """The same of the quantized layer, with rounded inputs and its branch."""
     if layer.inputs is None:
         return product(module, x, weight)
     rounded = layer.inputs(x)
@@ -52,7 +52,7 @@ def layer_errors(
     run: Callable[[], object],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, LayerErrors]:
-    """The errors of the candidate's ``layers``, each on the inputs that it has in ``network`` while ``run()`` calls it.
+    """The errors of ``layers``, each on the inputs that it has in ``network`` while ``run()`` calls it.
 
     ``advance`` is called after every call of a layer.
     """
@@ -84,13 +84,13 @@ def layer_errors(
 
 
 def ratio(error: float, reference: float) -> float | None:
-    """The root of two sums of squares' quotient."""
+    """The ratio of two norms, given their squares."""
     return finite((error / reference) ** 0.5) if reference else None
 
 
 @contextmanager
 def put_in(network: nn.Module, name: str, layer: QuantizedLayer) -> Iterator[None]:
-    """In the block ``network`` has this layer of the candidate, and is otherwise as it was."""
+    """In the block ``network`` has this quantized layer; everything else is in full precision."""
     module = network.get_submodule(name)
     weight = module.get_parameter("weight")
     full = weight.data
@@ -112,7 +112,7 @@ def alone(
     run: Callable[[], Tensor],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, float | None]:
-    """The relative error of what ``run()`` returns, with each of these layers alone in ``network``, largest first."""
+    """The relative error of the result of ``run()`` with each of these layers alone in ``network``, largest first."""
     expected, errors = run(), {}
     for name in names:
         with put_in(network, name, layers[name]):

@@ -1,10 +1,10 @@
-"""Smoothing that a candidate has folded into the module in front of a layer, undone, so that a layer can stand alone.
+"""Undoes smoothing that is folded into the module in front of a layer, so that the layer can be judged alone.
 
 SmoothQuant divides a weight's columns by factors and multiplies the layer's input by them, and where a norm or a linear
-makes that input, its outputs are multiplied instead and the graph has nothing to do. Such a layer computes nonsense of
-the full-precision network's inputs. So the factors are read off the modules in front: of a norm they are the ratio of
-its weights, of a linear what its rows, once its own columns are restored, have to be multiplied by to be nearest. A
-modulation, which makes a tensor's shift and scale, has two rows and two biases for each channel.
+makes that input, its outputs are multiplied instead. Such a layer computes nonsense of the full-precision network's
+inputs. So the factors are estimated from the modules in front: a norm's are the ratio of its weights, a linear's
+the least-squares factor of each row, once its own columns are restored. A modulation, which makes a tensor's shift and
+scale, has two rows and two biases for each channel.
 The road not taken is to ask the file: no format says what was folded.
 """
 
@@ -21,14 +21,14 @@ from sd_quant.interchange.inputs import Multiplied
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 
-# By which a factor differs from 1 that rounding does not explain: E5M2 rounds a norm's weight by up to 0.125, and two
-# bits may shorten a row by a third. Where a norm says that something is folded, slighter ones count too.
+# How far a factor has to be from 1 to be no rounding: E5M2 rounds a norm's weight by up to 0.125, and two bits may
+# shorten a row by a third. Where a norm shows that smoothing is folded, smaller distances count too.
 OF_NORM, OF_ROW = 0.15, 0.5
 SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
 def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
-    """The candidate's layers as they compute on inputs of the full-precision network: the same where none is folded.
+    """The layers for inputs of the full-precision network: unchanged where no smoothing is folded.
 
     Reads the weights of the norms and linears that may have taken over a smoothing.
     """
@@ -64,7 +64,7 @@ def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str
 
 
 def weight_in(denoiser: QuantizedDenoiser, name: str) -> Tensor:
-    """For inputs that are not multiplied."""
+    """A weight for inputs that are not multiplied."""
     layer = denoiser.layers.get(name)
     return denoiser.parameters[f"{name}.weight"].read().float() if layer is None else plain_weight(layer)
 
@@ -79,9 +79,9 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """What a factor of the tensor multiplies in its producer, a linear: [width, numbers].
+    """The numbers of a tensor's producer, a linear, that its smoothing factors multiply: [width, numbers].
 
-    Of a modulation, which has a ``bias``, both rows and their biases: it multiplies 1 + that of the scale.
+    Of a modulation, which has a ``bias``, these are both rows and their biases; for the scale it is 1 + bias.
     """
     found = [weight[rows] for rows in shared.rows(width)]
     if bias is not None:
@@ -91,7 +91,7 @@ def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: 
 
 
 def row_factors(theirs: Tensor, ours: Tensor) -> Tensor:
-    """By what each row of ``ours`` [out, in] is to be multiplied to be nearest to that of ``theirs``."""
+    """The least-squares factor between each row of ``ours`` [out, in] and that of ``theirs``."""
     return quotient((theirs * ours).sum(1), ours.square().sum(1))
 
 
@@ -105,7 +105,7 @@ def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor 
 
 
 def plain_weight(layer: QuantizedLayer) -> Tensor:
-    """What the weight is to inputs that are not multiplied: its columns multiplied by what inputs are."""
+    """The weight for inputs that are not multiplied: its columns times the factors of the inputs."""
     weight, inputs = layer.weight.read().float(), cast(object, layer.inputs)
     while isinstance(inputs, Multiplied):
         weight = weight * inputs.factor.float().view(1, -1, *(1,) * (weight.ndim - 2))

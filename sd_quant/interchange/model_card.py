@@ -1,4 +1,4 @@
-"""The README of a result: what it is, what it lost, how far it is from full precision, and how to open it."""
+"""The README of a result: its facts, its losses, its distance from full precision, and how to open it."""
 
 import shlex
 from collections.abc import Mapping

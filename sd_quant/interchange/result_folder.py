@@ -1,7 +1,7 @@
-"""The folder of a target's result: which files in it are ours, by the list that was left with them.
+"""The folder of a result, and which files in it are ours, by the list that was left with them.
 
-A result is replaced by removing what its own list names and nothing else: what a user has put beside it stays his. The
-list is compared with what lies there and no path is made of it, so that one that was changed leads nowhere.
+A result is replaced by removing the files that its own list names and nothing else: files that a user has added stay.
+The list is compared with the files that are there and no path is made of it, so a list that was changed leads nowhere.
 """
 
 import json
@@ -16,7 +16,7 @@ FIGURES = "hand_over.json"  # written last; a folder that has it is ours, and so
 
 
 def check_free(folder: Path) -> None:
-    """Raises ConfigError when something stands at ``folder`` that is no earlier result, or more than one."""
+    """Raises ConfigError unless ``folder`` is missing, empty, or holds an earlier result and nothing else."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"{folder} is no folder of ours; set hydra.run.dir to another folder")
     if others := sorted(set(files_in(folder)) - own_files(folder)):
@@ -27,7 +27,7 @@ def check_free(folder: Path) -> None:
 
 
 def remove_result(folder: Path) -> None:
-    """Remove the files of an earlier result, and what is empty then."""
+    """Remove the files of an earlier result, and folders that are empty then."""
     for name in own_files(folder):
         (folder / name).unlink()
     if not folder.is_symlink():
@@ -46,7 +46,7 @@ def own_files(folder: Path) -> set[str]:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """The names of all files, links and other things below ``folder``; behind a link nothing is looked for."""
+    """The names of all files, links and other things below ``folder``; links are not followed."""
     if folder.is_symlink():
         return
     for place, folders, files in os.walk(folder):

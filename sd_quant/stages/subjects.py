@@ -1,7 +1,7 @@
-"""What is judged, whatever it was read from: somebody's quantized denoiser, or a run of ours.
+"""The subjects of a judgement: third-party checkpoints, and runs of ``quantize.py``.
 
-A candidate is computed as its reader says that its consumer computes. A run is computed as its assignment says, which
-is derived again from its knobs and has to be the one that it has written down.
+A third-party checkpoint is computed as the tool that it is made for computes it, by its format's reader. A run is
+computed by its assignment, which is derived again from its knobs and has to be the one that it has written down.
 """
 
 import copy
@@ -39,7 +39,7 @@ from sd_quant.stages.session import Session
 RUN = "sd_quant run"  # what stands for a reader's name
 UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
 MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
-# What of a run's own knobs decides its statistics, beside the recipe.
+# A run's own knobs that decide its statistics, beside the recipe
 OF_CALIBRATION = ("calibration_prompts", "calibration_image", "calibration_mask", "width", "height", "sizes")
 OF_GUIDANCE = ("scale", "negative_prompt", "strength")
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
@@ -47,7 +47,7 @@ BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.fl
 
 @dataclass(frozen=True)
 class OwnLibrary:
-    """What a candidate is made for, where it computes on this machine."""
+    """The library or runtime that a checkpoint is made for, where it computes on this machine."""
 
     name: str
     open: Callable[[], Engine]  # may raise anything: it is other people's code
@@ -55,9 +55,9 @@ class OwnLibrary:
 
 @dataclass(frozen=True)
 class Subject:
-    """One of what is judged."""
+    """A third-party checkpoint or a run, opened."""
 
-    name: str  # of its folder, and in tables
+    name: str  # of the folder of its results, and in tables
     path: Path
     file: Mapping[str, Any]  # what ``provenance.fingerprint`` says of it
     reader: str  # of ``READERS``, or RUN
@@ -73,7 +73,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class JudgedWith:
-    """What a run is judged with, whatever its own config says."""
+    """The judge's own settings for runs, which override those in a run's config."""
 
     model: Model
     infer: Infer
@@ -83,7 +83,7 @@ class JudgedWith:
 
 
 def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
-    """What lies at ``path``, opened; ``sha256`` is that of the full-precision weights.
+    """The checkpoint or run at ``path``; ``sha256`` is that of the full-precision weights.
 
     Raises ConfigError for a run of other weights, and what the readers raise.
     """
@@ -99,7 +99,7 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
 
 
 def rows_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """What is known of every layer before anything is computed."""
+    """The columns of ``layers.csv`` that are known before anything is computed."""
     rows = []
     for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items():
         layer = denoiser.layers.get(name)
@@ -118,7 +118,7 @@ def rows_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> list[dict[st
 
 
 def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
-    """The denoiser as the candidate's consumer computes it, in fp32, so that all of its error comes from the file."""
+    """The denoiser as its consumer computes it, in fp32, so that all of its error comes from the file."""
     part = checkpoint.family.DENOISER
     module = with_denoiser(load_part(checkpoint, part).module, checkpoint, denoiser)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])

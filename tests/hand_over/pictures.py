@@ -1,7 +1,8 @@
 """The same images by a consumer, from the code that its card prints, and by torch.
 
 Prompts, noise, sampler and pipeline are the same: diffusers'. Its networks are the consumer's on one side. On the other
-they are ours, of what our reader reads in the consumer's files or, of a graph, the simulation of it.
+they are ours: with what our reader reads in the consumer's files, or simulated where the consumer is ModelOpt or runs a
+graph.
 """
 
 import json
@@ -25,6 +26,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 HERE = Path(__file__).resolve().parent
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a red apple"]
 CALL = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 5.0}
+SIMULATOR = "diffusers_modelopt"  # whose library simulates assignments too, so images can be equal
 LATENTS = np.random.default_rng(0).standard_normal((len(PROMPTS), 4, 8, 8), np.float32)
 
 
@@ -60,10 +62,14 @@ def in_torch(
     networks = {component: build_module(checkpoint, component) for component in checkpoint.components}
     part = denoiser_part(checkpoint)
     tokens = part.contract.inputs["context"][1]
-    if target and TARGETS[target].runtime:
-        simulate_graph(networks[part.component], rows)
+    network = networks[part.component]
+    if target and (TARGETS[target].runtime or target == SIMULATOR):
+        simulate_graph(network, rows)
+        quantizers = [each for name, each in network.named_modules() if name.endswith("_quantizer")]
+        for buffer in (buffer for each in quantizers for buffer in each.buffers() if target == SIMULATOR):
+            buffer.copy_(buffer.half())  # as they are in its file
     elif target:
-        with_denoiser(part.wrap(networks[part.component]), checkpoint, TARGETS[target].module.read(folder, checkpoint))
+        with_denoiser(part.wrap(network), checkpoint, TARGETS[target].module.read(folder, checkpoint))
 
     def pad(unet, arguments, named):
         return arguments, named | {"encoder_hidden_states": padded(named["encoder_hidden_states"], tokens)}
