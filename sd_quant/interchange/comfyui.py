@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.nemo_state import network_state
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
@@ -47,7 +48,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, siz
 from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape, finite
 from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
@@ -369,14 +370,6 @@ def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
     return LazyTensor(tuple(stored.shape), torch.float32, lambda: finite(stored.read().float(), path, name))
 
 
-def finite(tensor: Tensor, path: Path, name: str) -> Tensor:
-    if not bool(torch.isfinite(tensor).all()):
-        raise ArtifactError(
-            f"{path}: {name[:200]!r} holds numbers that are not finite; expected finite ones, so fetch the file again"
-        )
-    return tensor
-
-
 def marks_in(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, Any], whole: bool
 ) -> tuple[Marks, bool]:
@@ -451,11 +444,8 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
 
 
 def as_object(path: Path, name: str, text: Any) -> Mapping[str, Any]:
-    try:
+    with refusing(f"{path}: {name[:200]!r} is not JSON", ValueError, TypeError, RecursionError):
         found = json.loads(text, object_pairs_hook=without_duplicates)
-    except (ValueError, TypeError, RecursionError) as error:
-        reason = ascii(str(error))[1:-1][:200]
-        raise ArtifactError(f"{path}: {name[:200]!r} is not JSON ({reason}); fetch the file again") from error
     if not isinstance(found, Mapping):
         raise ArtifactError(f"{path}: {name[:200]!r} is no object of JSON; fetch the file again")
     return found

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import without_duplicates
 from sd_quant.files.tensors import LazyTensor
@@ -182,14 +183,10 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
     end = PACKED[kinds[0]]
     size = max(stored.tensors[end].shape, default=0)
     packed = stored.checked(end, [(min(size, MOST_JSON),)], [torch.uint8])
-    try:
+    what = f"{stored.path}: {stored.name(end)} is no quant_state of a weight {list(shape)}"
+    with refusing(what, ValueError, RecursionError):
         content = json.loads(bytes(packed.read().tolist()), object_pairs_hook=without_duplicates)
         return checked_state(content, kinds[0], shape)
-    except (ValueError, RecursionError) as error:  # of JSON too, and of its letters
-        raise ArtifactError(
-            f"{stored.path}: {stored.name(end)} is no quant_state of a weight {list(shape)} ({listing([str(error)])}); "
-            "fetch the file again"
-        ) from None
 
 
 def checked_state(content: object, kind: str, shape: Shape) -> State:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import write_json
+from sd_quant.files import refusing, write_json
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat
@@ -178,17 +178,13 @@ def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Des
     found: dict[str, Described] = {}
     for member in files.values():
         metadata = read_header(member)[1]
-        try:
+        what = f"{member.name} does not say in its header how torchao's tensors are made of its own"
+        advice = "expected what save_pretrained writes with torchao 0.16 or newer"
+        with refusing(what, KeyError, TypeError, ValueError, RecursionError, advice=advice):
             names = parsed(metadata[NAMES])
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{NAMES} is {BOUNDED.repr(names)}")
             found |= {name: described(parsed(metadata[name])) for name in names}
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ArtifactError(
-                f"{member.name} does not say in its header how torchao's tensors are made of its own "
-                f"({type(error).__name__}: {str(error)[:200]}); expected what save_pretrained writes with torchao 0.16 "
-                "or newer"
-            ) from error
     return found
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path, open_regular
+from sd_quant.files import atomic_path, open_regular, refusing
 from sd_quant.files.archive import Member, whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
@@ -41,6 +41,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, SDXL, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
@@ -135,12 +136,7 @@ class Blocks:
         with np.errstate(all="ignore"):  # a stranger's scales may be anything
             numbers = quants.dequantize(rows, GGMLQuantizationType[self.kind.name])
         found = torch.from_numpy(np.ascontiguousarray(numbers)).reshape(self.shape)
-        if not bool(torch.isfinite(found).all()):
-            raise ArtifactError(
-                f"{self.member.name}: {self.name[:200]!r} has a scale that is not finite; expected finite numbers, so "
-                "fetch the file again"
-            )
-        return found
+        return finite(found, Path(self.member.name), self.name)
 
 
 Tensors = Mapping[str, "StoredTensor | Blocks"]
@@ -229,7 +225,7 @@ def read_header(member: Member) -> tuple[Tensors, int]:
     Raises ArtifactError when the header is damaged, or places a tensor beyond the file's end or over another one.
     """
     header = Header(bytes(member.read(0, min(member.size, MAX_HEADER))))
-    try:
+    with refusing(f"{member.name} is not a whole GGUF file", ValueError):
         version, entries, described = header.parsed()
         alignment = entries.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -260,11 +256,6 @@ def read_header(member: Member) -> tuple[Tensors, int]:
         for name, shape in original_shapes(entries).items():
             if name in tensors:
                 tensors[name] = _reshaped(tensors[name], shape)
-    except ValueError as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise ArtifactError(
-            f"{member.name} is not a whole GGUF file ({ascii(reason)[1:-1]}); fetch it again"
-        ) from error
     return tensors, version
 
 

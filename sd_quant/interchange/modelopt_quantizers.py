@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing
 from sd_quant.files.checks import listing
 from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4
 from sd_quant.interchange.stored import FP8, told
@@ -123,13 +124,11 @@ def quantizer_of(path: Path, name: str, properties: Mapping[str, object]) -> Qua
             f"{path}: ModelOpt's {listing([name])} has {listing(more)}, which is not understood; give a checkpoint "
             "without"
         )
-    try:
+    advice = (
+        "expected INT2 to INT8, FP8 or NVFP4 with one range, one for a row or one for a block; give such a checkpoint"
+    )
+    with refusing(f"{path}: ModelOpt's {listing([name])} has other properties", ValueError, TypeError, advice=advice):
         return understood(properties)
-    except (ValueError, TypeError) as error:
-        raise ArtifactError(
-            f"{path}: ModelOpt's {listing([name])} has {listing([str(error)])}, expected INT2 to INT8, FP8 or NVFP4 "
-            "with one range, one for a row or one for a block; give such a checkpoint"
-        ) from None
 
 
 def is_set(value: object) -> bool:

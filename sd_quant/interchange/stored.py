@@ -59,10 +59,7 @@ class LayerTensors:
 
     def finite(self, end: str) -> Tensor:
         """The values in their own dtype: no NaN and no infinity."""
-        values = self.tensors[end].read()
-        if not bool(torch.isfinite(values.float()).all()):
-            raise ArtifactError(f"{self.path}: {self.name(end)} holds NaN or infinite numbers; fetch the file again")
-        return values
+        return finite(self.tensors[end].read(), self.path, f"{self.layer}.{end}")
 
     def number(self, end: str, positive: bool = False) -> float:
         """The single number in a tensor of any shape."""
@@ -87,17 +84,16 @@ class LayerTensors:
 
     def decoded(self, shape: Shape, decode: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> LazyTensor:
         """The weight that ``decode`` makes, each time that it is read: then all its numbers have to be finite."""
+        return LazyTensor(shape, dtype, lambda: finite(decode(), self.path, f"{self.layer}.weight"))
 
-        def read() -> Tensor:
-            weight = decode()
-            if not bool(torch.isfinite(weight).all()):
-                raise ArtifactError(
-                    f"{self.path}: the weight of {self.layer} has NaN or infinite numbers, expected finite ones; fetch "
-                    "it again"
-                )
-            return weight
 
-        return LazyTensor(shape, dtype, read)
+def finite(values: Tensor, path: Path, name: str) -> Tensor:
+    """The ``values`` themselves. Raises ArtifactError for NaN and infinity."""
+    if not bool(torch.isfinite(values.float()).all()):
+        raise ArtifactError(
+            f"{path}: {shown(name)} holds NaN or infinite numbers, expected finite ones; fetch the file again"
+        )
+    return values
 
 
 def weight_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:

@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_refused_by_name(opened, tensors_in, case, changes,
     changed = {name: each for name, each in changed.items() if each is not None}
     if reason is None:  # only numbers show it
         candidate = opened(changed)
-        with pytest.raises(ArtifactError, match=f"{LAYER}.*not finite"):
+        with pytest.raises(ArtifactError, match=f"{LAYER}.*infinite"):
             read_all(candidate)
         return
     said = refusal(opened, changed)
