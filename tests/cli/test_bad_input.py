@@ -180,8 +180,8 @@ def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(star
         ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment"),
         ("infer.py", "Make images with the engines of an earlier run", "model infer"),
         ("export_trt.py", "Build TensorRT plans from the ONNX files", "model export_trt"),
-        ("hand_over.py", "Hand a quantized model over", "none"),
-        ("judge.py", "Judge anybody's quantization of a model", "model"),
+        ("hand_over.py", "Export a quantized model to other tools", "none"),
+        ("judge.py", "Compare quantized checkpoints of any tool", "model"),
     ],
 )
 def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_paste(
