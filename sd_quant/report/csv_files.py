@@ -28,7 +28,7 @@ def write_csv(rows: list[dict], path: Path) -> None:
 
 
 def cell(value: object) -> object:
-    """A cell's value: floats with six significant digits, texts that cannot start a formula, integers as they are."""
+    """A cell: floats with six significant digits, texts that start no formula, integers as they are."""
     if isinstance(value, Real) and not isinstance(value, Integral):
         return f"{float(value):.6g}"
     if isinstance(value, str) and value.startswith(FORMULA_STARTS):

@@ -131,7 +131,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def for_page(value: str, name: str) -> str:
-    """An attribute's value: the page's colours and font, and the names of other elements as ``svg`` changed them."""
+    """An attribute's value with the page's colours and font, and with the ids that ``svg`` gives to elements."""
     value = re.sub(r"#[0-9a-f]{6}\b", lambda match: colour_on_page(match[0]), value)
     value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
     return re.sub(r"(font:[^;]*?px) [^;]*|font-family:[^;]*;?", r"\1", value)

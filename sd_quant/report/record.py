@@ -379,7 +379,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 def validator(shape: Any) -> Any:
     """pydantic's validator of a shape of which every name may be missing.
 
-    Lists and dictionaries end at their first error, because a stranger's may have millions.
+    Lists and dictionaries end at their first error, because a hostile one may have millions.
     """
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator

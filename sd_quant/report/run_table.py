@@ -55,7 +55,7 @@ def _heading(record: Mapping[str, Any]) -> list[str]:
 
 
 def _part_names(record: Mapping[str, Any]) -> list[str]:
-    """The parts whose sizes or latencies the record has."""
+    """The parts of which the record has sizes or latencies."""
     parts = [*(at(record, "sizes_bytes") or {})]
     for engine in names(record, "latency"):
         parts += at(record, "latency", engine)

@@ -199,7 +199,7 @@ def what_became_of(directory: Path) -> str:
     where = f" in the stage {stages[-1]}" if stages else ""
     if running:
         return f"it is running{where}"
-    return f"it ended{where} without a word, as what is killed does: by a signal, or for want of memory"
+    return f"it ended{where} without an error message, so it was killed, by a signal or for lack of memory"
 
 
 def last_text(path: Path, most: int = 65536) -> str:
@@ -217,11 +217,13 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
     engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
     sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
+    share = quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value
+    bits = number_at(record, "judged", "bits").value
     known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
         **known,
         **job.varied,
-        **known,  # no knob of a stranger's plan takes their place
+        **known,  # no knob of a hostile plan takes their place
         "same_as": " ".join(job.twins) or None,
         **scores_of(record),
         **interval_columns("psnr_db", psnr_interval(record)),
@@ -229,9 +231,9 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "timed_on": timed_on or machine_of(at(record, "environment", "machine") or {}) or None,
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
         "denoiser_onnx_full_precision_bytes": sizes["onnx_full_precision"].value,
-        "denoiser_onnx_share": quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value,
+        "denoiser_onnx_share": share,
         "denoiser_bytes": number_at(record, "judged", "stored_bytes").value or sizes["onnx_quantized"].value,
-        "denoiser_bits": bits_of(record, sizes),
+        "denoiser_bits": 32 * share if bits is None and share is not None else bits,
         "denoiser_plan_bytes": sizes["plan"].value,
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
@@ -241,12 +243,6 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "seconds": seconds_of_job(record),
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
-
-
-def bits_of(record: Mapping[str, Any], sizes: Mapping[str, Number]) -> float | None:
-    """Stored bits of the denoiser by the number of its weights."""
-    judged, share = number_at(record, "judged", "bits"), quotient(sizes["onnx_quantized"], sizes["weights_fp32"])
-    return judged.value if judged.value is not None or share.value is None else 32 * share.value
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:

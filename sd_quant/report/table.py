@@ -81,7 +81,7 @@ def as_text(table: Table) -> list[str]:
 
 
 def as_markdown(table: Table) -> str:
-    """``table`` as Markdown shows it as it is: names and reasons may quote a stranger's file."""
+    """``table`` as Markdown, with all markup in its texts escaped: names and reasons may quote a hostile file."""
     lines = [table.titles, ["---"] * len(table.columns), *table.cells]
     paragraphs = [
         f"### {markdown_text(table.heading)}\n" if table.heading else "",

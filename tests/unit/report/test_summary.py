@@ -63,7 +63,7 @@ def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
     with locked(killed / LOCK):
         assert read_sweep(folder).rows[3]["reason"] == "it left no record: it is running in the stage export"
     reason = read_sweep(folder).rows[3]["reason"]
-    assert reason.startswith("it left no record: it ended in the stage export without a word, as what is killed does")
+    assert reason.startswith("it left no record: it ended in the stage export without an error message")
 
 
 def test_the_three_files_agree(folder):
