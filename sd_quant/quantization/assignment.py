@@ -19,7 +19,7 @@ FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is co
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
-    """How one layer is computed.
+    """The computation of one layer.
 
     Where the recipe has a format for attention, each attention has a row too, of role ``attention`` and without a
     weight. A norm has a row only if it absorbs the smoothing of a linear.
@@ -116,7 +116,7 @@ class LayerAssignment:
 
     @property
     def smoothing(self) -> str:
-        """Where the input is multiplied by ``pre_quant_scale``, in the words of ``layers.csv``."""
+        """The place where ``pre_quant_scale`` multiplies the input, in the words of ``layers.csv``."""
         if self.pre_quant_scale is None:
             return ""
         return f"folded into {self.folded_into}" if self.folded_into else "multiplication"

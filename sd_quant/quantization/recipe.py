@@ -178,7 +178,7 @@ def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
 
 
 def reason_kept(role: str, quant_level: float) -> str | None:
-    """Why a layer of this role stays in high precision, or None when it is quantized."""
+    """The reason why a layer of this role stays in high precision, or None when it is quantized."""
     if role == "excluded":
         return "excluded by the model family"
     if role not in QUANT_LEVELS[quant_level]:

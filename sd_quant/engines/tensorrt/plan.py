@@ -83,7 +83,7 @@ class PlanReport:
 
 
 def record_path(plan_path: Path) -> Path:
-    """Where the record of a plan's build is: ``<plan>.json``."""
+    """The path of the record of a plan's build: ``<plan>.json``."""
     return plan_path.with_name(f"{plan_path.name}.json")
 
 
