@@ -19,7 +19,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.generate import calibration_source_of
 
 LOG = logging.getLogger(__name__)
-LONG = 600  # seconds of a calibration that nobody expects
+LONG = 600  # seconds above which a calibration is announced with a warning
 
 
 def statistics_of(

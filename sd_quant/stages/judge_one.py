@@ -173,7 +173,7 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
         ).images
         found["agreement"] = cast(ImageScores, summary(score_pairs(psnr, simulated.images, images)))
         engines = {FRAMEWORK: pool[baseline.denoiser], QUANTIZED: pool[LIBRARY]}
-        if len({engine.device.type for engine in engines.values()}) > 1:  # whose times nobody compares
+        if len({engine.device.type for engine in engines.values()}) > 1:  # times of different devices are not compared
             return found
         rounds = denoiser_rounds(baseline.session.checkpoint, engines, baseline.infer, baseline.timing)
     except Exception as error:  # other people's code, which may fail in any way; our reading stands without it

@@ -95,10 +95,8 @@ def compare_latency(
             samples = str(samples_per_call(checkpoint, part, sampling))
             framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
             runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
-            if part != denoiser:
-                runtime[part][samples][QUANTIZED] = NOT_QUANTIZED
-            elif simulated is not None:
-                runtime[part][samples][QUANTIZED] = untimed
+            if part != denoiser or simulated is not None:
+                runtime[part][samples][QUANTIZED] = untimed if part == denoiser else NOT_QUANTIZED
             else:
                 found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"], openings)
                 found["rounds"] = conditions(rounds, FULL_PRECISION)
@@ -122,13 +120,14 @@ def compare_latency(
             images = added_up
         advance()
     batch, (call,) = str(infer.batch_size), runtime[denoiser].values()
-    framework[IMAGE] = {batch: {FULL_PRECISION: image_entry(images[FRAMEWORK], added_up[FRAMEWORK])}}
-    if (made := images[FRAMEWORK].rounds) is not None:
-        framework[IMAGE][batch]["rounds"] = conditions([made], FRAMEWORK)
-    full, quantized = image_entry(images[FULL_PRECISION], added_up[FULL_PRECISION]), untimed
-    runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: quantized}}
-    if (made := images[FULL_PRECISION].rounds) is not None:
-        runtime[IMAGE][batch]["rounds"] = conditions([made], FULL_PRECISION)
+
+    def rounds_of(name: str) -> dict:
+        made = images[name].rounds
+        return {} if made is None else {"rounds": conditions([made], name)}
+
+    baseline, full = (image_entry(images[name], added_up[name]) for name in (FRAMEWORK, FULL_PRECISION))
+    framework[IMAGE] = {batch: {FULL_PRECISION: baseline, **rounds_of(FRAMEWORK)}}
+    runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: untimed, **rounds_of(FULL_PRECISION)}}
     rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
 
     def over_full_precision(samples: Sequence[float]) -> dict:
