@@ -16,16 +16,7 @@ from typing_extensions import TypedDict
 from sd_quant.engines import COMPILED
 from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
 from sd_quant.metrics.neighbours import busy
-from sd_quant.report.record import (
-    IMAGE,
-    LARGEST,
-    VARIANTS,
-    Conditions,
-    Finite,
-    at,
-    check_shape,
-    read_object,
-)
+from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, Finite, at, check_shape, read_object
 
 TIMING = "timing.json"
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sd_quant.errors import exit_with_its_code
-from sd_quant.report import page, plots
+from sd_quant.report import gallery, page, plots
 from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.table import table_of_texts
@@ -187,8 +187,8 @@ def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_l
     assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
     assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
     assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
-    assert image(data, 0).size == (page.LONGEST_EDGE, page.LONGEST_EDGE) and image(data, 0).format == "WEBP"
-    assert data["images"][0]["width"] == page.LONGEST_EDGE
+    assert image(data, 0).size == (gallery.LONGEST_EDGE, gallery.LONGEST_EDGE) and image(data, 0).format == "WEBP"
+    assert data["images"][0]["width"] == gallery.LONGEST_EDGE
     assert "at most 768 pixels" in text
 
 
@@ -208,7 +208,7 @@ def test_of_many_prompts_the_worst_are_embedded(tmp_path, without_plots, monkeyp
     text, _, data = written(sweep)
     assert [prompt["text"] for prompt in data["prompts"]] == [f"prompt {number}" for number in range(39, 15, -1)]
     assert "The 24 worst of 40 prompts" in text
-    monkeypatch.setattr(page, "MOST_BYTES", 600)
+    monkeypatch.setattr(gallery, "MOST_BYTES", 600)
     _, _, data = written(sweep)
     assert 0 < len(data["prompts"]) < 24
 

@@ -1,0 +1,130 @@
+"""The images of a page: pairs of full precision and quantized, embedded as data, those of the worst prompts first."""
+
+import base64
+import hashlib
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image
+
+from sd_quant.files import read_regular
+from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.report.readings import score_of
+from sd_quant.report.recommendation import are_identical
+from sd_quant.report.record import DONE, VARIANTS, at
+from sd_quant.report.summary import Job, Sweep
+from sd_quant.report.table import DASH
+from sd_quant.text import printable
+
+SMALL_EDGE, LONGEST_EDGE = 256, 768  # images up to the first are kept, larger ones are reduced to the second
+WEBP_QUALITY = 90
+MOST_PROMPTS = 24
+MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
+NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # that PIL raises for a damaged file
+
+
+def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
+    """The images as data of the page's script, and sentences on images that are left out.
+
+    A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
+    embedded once. Of many prompts, those with the worst pairs are taken.
+    """
+    done = [job for job in sweep.jobs if job.status == DONE]
+    jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
+    for recipe, job in enumerate(done):
+        for index, prompt in enumerate(at(job.record, "prompts") or []):
+            jobs_of.setdefault((index, str(prompt)), []).append((recipe, job))
+
+    def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
+        (index, _), jobs = item
+        values = [score(job, SCORES["psnr"], index) for _, job in jobs]
+        return min((value for value in values if value is not None), default=math.inf)
+
+    embedded: list[dict] = []
+    places: dict[str, int] = {}  # of images, by the hash of their file
+
+    def embed(path: Path) -> int | None:
+        try:
+            content = read_regular(path, MOST_BYTES)
+            digest = hashlib.sha256(content).hexdigest()
+            if digest not in places:
+                embedded.append(for_page(content))
+                places[digest] = len(embedded) - 1
+            return places[digest]
+        except NOT_AN_IMAGE:
+            return None
+
+    prompts: list[dict] = []
+    absent = dict.fromkeys((job.name for job in done), 0)
+    for (index, prompt), jobs in sorted(jobs_of.items(), key=closeness):
+        if len(prompts) == MOST_PROMPTS or sum(len(image["source"]) for image in embedded) > MOST_BYTES:
+            break
+        pairs = []
+        for recipe, job in jobs:
+            full, quantized = (embed(job.directory / "images" / variant / f"{index:04d}.png") for variant in VARIANTS)
+            absent[job.name] += full is None or quantized is None
+            if full is not None or quantized is not None:
+                pairs.append({
+                    "recipe": recipe, "full": full, "quantized": quantized,
+                    "psnr": score(job, SCORES["psnr"], index), "scores": scores(job, index),
+                })  # fmt: skip
+        if pairs:
+            prompts.append({"text": printable(prompt), "pairs": pairs})
+
+    notes = []
+    if not prompts:
+        notes.append("There are no images to show.")
+    elif len(prompts) < len(jobs_of):
+        notes.append(
+            f"The {len(prompts)} worst of {len(jobs_of)} prompts are here; the others are in the jobs' folders."
+        )
+    if any(image["reduced"] for image in embedded):
+        notes.append(f"Images are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals.")
+    notes += [
+        f"{names[job]}: {count} {'pair of images is' if count == 1 else 'pairs of images are'} missing or damaged."
+        for job, count in absent.items()
+        if count
+    ]
+    recipes = [{"name": printable(names[job.name]), "recommended": job.name == recommended} for job in done]
+    return {"images": embedded, "recipes": recipes, "prompts": prompts}, notes
+
+
+def for_page(content: bytes) -> dict:
+    """An image as the page embeds it: decoded and encoded again, so that nothing but pixels comes from a file.
+
+    Small images stay as they are, large ones are reduced. Raises one of ``NOT_AN_IMAGE``.
+    """
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        pixels = image.convert("RGB")
+    encoded = io.BytesIO()
+    small = max(pixels.size) <= SMALL_EDGE
+    if small:
+        pixels.save(encoded, "PNG", optimize=True)
+    else:
+        pixels.thumbnail((LONGEST_EDGE, LONGEST_EDGE), Image.Resampling.LANCZOS)
+        pixels.save(encoded, "WEBP", quality=WEBP_QUALITY)
+    kind = "png" if small else "webp"
+    return {
+        "source": f"data:image/{kind};base64,{base64.b64encode(encoded.getvalue()).decode()}",
+        "width": pixels.width,
+        "height": pixels.height,
+        "reduced": not small,
+    }
+
+
+def score(job: Job, measure: Score, index: int) -> float | None:
+    """``measure`` of one image; None where there is none, and where identical images have an infinite ratio."""
+    values = score_of(job.record, measure).values
+    return values[index] if index < len(values) else None
+
+
+def scores(job: Job, index: int) -> str:
+    """The scores of one image, as the text below it."""
+    of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
+    values = {each.key: score(job, each, index) for each in of_images}
+    if are_identical(values["psnr"], values["ssim"]):
+        return "identical"
+    texts = {each: DASH if (value := values[each.key]) is None else each.text(value) for each in of_images}
+    return " · ".join(f"{each.title} {text}" for each, text in texts.items() if each.shown)
