@@ -135,6 +135,7 @@ class Model:
             ConfigError: a knob does not exist, is out of range, or is used by ``quantize`` alone; ``calib_size`` or
                 ``calibration`` beside ``prompts``.
             SdQuantError: an input of a layer is not finite.
+            ResourceError: memory or the GPU is too small.
         """
         check_used(knobs, fields_of(Quantize).keys() - {*CALIBRATION, "batch_size"}, "calibrate", "give it to quantize")
         if prompts is not None:
@@ -415,7 +416,9 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
             ``sizes``, ``negative_prompt``, ``latents``.
 
     Raises:
-        ConfigError: nothing to compare, recipes of several models, or a knob that does not exist.
+        ConfigError: nothing to compare, recipes of several models, a knob that does not exist, or images that the
+            checkpoint cannot make.
+        ResourceError: memory or the GPU is too small.
     """
     models = {id(each.model): each.model for each in quantized}
     if len(models) != 1:
