@@ -1,4 +1,4 @@
-"""What a foreign format can hold of an assignment.
+"""Adapts an assignment to the layers that a foreign format can hold.
 
 A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
 some would lose their branch; the message names a recipe that fits.
@@ -50,9 +50,7 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     if layer.format is None:
         return layer
     if (reason := why_not_held(layer, target)) is not None:
-        smoothing = (
-            layer.pre_quant_scale if layer.folded_into else None
-        )  # the norm multiplies, so the weight is divided
+        smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
         return replace(
             without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
             low_rank=None, pre_quant_scale=smoothing, rotation=0,
