@@ -69,7 +69,9 @@ def in_torch(
         for buffer in (buffer for each in quantizers for buffer in each.buffers() if target == SIMULATOR):
             buffer.copy_(buffer.half())  # as they are in its file
     elif target:
+        embedding = network.add_time_proj  # which NeMo's inputs have passed already, and diffusers' have not
         with_denoiser(part.wrap(network), checkpoint, TARGETS[target].module.read(folder, checkpoint))
+        network.add_time_proj = embedding
 
     def pad(unet, arguments, named):
         return arguments, named | {"encoder_hidden_states": padded(named["encoder_hidden_states"], tokens)}

@@ -394,7 +394,9 @@ def test_padding_is_cut_off(layout, name, tmp_path):
     located = read_safetensors(whole_file(tmp_path / "a.safetensors"))
     assert located["weight"].shape[0] % METHODS[name].multiple == 0
     for first, last in ((0, 150), (40, 110)):
-        codes = Codes(LayerTensors(tmp_path, "a", located), {"format": name}, (150, 90), Rows("a.weight", first, last, 150))
+        codes = Codes(
+            LayerTensors(tmp_path, "a", located), {"format": name}, (150, 90), Rows("a.weight", first, last, 150)
+        )
         check_codes(codes)
         assert torch.equal(codes.read(), stored.dequantize()[first:last, :90])
     x = torch.randn(3, 90)
