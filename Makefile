@@ -66,7 +66,7 @@ gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is ins
 report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
 	$(PYTHON) -m sd_quant.report $(DIR)
 
-cache-clean: ## Remove what runs share: statistics, graphs, plans, pictures; the runs keep theirs
+cache-clean: ## Remove what runs share: statistics, graphs, plans, images; the runs keep theirs
 	rm -rf outputs/cache
 
 clean: ## Remove what runs have written

@@ -53,11 +53,11 @@ def test_a_shipped_experiment_runs(command, tiny, with_graphs, tmp_path, experim
 
 
 def test_what_jobs_share_is_made_once(unbroken):
-    """One calibration, one graph, the unquantized parts and pictures once, and three quantized UNets."""
+    """One calibration, one graph, the unquantized parts and images once, and three quantized UNets."""
     entries = {
-        kind: len(list((unbroken / "cache" / kind).glob("*/manifest.json"))) for kind in ("graph", "onnx", "pictures")
+        kind: len(list((unbroken / "cache" / kind).glob("*/manifest.json"))) for kind in ("graph", "onnx", "images")
     }
-    assert entries == {"graph": 3, "onnx": 3 + 3, "pictures": 2}  # torch's, and the unquantized engine's
+    assert entries == {"graph": 3, "onnx": 3 + 3, "images": 2}  # torch's, and the unquantized engine's
     full = [unbroken / "sweep" / job / "full_precision/onnx/unet/unet.onnx" for job in JOBS]
     assert full[0].samefile(full[1]) and full[0].samefile(full[2])
 
