@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import sweep
+from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.composition import composing, job_of, presets_of, refusal
 from sd_quant.config import check_writable, is_run
 from sd_quant.errors import (
@@ -107,12 +108,15 @@ class Command:
         if unknown:
             raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
         main = hydra_main(self)
+        overrides = [*arguments.overrides, *search_path(arguments)]
         try:
             if arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
-                main()
+                with composing(self.name):
+                    config = compose(self.name, overrides) if arguments.cfg else OmegaConf.create()
+                with starting(sweep.checkpoint_of(config)):
+                    main()
                 return
-            overrides = [*arguments.overrides, *search_path(arguments)]
             check_address_space()
             with composing(self.name):
                 sweeps = sweep.is_sweep(self.name, overrides, arguments.multirun)

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import placement, sweep
-from sd_quant.checkpoints.own_knobs import own_knob
+from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
 from sd_quant.knobs import fields_of, near, nearest, only_of, read
-from sd_quant.places import CONF, GROUPS, input_path
+from sd_quant.places import CONF, GROUPS
 from sd_quant.text import one_line
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else each run warns of torchvision, which is not needed
@@ -39,7 +38,6 @@ SHORTHANDS = {  # top-level knobs whose values the sections of a configuration t
     *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }
-STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
 
 
 def given(value: object, preset: object) -> object:
@@ -59,9 +57,7 @@ def case(value: str, choices: Mapping[str, object]) -> object:
 
 def own(knob: str, usual: object) -> object:
     """Return the checkpoint's own value of a knob of ``model`` when a job starts; ``usual`` while Hydra composes."""
-    path = STARTING.get()
-    usual = list(usual) if isinstance(usual, ListConfig) else usual
-    return usual if path is None else own_knob(path, knob, usual)
+    return own_knob(knob, list(usual) if isinstance(usual, ListConfig) else usual)
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf calls, as ${given:...}
@@ -96,14 +92,11 @@ def settled(knobs: DictConfig) -> dict[str, Any]:
     """
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = model  # before the size and the prompts are taken from it
-    path = OmegaConf.select(knobs, "model.path")
-    token = STARTING.set(None if path is None else input_path(str(path)))
-    try:
-        plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
-    finally:
-        STARTING.reset(token)
+    with starting(sweep.checkpoint_of(knobs)):
+        try:
+            plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            raise ConfigError(f"the knob {error.full_key} has no value; give it one on the command line") from error
     return {name: value for name, value in plain.items() if name not in SHORTHANDS}
 
 

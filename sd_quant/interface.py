@@ -58,7 +58,7 @@ from sd_quant.stages.generate import generate
 from sd_quant.stages.hand_over import measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.resources import by_torch, calibration_needs, workload_of
+from sd_quant.stages.resources import by_torch, workload_of
 from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import SIMULATED, open_engine
@@ -142,7 +142,6 @@ class Model:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
-        loaded.check_machine(calibration_needs(loaded.parameters, job.model, job.quantize))
         return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
@@ -186,7 +185,7 @@ class Model:
         assignment: dict[str, LayerAssignment] | None = None,
     ) -> Generated:
         """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
-        session, infer = to_generate(self, prompts, knobs)
+        session, infer = to_generate(self, prompts, knobs, simulated=assignment is not None)
         checkpoint, keys = session.checkpoint, {part: part for part in session.parts}
         if assignment is not None:
             keys[session.denoiser] = SIMULATED
@@ -294,7 +293,7 @@ class Quantized:
         if prompts is None:
             check_used(knobs, knobs, "hand_over", "give prompts", " without prompts")
         else:
-            session, infer = to_generate(self.model, prompts, knobs)
+            session, infer = to_generate(self.model, prompts, knobs, simulated=True)
             loaded = replace(self.loaded, checkpoint=session.checkpoint)
             reference = self.model.generate(prompts, knobs).images
             measure = measured_by(loaded, rows, TARGETS[target], infer, reference)
@@ -433,12 +432,14 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
     return Comparison(texts, full.images, results)
 
 
-def to_generate(model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object]) -> tuple[Session, Infer]:
+def to_generate(
+    model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object], simulated: bool
+) -> tuple[Session, Infer]:
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
     # images from images take one part more, and its weights were read with the others
     session = open_session(job.model, finite=False) if job.model.encoder else model.session
-    session.check_images(job.model, job.infer)
+    session.check_images(job.model, job.infer, simulated)
     return session, job.infer
 
 

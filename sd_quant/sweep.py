@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sd_quant.cache import open_lock, try_lock
+from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.config import deciding
 from sd_quant.errors import ConfigError
 from sd_quant.files import digest, write_json
@@ -103,7 +104,8 @@ def plan_of(
     by_name: dict[str, str] = {}  # the overrides of a job by its name
     for overrides in each(overridden, "jobs checked"):
         config = compose(config_name, [*overrides, *elsewhere], return_hydra_config=True)
-        values = {name: value_of(config, name) for name in varied}
+        with starting(checkpoint_of(config)):
+            values = {name: value_of(config, name) for name in varied}
         name, this = job_name(values), " ".join(overrides)
         try:
             job = job_of(config)
@@ -175,6 +177,12 @@ def result_of(job: Any) -> str:
 def experiment_of(arguments: Sequence[str]) -> str | None:
     given = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
     return given[-1] if given else None
+
+
+def checkpoint_of(config: DictConfig) -> Path | None:
+    """Return the path of the configuration's checkpoint, or None for a command without one."""
+    path = OmegaConf.select(config, "model.path")
+    return None if path is None else input_path(str(path))
 
 
 def value_of(config: DictConfig, name: str):

@@ -7,7 +7,9 @@ archives that were converted from a folder.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,24 @@ DAMAGED = (
 )  # fmt: skip
 
 
-def own_knob(path: Path, knob: str, usual: Any) -> Any:
-    """Returns the checkpoint's value of a knob, ``width``, ``height`` or ``parts``, or the ``usual`` one."""
+STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
+
+
+@contextmanager
+def starting(path: Path | None) -> Iterator[None]:
+    """In the block knobs have the values that the checkpoint at ``path`` states."""
+    token = STARTING.set(path)
+    try:
+        yield
+    finally:
+        STARTING.reset(token)
+
+
+def own_knob(knob: str, usual: Any) -> Any:
+    """Returns the value of ``width``, ``height`` or ``parts`` of the checkpoint that starts, else the ``usual`` one."""
+    path = STARTING.get()
+    if path is None:
+        return usual
     if knob == "parts":
         return own_parts(path, usual)
     size = own_size(path)

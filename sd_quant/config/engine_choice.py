@@ -63,6 +63,8 @@ def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[st
     if found is None:
         return WITHOUT_A_GPU, NO_GPU
     targets = described["targets"] or read_record(path).targets
+    if not targets:
+        return WITHOUT_A_GPU, f"{path} does not say for which GPUs it is"
     if (reason := no_plan_runs(library, found, (), targets)) is not None:
         return WITHOUT_A_GPU, reason
     return library, f"the GPU is {found}, which the plans are for"

@@ -41,6 +41,16 @@ FP32: dict[str, str | int] = {
 }
 QUANTIZER = "FakeQuantize"  # OpenVINO's form of a QuantizeLinear
 DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are dequantized before they are multiplied
+DTYPES = {  # not by OpenVINO's own map to numpy, which takes bf16 for fp16
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "boolean": torch.bool,
+}
 LARGEST_CODES = np.full(64, 127, np.int8)
 KEPT = 2  # models of an engine, compiled for different shapes
 Shapes = tuple[tuple[int, ...], ...]  # of the inputs in their order
@@ -57,10 +67,7 @@ class OpenVinoEngine:
         self.model, self.path, self.settings = model, path, settings
         self.threads = settings["INFERENCE_NUM_THREADS"]
         # In a compiled model names are ambiguous: an input in front of an optimized node has that node's name too.
-        self.inputs = {
-            port.node.friendly_name: torch.from_numpy(np.empty(0, port.element_type.to_dtype())).dtype
-            for port in model.inputs
-        }
+        self.inputs = {port.node.friendly_name: dtype_of(port, path) for port in model.inputs}
         self.outputs = [port.any_name for port in model.outputs]
         self.shapes = [port.partial_shape for port in model.inputs]  # with the file's dynamic axes
         types = {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
@@ -126,6 +133,17 @@ class OpenVinoEngine:
         self.compiled_models.clear()
         self.exported = None
         del self.model
+
+
+def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
+    """The dtype of an input of the file at ``path``. Raises ArtifactError for one that OpenVINO gets no tensors of."""
+    found = port.element_type.get_type_name()
+    if found not in DTYPES:
+        raise ArtifactError(
+            f"{path} has an input {port.node.friendly_name} of type {found}, expected one of {', '.join(DTYPES)}; "
+            "export it with inputs of another type"
+        )
+    return DTYPES[found]
 
 
 def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:

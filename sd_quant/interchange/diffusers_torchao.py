@@ -50,6 +50,7 @@ from sd_quant.interchange.stored import (
     CONFIG,
     DTYPES,
     FILE,
+    FLOAT_SCALES,
     FP8,
     LayerTensors,
     by_diffusers,
@@ -85,6 +86,7 @@ BLOCK = 16  # numbers of NVFP4 to a scale
 SMALLEST_NVFP4 = 2.0**-6  # of a block's scale for inputs: E4M3's smallest normal number
 PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
 PER_TENSOR = {"_type": "PerTensor", "_data": {}}
+ZERO_POINTS = (torch.int8, torch.int32, torch.int64, *FLOAT_SCALES)
 OTHERS = {
     "Int4Tensor": "which mslk packs for NVIDIA GPUs",
     "Int4TilePackedTo4dTensor": "which is packed in tiles for tensor cores",
@@ -335,7 +337,7 @@ def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
         symmetric=mapping == "SYMMETRIC",
         smallest=torch.finfo(torch.float32).eps,
         scale=static,
-        zero_point=0.0 if zero not in pieces or static is None else pieces.number(zero),
+        zero_point=0.0 if zero not in pieces or static is None else pieces.number(zero, dtypes=ZERO_POINTS),
     )
 
 

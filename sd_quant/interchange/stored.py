@@ -61,10 +61,10 @@ class LayerTensors:
         """The values in their own dtype: no NaN and no infinity."""
         return finite(self.tensors[end].read(), self.path, f"{self.layer}.{end}")
 
-    def number(self, end: str, positive: bool = False) -> float:
+    def number(self, end: str, positive: bool = False, dtypes: Collection[torch.dtype] = FLOAT_SCALES) -> float:
         """The single number in a tensor of any shape."""
-        if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in FLOAT_SCALES:
-            self.checked(end, [()], FLOAT_SCALES)
+        if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in dtypes:
+            self.checked(end, [()], dtypes)
         number = float(self.finite(end).float())
         if positive and number <= 0:
             raise ArtifactError(f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0")

@@ -66,7 +66,8 @@ class Family:
         arguments = {
             name: given.get(name)
             for name, parameter in known.items()
-            if given.get(name) is not None or parameter.default is parameter.empty
+            if given.get(name) is not None
+            or (parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD)
         }
         return dict(zip(self.EMBEDDINGS, pipe.encode_prompt(**arguments), strict=False))
 

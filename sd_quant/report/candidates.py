@@ -159,7 +159,8 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     agreement = at(runtime, "agreement", "values") or []
     known = [value for value in agreement if value is not None]
     agrees = DASH if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
-    low, high = at(runtime, "speedup_interval") or (None, None)
+    ends = at(runtime, "speedup_interval") or []
+    low, high = ends if len(ends) == 2 else (None, None)
     name, reason = at(runtime, "name") or DASH, at(runtime, "reason")
     return [
         name_of(job),
@@ -167,7 +168,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
         figure(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
-        f"{', '.join(quantized) or 'none'} of {sum(formats.values())}",
+        f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}",
         ", ".join(inputs) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),
         f"{DASH} ({reason})" if reason else name,

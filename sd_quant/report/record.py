@@ -339,9 +339,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     """The record in ``directory``, None where there is none. Raises ValueError when it is damaged, OSError."""
     record = read_object(directory / RECORD)
     if record is not None:
-        check_shape(record, Record, RECORD)
-        if at(record, "denoiser", "samples_a_picture"):  # its name in version 1
+        if at(record, "denoiser", "samples_a_picture") is not None:  # its name in version 1
             record["denoiser"]["samples_per_image"] = record["denoiser"].pop("samples_a_picture")
+        check_shape(record, Record, RECORD)
     return record
 
 
@@ -367,7 +367,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
     from pydantic import ValidationError
 
     try:
-        validator(shape).validate_python(without_nulls(value, where), strict=True)
+        validator(shape).validate_python(without_nulls(value, ((), where)), strict=True)
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
     except ValidationError as error:
@@ -398,16 +398,23 @@ def validator(shape: Any) -> Any:
     return SchemaValidator(schema)
 
 
-def without_nulls(value: Any, where: str) -> Any:
-    """A copy without the names that are null and the texts that say why. Raises ValueError for another ``reason``."""
+def without_nulls(value: Any, names: tuple) -> Any:
+    """A copy without the names that are null and the texts that say why. Raises ValueError for another ``reason``.
+
+    ``names`` are those around the value, each in a pair with the ones around it: a text would grow with their depth.
+    """
     if isinstance(value, list):
-        return [without_nulls(each, where) if isinstance(each, dict | list) else each for each in value]
+        return [without_nulls(each, names) if isinstance(each, dict | list) else each for each in value]
     if not isinstance(value, dict):
         return value
     if not isinstance(value.get("reason"), str | None):
-        raise ValueError(f"{where}.reason is {one_line(value['reason'], 100)}")
+        where = ["reason"]
+        while names:
+            names, name = names
+            where.insert(0, name)
+        raise ValueError(f"{one_line('.'.join(where))[-200:]} is {one_line(value['reason'], 100)}")
     return {
-        name: without_nulls(each, f"{where}.{name}")
+        name: without_nulls(each, (names, name))
         for name, each in value.items()
         if each is not None and name != "reason"
     }

@@ -46,8 +46,13 @@ def workload_of(infer: Infer) -> PipelineCall:
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:
-    """The engine's images, with one part open at a time."""
-    return part_needs(parameters, workload_of(infer))
+    """The engine's images, with one part open at a time.
+
+    A plan may be of four bits or of sixteen, so the GPU is not checked for one; it is refused when it is opened.
+    """
+    work = workload_of(infer)
+    needs = part_needs(parameters, work)
+    return Needs(needs.memory) if work.runtime.file == "plan" else needs
 
 
 def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:

@@ -33,7 +33,16 @@ from sd_quant.stages.checks import (
     check_steps,
     sides_of,
 )
-from sd_quant.stages.resources import NOTHING, Needs, check_machine, images_need, simulation_needs
+from sd_quant.stages.resources import (
+    NOTHING,
+    Needs,
+    by_torch,
+    check_machine,
+    images_need,
+    part_needs,
+    simulation_needs,
+    workload_of,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -82,11 +91,13 @@ class Session:
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
             check_sizes(self.checkpoint, "model", model)
 
-    def check_images(self, model: Model, infer: Infer) -> None:
-        """Check a request for images by torch of this session. Raises SdQuantError."""
+    def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
+        """Check a request for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
         check_request(model, infer)
         self.check(model, infer)
-        self.check_machine(simulation_needs(self.parameters, infer))
+        work = by_torch(workload_of(infer))
+        needs = simulation_needs(self.parameters, infer) if simulated else part_needs(self.parameters, work)
+        self.check_machine(needs)
 
     def check_machine(self, needs: Needs, directory: Path | None = None) -> None:
         """Raises ResourceError unless memory, GPU and the disk on which ``directory`` lies are large enough."""

@@ -9,8 +9,8 @@ from hydra import compose
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import composition
-from sd_quant.composition import SHORTHANDS, composing, presets_of, settled
+from sd_quant import composition, sweep
+from sd_quant.composition import SHORTHANDS, composing, job_of, presets_of, settled
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
@@ -156,6 +156,10 @@ def test_a_folder_has_images_of_its_own_size(tmp_path):
     given = composed("quantize", "model=sd15", f"model.path={tmp_path}", "model.width=512")
     assert (given["infer"]["width"], given["infer"]["height"]) == (512, 768)
     assert composed("quantize", "model=sd15", "model.path=nowhere")["model"]["width"] == 512
+    with composing("quantize"):
+        sizes = ["model=sd15", f"model.path={tmp_path}", r"infer.width='${model.width}',512"]
+        jobs = sweep.plan_of("quantize", sizes, lambda config: job_of(JOBS["quantize"], config))[0]["jobs"]
+    assert [job["name"] for job in jobs] == ["width=768", "width=512"]
 
 
 @pytest.mark.slow

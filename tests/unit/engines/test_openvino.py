@@ -1,10 +1,12 @@
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import helper
 
 from sd_quant.engines import openvino
+from sd_quant.errors import ArtifactError
 from tests.graphs import OUT, WIDTH, product_of_codes, save_graph
 
 
@@ -89,6 +91,14 @@ def test_what_is_opened_again_is_another_model_with_the_same_settings(tiny, samp
     assert engine.reopen() and engine.compiled is not first and list(engine.compiled_models) == shapes
     for name in ("INFERENCE_NUM_THREADS", "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"):
         assert engine.compiled.get_property(name) == first.get_property(name)
+
+
+def test_an_input_that_numpy_has_no_dtype_for_is_refused(tmp_path):
+    """OpenVINO's own map to numpy has fp16 for it, whose bytes it would read as bf16."""
+    nodes = [helper.make_node("Cast", ["x"], ["y"], to=onnx.TensorProto.FLOAT)]
+    path = save_graph(tmp_path / "b.onnx", nodes, {}, {"x": ["B", 4]}, {"y": ["B", 4]}, dtype=ml_dtypes.bfloat16)
+    with pytest.raises(ArtifactError, match="has an input x of type bf16, expected one of f16, f32"):
+        openvino.load(path, threads=1)
 
 
 def test_fp8_is_computed_with_dynamic_shapes(tmp_path):

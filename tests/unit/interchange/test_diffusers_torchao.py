@@ -57,6 +57,7 @@ def tensors() -> dict:
         QuantizeTensorToNVFP4Kwargs,
         per_tensor_amax_to_scale,
     )
+    from torchao.quantization.quant_primitives import MappingType
     from torchao.quantization.quantize_.workflows import (
         Float8Tensor,
         Int8Tensor,
@@ -66,8 +67,8 @@ def tensors() -> dict:
 
     rows, whole = ao.PerRow(), ao.PerTensor()
 
-    def int8(weight_by, inputs_by, half: bool = False, **more):
-        kwargs = QuantizeTensorToInt8Kwargs(inputs_by, reduce_range=half)
+    def int8(weight_by, inputs_by, half: bool = False, mapping=MappingType.SYMMETRIC, **more):
+        kwargs = QuantizeTensorToInt8Kwargs(inputs_by, mapping_type=mapping, reduce_range=half)
         return lambda weight: Int8Tensor.from_hp(
             weight, weight_by, act_quant_kwargs=kwargs, reduce_range=half,
             **{name: make(weight) for name, make in more.items()},
@@ -96,6 +97,11 @@ def tensors() -> dict:
             rows, whole,
             act_quant_scale=lambda weight: torch.full((1, 1, 1), 0.031),
             act_pre_scale=lambda weight: torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype),
+        ),
+        "int8, static and shifted": int8(
+            rows, whole, mapping=MappingType.ASYMMETRIC,
+            act_quant_scale=lambda weight: torch.full((1, 1, 1), 0.031),
+            act_quant_zero_point=lambda weight: torch.full((1, 1, 1), 3, dtype=torch.int8),
         ),
         "float8, rows": float8(rows),
         "float8, each time": float8(whole),
