@@ -12,7 +12,7 @@ from sd_quant.inference.memory import (
     memory_of_variants,
 )
 from sd_quant.stages import resources
-from sd_quant.stages.resources import Needs, check_machine, run_needs, workload_of
+from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
 
 SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
 
@@ -96,3 +96,9 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
 def test_of_a_small_model_the_decoders_activations_take_most():
     small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))
     assert 9e9 < small - memory_model.PROCESS < 10e9
+
+
+def test_a_gpu_is_asked_for_what_torch_takes_and_not_for_a_plan_whose_format_nobody_knows():
+    assert set(images_need(SDXL, images(engine="torch")).gpu) == {"images"}
+    assert images_need(SDXL, images(engine="tensorrt_rtx")).gpu == {}
+    assert run(engine="tensorrt_rtx").gpu["images"] == run(engine="torch").gpu["images"]  # torch makes the baseline's

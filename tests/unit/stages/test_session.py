@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.places import HOME
-from sd_quant.stages.session import warn_of_size
+from sd_quant.stages import session
+from sd_quant.stages.session import Session, warn_of_size
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,15 @@ def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, w
     warn_of_size(sections["model"], sections)
     assert [message.partition(", and")[0] for message in caplog.messages] == warned
     assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(("simulated", "stages"), [(True, {"images", "the simulation"}), (False, {"images"})])
+def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(monkeypatch, simulated, stages):
+    asked = []
+    monkeypatch.setattr(session, "check_machine", lambda needs, directory: asked.append(needs))
+    monkeypatch.setattr(session, "check_request", lambda model, infer: None)
+    monkeypatch.setattr(Session, "check", lambda self, model, infer: None)
+    monkeypatch.setattr(Session, "parameters", {"unet_xl": 2_567_463_684, "vae": 49_490_199})
+    infer = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto")
+    Session(checkpoint=None).check_images(None, infer, simulated)
+    assert [set(needs.gpu) for needs in asked] == [stages]
