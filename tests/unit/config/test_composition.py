@@ -9,7 +9,8 @@ from hydra import compose
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import composition, sweep
+from sd_quant import sweep
+from sd_quant.checkpoints import own_knobs
 from sd_quant.composition import SHORTHANDS, composing, job_of, presets_of, settled
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.engines import RUNTIMES
@@ -54,16 +55,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("primary", JOBS)
 def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(primary, monkeypatch):
-    def opened(path, knob, usual):
-        raise ResourceError(f"{path} is opened for {knob}")
+    def opened(path, *usual):
+        raise ResourceError(f"{path} is opened")
 
-    monkeypatch.setattr(composition, "own_knob", opened)
+    for reader in ("own_size", "own_parts"):
+        monkeypatch.setattr(own_knobs, reader, opened)
     for option in sorted({option for name, option in options() if name == primary and option.startswith("model=")}):
         with composing(primary):
             config = compose(primary, [option, "model.path=some_model", *NEEDED.get(primary, [])])
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         if option == "model=sdxl":
-            with pytest.raises(OmegaConfBaseException, match="some_model is opened for width"):
+            with pytest.raises(OmegaConfBaseException, match="some_model is opened"):
                 settled(config)
 
 
