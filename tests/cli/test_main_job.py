@@ -101,7 +101,7 @@ def test_everything_that_a_run_leaves_is_there(run, main_job):
 
 def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job, record):
     assert "done  format=int8  quant_level=3.0  alpha=0.8" in main_job.stdout
-    for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}"):
+    for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}", "report: file://"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
     stages = ("load", "calibrate", "assign", "images", "export", "plans", "hand_over", "parity", "latency")

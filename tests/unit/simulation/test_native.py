@@ -36,12 +36,15 @@ def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows", [1, 80])
-@pytest.mark.parametrize("fmt, per_row", [("int8", True), ("fp8", False), ("fp8", True)])
-def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked_in(fmt, per_row, rows, dtype):
+@pytest.mark.parametrize(
+    "place, fmt, per_row",  # a GPU's product of FP8 is torch's, which processors have too
+    [("cpu", "int8", True), ("cpu", "fp8", False), ("cpu", "fp8", True), ("cuda", "fp8", False)],
+)
+def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked_in(place, fmt, per_row, rows, dtype):
     """fp32 sums of 64 products, each side's rounding below 1e-6; in 16 bits against the same codes' fp32 answer."""
     weight, x, bias = drawn(48, 64), drawn(2, rows, 64, seed=1), drawn(48, seed=2)
     layer = static_layer(weight, fmt, per_row)
-    made = NativeLinear(weight, bias, layer, PRODUCTS["cpu"][FORMATS[fmt].onnx_type].linear)
+    made = NativeLinear(weight, bias, layer, PRODUCTS[place][FORMATS[fmt].onnx_type].linear)
     assert made.weight_scale.unique().numel() > 40 or not per_row
     stored = FORMATS[fmt].dequantize(made.codes, *layer.weight_scales(weight)).double()
     expected = (codes_of(x, layer) @ stored.T + bias).float()

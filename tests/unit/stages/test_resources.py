@@ -1,3 +1,4 @@
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,9 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
     assert files["hand_over"] == 2 * files["onnx"] and "plan" not in run(plans=False).disk
     with pytest.raises(ResourceError, match=r"needs up to .*ModelOpt's checkpoint 10.3 GB"):
         check_machine(Needs(disk=files | {"onnx": 1e18}), tmp_path)
+    room = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ResourceError, match="onnx"):
+        check_machine(Needs(disk={"onnx": 0.6 * room, "plan": 0.6 * room}), tmp_path)
 
 
 def test_of_a_small_model_the_decoders_activations_take_most():
