@@ -22,11 +22,11 @@ from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
 from sd_quant.files.tensors import LazyTensor, StoredTensor, size_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.names.diffusers import DENOISERS
 
 FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of weights, by their names
 FP8 = "float8_e4m3fn"
-COMPONENTS = ("unet", "transformer")  # a pipeline's folder of its denoiser
 CONFIG, FILE = "config.json", f"{WEIGHTS['diffusers']}.safetensors"
 Shape = tuple[int, ...]
 
@@ -176,7 +176,7 @@ def told(value: object) -> str:
 
 def denoiser_folder(path: Path) -> Path | None:
     """The folder of the denoiser in ``path``, or ``path`` itself; None where there is none."""
-    folders = [path / name for name in COMPONENTS if (path / name / CONFIG).is_file()]
+    folders = [path / name for name in DENOISERS if (path / name / CONFIG).is_file()]
     return folders[0] if folders else path if (path / CONFIG).is_file() else None
 
 
