@@ -117,6 +117,44 @@ def test_a_traced_graph_squeezes_no_long_axis():
     assert [node.op_type for node in traced.graph] == ["Mul"]
 
 
+class Divided(nn.Module):
+    """Ends as SANA's attention does; beside it, each operation with a constant that almost changes nothing."""
+
+    def __init__(self, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x):
+        total = x.sum(-1, keepdim=True)
+        almost = (total * (1 + 2**-20) - total / (1 + 2**-20)) - (total - self.epsilon)
+        return x / (total + self.epsilon), almost
+
+
+@pytest.mark.parametrize("epsilon", [1e-9, 1e-15])
+def test_an_epsilon_stays(epsilon, tmp_path):
+    """Without it a row of zeros is divided by zero."""
+    single = torch.float32
+    traced = trace(lambda: Divided(epsilon), Contract({"x": ("batch", 8)}, ("y", "almost"), {"x": single}, single))
+    path = tmp_path / "divided.onnx"
+    ir.save(traced, path)
+    x = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1.0], [1e-9]])
+    found = run("onnxruntime", path, {"x": x})
+    for name, expected in zip(("y", "almost"), Divided(epsilon)(x), strict=True):
+        assert found[name].isfinite().all() and torch.allclose(found[name], expected, rtol=1e-5, atol=0)
+    assert [node.op_type for node in traced.graph] == ["ReduceSum", "Mul", "Div", "Sub", "Sub", "Sub", "Add", "Div"]
+
+
+@pytest.mark.parametrize(("operation", "number"), [("Mul", 1), ("Add", 0), ("Sub", 0), ("Div", 1)])
+@pytest.mark.parametrize(("shape", "left"), [((), 0), ((1, 1, 1), 1), ((4, 6), 1)])
+def test_a_scalar_that_changes_nothing_goes_and_one_that_widens_stays(operation, number, shape, left, tmp_path):
+    constant = np.full(shape, number, np.float32)
+    nodes = [helper.make_node(operation, ["x", "constant"], ["z"]), helper.make_node("Neg", ["z"], ["y"])]
+    path = save_graph(tmp_path / "x.onnx", nodes, {"constant": constant}, {"x": ["n", 6]}, {"y": None}, np.float32)
+    model = ir.load(path)
+    tracing.fold(model)
+    assert [node.op_type for node in model.graph] == [operation] * left + ["Neg"]
+
+
 def test_keys_are_transposed_once(traced):
     """torch writes a Reshape, a Transpose and a Reshape behind the Transpose of heads and tokens."""
     softmaxes = [node for node in traced.graph if node.op_type == "Softmax"]
