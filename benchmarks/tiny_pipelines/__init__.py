@@ -1,0 +1,79 @@
+"""A tiny random pipeline of each class of diffusers that makes images, or video, of a prompt and nothing else.
+
+They stand for checkpoints of any family in tests and measurements: classes, tokenizers and wiring are the published
+ones, sizes are small. Configurations are written from the constructors' signatures. The road not taken is to build
+them as diffusers' own tests do: those are not installed with it, and some are degenerate (one head, a width of 2, NaN).
+Here a network has two blocks and two heads or more, heads of 8 or more, and no weight that keeps a layer from reaching
+the output (see `enliven`).
+
+`PIPELINES` builds one by the name of its class, and after a comma of a variant where a class is here more than once.
+`write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class that takes a prompt and
+no medium why it is not here. `takes_a_prompt_alone` finds those classes, so a test can hold both against the installed
+diffusers.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import images, videos
+from .cases import Case, enliven
+
+__all__ = ["CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "makes_video", "takes_a_prompt_alone", "write"]
+
+CASES: dict[str, Case] = images.CASES | videos.CASES
+LEFT_OUT: dict[str, str] = images.LEFT_OUT | videos.LEFT_OUT
+MEDIUM = re.compile(r"(^|_)(image|images|video|audio|waveforms|pose|frame_size|keyframes_latents)(_|$)")
+NO_MEDIUM = re.compile(r"num_|(negative_)?ip_adapter_|video_length$")
+VIDEO_SIZES = {"num_frames", "frames", "video_length"}
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """Returns the pipeline of the class ``name`` with the weights of this ``seed``, in evaluation.
+
+    Raises KeyError where there is no such case. The random state of the process stays as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = CASES[name].build()
+        for component in pipeline.components.values():
+            if isinstance(component, torch.nn.Module):
+                enliven(component.eval().requires_grad_(False))
+    return pipeline
+
+
+def write(name: str, folder: Path, seed: int = 0) -> None:
+    """Saves the pipeline of the class ``name`` as a folder of safetensors, as `from_pretrained` opens it."""
+    build(name, seed).save_pretrained(folder, safe_serialization=True)
+
+
+def call(name: str, prompt: str | list[str], steps: int = 2, larger: bool = False) -> dict[str, Any]:
+    """Returns the arguments of a small run of this pipeline, with noise of its own and arrays as output."""
+    case = CASES[name]
+    width, height = case.larger if larger else (case.width, case.height)
+    own = prompt if isinstance(prompt, str) else list(prompt)  # Z-Image writes its template into the list it is given
+    given = {"prompt": own, "width": width, "height": height, case.steps: steps}
+    return given | {"generator": torch.Generator().manual_seed(0)} | case.arguments
+
+
+def takes_a_prompt_alone(kind: Any) -> bool:
+    """Tells whether a class's call has a prompt and no argument for an image, a video or a sound.
+
+    Optional ones count too: that is how classes for editing look. So some pipelines that can do without an image, as
+    Flux 2, are in `CASES` though they are not found here.
+    """
+    names = inspect.signature(kind.__call__).parameters
+    return "prompt" in names and not any(MEDIUM.search(name) and not NO_MEDIUM.match(name) for name in names)
+
+
+def makes_video(kind: Any) -> bool:
+    """Tells whether a class's call has an argument for the number of frames."""
+    return not VIDEO_SIZES.isdisjoint(inspect.signature(kind.__call__).parameters)
+
+
+PIPELINES: dict[str, Callable[[], Any]] = {name: partial(build, name) for name in CASES}
