@@ -42,6 +42,7 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, exactly
 from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.models.parts import exported
 from sd_quant.places import input_path, output_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
@@ -259,7 +260,7 @@ class Quantized:
         export_parts(
             checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignment, directory), self.model.cache
         )
-        return {part: artifact(directory, "onnx", part) for part in checkpoint.parts()}
+        return {part: artifact(directory, "onnx", part) for part in exported(checkpoint.parts())}
 
     def hand_over(
         self, target: str, folder: str | Path, prompts: str | Sequence[str] | None = None, **knobs: object

@@ -28,7 +28,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import StoredTensor
-from sd_quant.models.parts import Contract, axes
+from sd_quant.models.parts import Contract
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge, width_of
 
 LOG = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def read_statistics(
             f"set calib_size={sizes}"
         )
     samples = 2 if guides and sampling["guidance_scale"] > 1 else 1
-    calls = contract.shapes(**axes(samples, sampling["width"], sampling["height"]))
+    calls = contract.shapes_for(samples, sampling["width"], sampling["height"])
     statistics = merge(
         [read_entry(entries[segment], layers, calls, steps, optional) for segment in by_size[calib_size]]
     )

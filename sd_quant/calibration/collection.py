@@ -31,7 +31,7 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
-from sd_quant.models.parts import axes, text_readers
+from sd_quant.models.parts import filled, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
@@ -127,8 +127,8 @@ def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling
     checkpoint, name = model.checkpoint, model.checkpoint.family.DENOISER
     contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
     fabric.to_device(model.parts[name])
-    shapes = contract.shapes(**axes(samples * sampling.batch_size, sampling.width, sampling.height))
-    inputs = {each: torch.ones(shape, dtype=contract.dtypes[each]) for each, shape in shapes.items()}
+    shapes = contract.shapes_for(samples * sampling.batch_size, sampling.width, sampling.height)
+    inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
     layers = {layer: model.denoiser.get_submodule(layer) for layer in names}
     batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
     with suppress(SdQuantError), collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}):
@@ -185,7 +185,7 @@ def collect_segment(
         fabric.to_device(model.parts[part])
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.denoiser.get_submodule(name) for name in names}
-    batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[0] == "batch"]
+    batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[:1] == ("batch",)]
     linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]

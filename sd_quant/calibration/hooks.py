@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,9 @@ def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: i
     """
     if not isinstance(layer, nn.Conv2d):
         tokens = math.prod(x.shape[1:-1])
+        if len(x) % batch:  # no axis of samples
+            all_rows = x.flatten(0, -2)
+            return all_rows[int(place * len(all_rows))]
         sample, token = divmod(int(place * (len(x) // batch) * tokens), tokens)
         return x.flatten(0, -2)[(sample * batch + index) * tokens + token]
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
@@ -121,12 +125,14 @@ def collect(
     calls: dict[str, list[Sample]] = {}
     seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
     ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call -> their ranges side by side
-    last: list[Tensor | None] = [None, None]  # an input and its ranges: query, key and value read one tensor
+    last: list[Any] = [None, None, None]  # an input, its ranges and their kind: query, key and value read one tensor
     drawn: dict[str, list[tuple[int, Sequence[tuple[float, float]]]]] = {}  # in this call: layer -> (index, rows)
     remaining = dict(wanted)
+    steps_called: set[int] = set()
 
     def begin(module: nn.Module, arguments: tuple, inputs: dict[str, Tensor]) -> None:
         step, batch = position()
+        steps_called.add(step)
         drawn.clear()
         for index, prompt in enumerate(batch):
             for name, places in remaining.pop((prompt, step), {}).items():
@@ -137,16 +143,27 @@ def collect(
                 sample = mine[None].float().cpu().clone()  # the caller may reuse the buffer
                 calls.setdefault(name, []).append(Sample(sample, torch.tensor([priority], dtype=torch.float64)))
 
-    def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        if x is not last[0]:
+    def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        x = inputs[0] if inputs else named["input"]
+        if not x.numel():  # an expert to which no token was sent
+            return
+        if x is not last[0] or kinds[name] != last[2]:
             magnitude = x.abs()
             conv = kinds[name] == "conv"
             last[:] = (
                 x,
-                magnitude.flatten(1).amax(1, keepdim=True) if conv else magnitude.view(len(x), -1, x.shape[-1]).amax(1),
+                magnitude.flatten(1).amax(1, keepdim=True)
+                if conv
+                else magnitude.reshape(len(x), -1, x.shape[-1]).amax(1),
+                kinds[name],
             )
-        seen[name] = torch.maximum(seen[name], last[1]) if name in seen else last[1]
+        range_of_call, prompts_of_call = last[1], len(position()[1])
+        alike = name not in seen or len(seen[name]) == len(range_of_call)
+        if len(range_of_call) % prompts_of_call or not alike:  # no axis of samples: the range counts for all prompts
+            range_of_call = range_of_call.amax(0, keepdim=True).expand(prompts_of_call, -1)
+        if name in seen and not alike:
+            seen[name] = seen[name].amax(0, keepdim=True).expand(prompts_of_call, -1)
+        seen[name] = torch.maximum(seen[name], range_of_call) if name in seen else range_of_call
         if name in drawn:
             x, batch = x.detach(), len(position()[1])
             for index, places in drawn.pop(name):
@@ -157,10 +174,11 @@ def collect(
     def settle(*_: object) -> None:
         """Check and merge the ranges of this call at once; per layer, this would take longer than the ranges do."""
         step, batch = position()
-        for kind in ("linear", "conv"):
-            names = tuple(name for name in seen if kinds[name] == kind)
-            if not names:
-                continue
+        of_one_kind: dict[tuple[str, int], list[str]] = {}
+        for name, by_sample in seen.items():
+            of_one_kind.setdefault((kinds[name], len(by_sample)), []).append(name)
+        for (kind, _count), reached in of_one_kind.items():
+            names = tuple(reached)
             amax_of_call = torch.cat([seen[name] for name in names], dim=1).detach().float()
             if not torch.isfinite(amax_of_call).all():
                 raise not_finite(seen, step, batch)
@@ -174,11 +192,11 @@ def collect(
                 by_prompt = amax_of_call.view(-1, len(batch), len(names)).amax(0)
                 ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
         seen.clear()
-        last[:] = None, None
+        last[:] = None, None, None
 
     hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(settle)]
     for name, layer in layers.items():
-        hooks.append(layer.register_forward_pre_hook(partial(observe, name)))
+        hooks.append(layer.register_forward_pre_hook(partial(observe, name), with_kwargs=True))
     statistics = Statistics({}, {})
     try:
         yield statistics
@@ -186,7 +204,9 @@ def collect(
         for hook in hooks:
             hook.remove()
     amax: dict[str, Tensor] = {}
+    called = sorted(steps_called)  # a denoiser may be one of several, each called in some of the steps
     for names, side_by_side in ranges.items():
+        side_by_side = side_by_side[..., called, :] if len(called) < steps else side_by_side
         widths = [1 if kinds[name] == "conv" else width_of(layers[name]) for name in names]
         for name, part in zip(names, side_by_side.cpu().split(widths, dim=-1), strict=True):
             part = part[..., 0] if kinds[name] == "conv" else part
@@ -195,7 +215,16 @@ def collect(
         values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
         statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS))
-    statistics.calls |= {name: lowest(samples, CALLS) for name, samples in calls.items()}
+    statistics.calls |= {name: lowest(samples, CALLS) for name, samples in of_one_shape(calls).items()}
+
+
+def of_one_shape(calls: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:
+    """The calls whose inputs have the shapes of those in the call of lowest priority: texts may differ in length."""
+    by_call = list(zip(*calls.values(), strict=True))
+    shapes = [[sample.values.shape for sample in samples] for samples in by_call]
+    first = min(range(len(by_call)), key=lambda number: float(by_call[number][0].priority[0]), default=0)
+    kept = [number for number in range(len(by_call)) if shapes[number] == shapes[first]]
+    return {name: [samples[number] for number in kept] for name, samples in calls.items()}
 
 
 def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:

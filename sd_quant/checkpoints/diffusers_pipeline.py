@@ -26,7 +26,7 @@ from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES
-from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
 from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, TIED, plain_name
@@ -85,6 +85,10 @@ class DiffusersCheckpoint:
     io: str  # whose names the denoiser's inputs have
     reopen: Callable[[], Checkpoint]  # opens the same folder
     encodes: bool = False  # whether the autoencoder's encoder is a part
+
+    @property
+    def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
+        return None
 
     @property
     def family(self) -> Family:

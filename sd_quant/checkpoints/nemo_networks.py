@@ -19,7 +19,7 @@ from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
-from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
 from sd_quant.models.family import Family, PipelineAdapter, family_named
 from sd_quant.models.parts import Part, with_encoder
 from sd_quant.models.sdxl_nemo import (
@@ -53,6 +53,10 @@ class NemoCheckpoint:
     io: str = "nemo"  # whose names the UNet's inputs have
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
+
+    @property
+    def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
+        return None
 
     @property
     def family(self) -> Family:

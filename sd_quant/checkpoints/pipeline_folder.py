@@ -7,10 +7,10 @@ and networks that the checkpoint was opened without. An archive or a single file
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.files import write_json
@@ -37,18 +37,19 @@ def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], 
 
     Raises ArtifactError for a vocabulary that is not CLIP's and ResourceError when the disk is full.
     """
-    if not isinstance(checkpoint, DiffusersCheckpoint):
-        return write_pipeline(folder, cast(NemoCheckpoint, checkpoint), without=components)
+    if isinstance(checkpoint, NemoCheckpoint):
+        return write_pipeline(folder, checkpoint, without=components)
+    opened = cast(Any, checkpoint)  # a DiffusersCheckpoint, or one that was observed, with the same fields
 
-    absent = [name for name, described in checkpoint.index.items() if described == ABSENT]
-    adapted = [name for name, weights in checkpoint.components.items() if weights.adapted and name not in components]
+    absent = [name for name, described in opened.index.items() if described == ABSENT]
+    adapted = [name for name, weights in opened.components.items() if weights.adapted and name not in components]
 
-    copy_files(checkpoint.path, folder)
-    for place in sorted(checkpoint.path.iterdir()):  # and no path that is made of a name in a file
-        if place.is_dir() and not place.is_symlink() and place.name in checkpoint.index.keys() - absent:
+    copy_files(opened.path, folder)
+    for place in sorted(opened.path.iterdir()):  # and no path that is made of a name in a file
+        if place.is_dir() and not place.is_symlink() and place.name in opened.index.keys() - absent:
             written = place.name in (*components, *adapted)
             copy_files(place, folder / place.name, without=".safetensors" if written else None)
-    write_json(folder / INDEX, checkpoint.index)
+    write_json(folder / INDEX, opened.index)
     for component in adapted:
-        name = f"{WEIGHTS[checkpoint.index[component][0]]}.safetensors"
-        write_safetensors(folder / component / name, checkpoint.components[component].parameters)
+        name = f"{WEIGHTS[opened.index[component][0]]}.safetensors"
+        write_safetensors(folder / component / name, opened.components[component].parameters)

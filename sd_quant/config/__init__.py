@@ -10,7 +10,17 @@ knob is declared once, at its field. The ``check_...`` functions check knobs aga
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
 from sd_quant.config.earlier_runs import BEFORE, artifact, completed, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
-from sd_quant.config.jobs import JOBS, PART_NAMES, RUN, ExportJob, HandOverJob, InferJob, JudgeJob, part_paths
+from sd_quant.config.jobs import (
+    JOBS,
+    PART_NAMES,
+    RUN,
+    ExportJob,
+    HandOverJob,
+    InferJob,
+    InspectJob,
+    JudgeJob,
+    part_paths,
+)
 from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_heeded, check_targets, deciding
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for

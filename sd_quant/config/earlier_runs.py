@@ -21,7 +21,17 @@ from sd_quant.text import one_line
 INTERPOLATION = "${"  # OmegaConf would resolve it, from variables of the environment too
 # The behaviour of versions before these knobs, so that their configs can still be read.
 BEFORE: dict[str, dict[str, object]] = {
-    "model": {"loras": [], "encoder": False, "calibration_image": None, "calibration_mask": None, "sizes": None},
+    "model": {
+        "loras": [],
+        "encoder": False,
+        "calibration_image": None,
+        "calibration_mask": None,
+        "sizes": None,
+        "arguments": None,
+        "excluded": [],
+        "denoiser": None,
+        "observed": None,
+    },  # fmt: skip
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
     "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0, "weight_observer": "min_max"},
     "trt": {"sizes": None},
@@ -55,6 +65,7 @@ def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
     knobs = completed_knobs(run)
     described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
     job = read(RecipeJob, described | {"cache": dataclasses.asdict(cache)})
+    job.model = dataclasses.replace(job.model, observed=cache.dir)
     job.infer = dataclasses.replace(job.infer, out_path=None, allow_untrusted_plan=False)
     job.quantize = dataclasses.replace(job.quantize, devices=1, accelerator="auto")
     return job

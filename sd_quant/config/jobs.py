@@ -16,6 +16,7 @@ from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, one_of
+from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
 from sd_quant.report.record import VARIANTS
 
@@ -33,6 +34,8 @@ class ExportJob:
     infer: ExportShape
 
     def __post_init__(self):
+        self.model.check_sides("infer", self.infer.width, self.infer.height, None)
+        self.model.check_sides("trt", None, None, self.trt.sizes)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
         expected = "a library that builds plans, because the ONNX files are there already"
@@ -61,6 +64,7 @@ class InferJob:
     infer: Annotated[Infer, engines(lambda runtime: runtime.unquantized)]
 
     def __post_init__(self):
+        self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
@@ -89,6 +93,7 @@ class JudgeJob:
     cache: CacheFolder
 
     def __post_init__(self):
+        self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
         expected = (
             "torch, which computes what each checkpoint's own library does; judge.runtimes=true runs that library too"
@@ -126,11 +131,23 @@ class HandOverJob:
         check_consumers(self.targets())
 
 
+@dataclass(slots=True)
+class InspectJob:
+    model: Model
+    cache: CacheFolder
+
+    def check_files(self) -> None:
+        self.model.check_files()
+        self.cache.check_files()
+
+
 def part_names(job: ExportJob | InferJob) -> list[str]:
     """Return the parts of the model, of the run's model, or else those that files are given for."""
+    model = run_model(job.run) if job.run else None
+    if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
+        return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
     if isinstance(job, InferJob):
         return parts_of(job.model.parts, job.model.encoder)
-    model = run_model(job.run) if job.run else None
     return parts_of(model["parts"], model["encoder"]) if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
 
 
@@ -190,4 +207,5 @@ def check_out_path(path: str | None) -> None:
 
 JOBS: dict[str, type] = {  # by the commands that Hydra configures
     "quantize": QuantizeJob, "export_trt": ExportJob, "infer": InferJob, "hand_over": HandOverJob, "judge": JudgeJob,
+    "inspect": InspectJob,
 }  # fmt: skip

@@ -27,7 +27,7 @@ from sd_quant.trackers import TRACKERS
 
 # Sections, and knobs of others, that change no result of a job.
 SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
-DECIDE_NOTHING = (("infer", "chosen_because"), ("trt", "timing_cache"))
+DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "timing_cache"))
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class RecipeJob:
     cache: CacheFolder
 
     def __post_init__(self):
+        self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         check_recipe(self.quantize)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
@@ -81,6 +82,7 @@ class QuantizeJob(RecipeJob):
         RecipeJob.__post_init__(self)
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
         check_targets("hand_over", self.hand_over, self)
+        self.model.check_sides("trt", None, None, self.trt.sizes)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
         if self.infer.sizes is not None:

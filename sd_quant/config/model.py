@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.config.sections import SIDE, Sizes
+from sd_quant.config.sections import SIDE, Sizes, check_grain
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
-from sd_quant.models import FAMILIES, VAE_ENCODER
+from sd_quant.models import FAMILIES, OBSERVED, VAE_ENCODER
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import LORA
 
@@ -38,6 +38,13 @@ class Model:
     max_sequence_length: Annotated[int | None, at_least(1), "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
+    arguments: Annotated[
+        dict[str, int | float | bool | str | list[int] | list[float] | list[str] | None] | None,
+        "further arguments of the pipeline's call, such as num_frames",
+    ]
+    excluded: Annotated[list[str], "patterns of layers that stay in high precision beside those that are observed"]
+    denoiser: Annotated[str | None, "which of a pipeline's denoisers is quantized; null: the first that it calls"]
+    observed: Annotated[str | None, "folder that keeps what was observed of a pipeline; null: it is observed each time"]
     loras: Annotated[
         list[str],
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
@@ -53,15 +60,29 @@ class Model:
 
     def __post_init__(self):
         check_unused(self, "model.", self.unused_knobs())
+        self.check_sides("model", self.width, self.height, self.sizes)
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
         self.encoder |= self.calibration_image is not None
+
+    def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
+        """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
+        if self.family != OBSERVED:
+            check_grain(section, width, height, sizes)
 
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
         if self.sizes is not None:
             yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
         if self.calibration_image is None:
             yield "calibration_mask", None, "there is no model.calibration_image"
+        if self.family != OBSERVED:
+            because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
+            yield "arguments", None, because
+            yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
+            yield "denoiser", None, f"{because}; this family has one denoiser"
+        else:
+            yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
+            yield "loras", [], "adapters are fused into the layers of known families alone"
 
     def adapters(self) -> list[tuple[Path, float]]:
         """Return the files of ``loras`` and their strengths, 1 where none is given."""

@@ -1,21 +1,26 @@
 """Export a part of a checkpoint in two steps: its graph, which every recipe shares, then its weights."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 import onnx_ir as ir
 
 from sd_quant.export.qdq import write_onnx
-from sd_quant.export.tracing import trace
+from sd_quant.export.tracing import trace, trace_empty
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
+AXES = "axes"  # metadata of a part's file: the formulas of dynamic axes, see ``models.parts.Axis``
 SAMPLES_PER_IMAGE = "samples_a_picture"  # metadata of a denoiser's file: samples per image in one call with guidance
 
 
 def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
     """The graph of the part of this name, with its weights as named inputs. No weight is read."""
     description = checkpoint.parts()[part]
+    if checkpoint.pipeline is not None:  # its buffers are real, and constants of the graph
+        return trace_empty(description.wrap(checkpoint.build()[description.component]), description.contract)
     return trace(lambda: description.wrap(checkpoint.build()[description.component]), description.contract)
 
 
@@ -30,6 +35,8 @@ def write_part(
     weights, prefix = checkpoint.components[description.component], description.prefix
     if part == checkpoint.family.DENOISER:
         graph.metadata_props[SAMPLES_PER_IMAGE] = "2" if checkpoint.family.GUIDES else "1"
+    if axes := description.contract.axes:
+        graph.metadata_props[AXES] = json.dumps({name: astuple(axis) for name, axis in axes})
     write_onnx(
         graph,
         path,

@@ -8,7 +8,7 @@ export of a quantized model, which holds every weight in fp32 and writes INT8 we
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -33,16 +33,20 @@ ONLY_MORE_TYPES = {
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
-NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")  # they log every node that they touch
+# They log every node that they touch, or what they cannot trace, which is raised as well.
+NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export")
 # All different, so that none is taken for another, and large enough to stay above 1 after three halvings.
 EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 
 
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
-    """The shapes of inputs to trace a part with.
+    """The shapes of inputs to trace a part with, the contract's own where it has them.
 
-    They stay below the network's limit for latents, because torch would take a size of that number for a constant.
+    Those of an image stay below the network's limit for latents, because torch would take a size of that number for a
+    constant.
     """
+    if contract.example is not None:
+        return contract.shapes(**contract.example)
     smaller = 1 if contract.latents is None else 1 + EXAMPLE["width"] // LATENT_FACTOR // contract.latents
     return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
 
@@ -66,31 +70,62 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     Weights are graph inputs with their parameters' names, after the contract's own inputs.
     """
     mode, module = fake_module(build, contract.weights)
-    with mode, torch.no_grad(), warnings.catch_warnings():
+    with mode:
+        return graph_of(module, contract, mode, torch.export.Dim.DYNAMIC)
+
+
+def trace_empty(module: nn.Module, contract: Contract) -> ir.Model:
+    """The ONNX graph of ``module``, whose parameters are on the meta device, as ``trace`` makes it.
+
+    Its buffers and other tensors are constants of the graph. Changes the module.
+    Raises ArtifactError when the network serves only one size of an axis that the contract calls dynamic.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    fake: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the one that it replaces, kept beside it
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                dtype = contract.weights if parameter.is_floating_point() else parameter.dtype
+                with mode:
+                    new = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
+                child._parameters[name] = fake.setdefault(id(parameter), (parameter, new))[1]
+    return graph_of(module.eval(), contract, mode, torch.export.Dim.AUTO)
+
+
+def graph_of(module: nn.Module, contract: Contract, mode: AbstractContextManager, dynamic: object) -> ir.Model:
+    """The ONNX graph of ``module``, whose weights are fake tensors of ``mode``; ``dynamic`` is torch.export's word."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
         for name in NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         shapes = example_shapes(contract)
-        example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
-        dynamic = {
-            name: {index: torch.export.Dim.DYNAMIC for index, axis in enumerate(shape) if isinstance(axis, str)}
+        with mode:
+            example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
+        axes_of = {
+            name: {index: dynamic for index, axis in enumerate(shape) if isinstance(axis, str)}
             for name, shape in contract.inputs.items()
         }
-        model = converted(module, example, dynamic, contract.outputs)
+        model = converted(module, example, axes_of, contract)
     for value in list(model.graph.initializers.values()):
-        value.const_value = None
-        del model.graph.initializers[value.name]
-        model.graph.inputs.append(value)
+        if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
+            value.const_value = None
+            del model.graph.initializers[value.name]
+            model.graph.inputs.append(value)
+    promote_concatenated(model)
     drop_squeezes(model)
     fold(model)
+    check_axes({value.name: value.shape for value in model.graph.inputs}, contract)
+    choose_by_logic(model)
     name_axes(model, contract)
     strip(model)
     return model
 
 
-def converted(
-    module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, dict], outputs: Sequence[str]
-) -> ir.Model:
+def converted(module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, dict], contract: Contract) -> ir.Model:
     """The module in ONNX, with its operations as the network calls them if all of them have translations.
 
     Otherwise operations are decomposed first, which traces the network twice more, with symbols for its sizes. This is
@@ -98,8 +133,17 @@ def converted(
     """
     from sd_quant.export.translations import TRANSLATIONS
 
+    classes = {type(each).__module__ for each in module.modules()}  # files with code of the network
+
     def exported() -> torch.export.ExportedProgram:
-        return torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
+        own = [value for each in module.modules() for value in vars(each).values() if type(value).__module__ in classes]
+        before = [(each, dict(vars(each))) for each in (*module.modules(), *own) if hasattr(each, "__dict__")]
+        try:
+            return torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
+        finally:
+            for each, attributes in before:  # a network that remembers a tensor would remember one without numbers
+                vars(each).clear()
+                vars(each).update(attributes)
 
     def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
         return torch.onnx.export(
@@ -108,11 +152,13 @@ def converted(
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            output_names=list(outputs),
+            output_names=list(contract.outputs),
             custom_translation_table=TRANSLATIONS,
         ).model
 
     program = exported()
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    check_axes({name: value.shape for name, value in values.items() if isinstance(value, Tensor)}, contract)
     program.run_decompositions = lambda *_: program
     promoting = without_type_promotion() if dtypes_agree(program) else nullcontext()
     with suppress(torch.onnx.errors.OnnxExporterError), promoting:
@@ -141,6 +187,18 @@ def without_type_promotion() -> AbstractContextManager:
     return mock.patch.object(_fx_passes, name, lambda module: None) if hasattr(_fx_passes, name) else nullcontext()
 
 
+def promote_concatenated(model: ir.Model) -> None:
+    """Cast what a Concat joins to the widest of its dtypes, as torch does and ONNX does not."""
+    for node in list(model.graph):
+        dtypes = {value.dtype for value in node.inputs} if node.op_type == "Concat" else set()
+        if len(dtypes) > 1 and None not in dtypes:
+            widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point(), dtype.itemsize))
+            for index, value in enumerate(node.inputs):
+                if value.dtype != widest:
+                    name = f"{node.name}.promoted_{index}"
+                    node.replace_input_with(index, insert(model.graph, node, "Cast", [value], name, to=widest))
+
+
 def drop_squeezes(model: ir.Model) -> None:
     """Remove every Squeeze of an axis longer than 1, which torch ignores and ONNX forbids; TensorRT reports it.
 
@@ -152,6 +210,21 @@ def drop_squeezes(model: ir.Model) -> None:
             if axes is not None and all(node.inputs[0].shape[axis] != 1 for axis in axes.numpy().flatten().tolist()):
                 ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
                 model.graph.remove(node, safe=True)
+
+
+def choose_by_logic(model: ir.Model) -> None:
+    """Replace every Where that chooses between booleans, for which ONNX Runtime has no kernel, by And, Not and Or."""
+    for node in list(model.graph):
+        if node.op_type == "Where" and node.outputs[0].dtype == ir.DataType.BOOL:
+            condition, chosen, otherwise = node.inputs
+            name = node.outputs[0].name
+            chosen = insert(model.graph, node, "And", [condition, chosen], f"{name}.chosen")
+            inverse = insert(model.graph, node, "Not", [condition], f"{name}.not")
+            otherwise = insert(model.graph, node, "And", [inverse, otherwise], f"{name}.otherwise")
+            either = insert(model.graph, node, "Or", [chosen, otherwise], f"{name}.either")
+            either.dtype = ir.DataType.BOOL
+            ir.convenience.replace_all_uses_with(node.outputs[0], either)
+            model.graph.remove(node, safe=True)
 
 
 def transpose_keys(model: ir.Model) -> None:
@@ -272,14 +345,26 @@ def copy_of(model: ir.Model) -> ir.Model:
     return ir.from_proto(ir.to_proto(model))
 
 
+def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
+    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
+    for name in contract.inputs.keys() & shapes.keys():
+        for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
+            if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
+                raise ArtifactError(f"the graph serves {traced} as {axis} of {name} and nothing else")
+
+
 def name_axes(model: ir.Model, contract: Contract) -> None:
     """Give the inputs' axes the contract's names instead of the tracer's. Only the batch axis of an output is named."""
+    batches = set()
     for value in model.graph.inputs:
         if value.name in contract.inputs:
-            value.shape = ir.Shape(contract.inputs[value.name])
+            shape = contract.inputs[value.name]
+            batches |= {traced for traced, axis in zip(value.shape, shape, strict=True) if axis == "batch"}
+            value.shape = ir.Shape(shape)
     for value in model.graph.outputs:
-        axes = [axis if isinstance(axis, int) else None for axis in value.shape]
-        value.shape = ir.Shape(["batch", *axes[1:]])
+        first = ["batch" if axis in batches else axis for axis in value.shape[:1]]
+        named = [*first, *value.shape[1:]]
+        value.shape = ir.Shape([axis if isinstance(axis, int | str) else None for axis in named])
 
 
 def strip(model: ir.Model) -> None:

@@ -33,10 +33,13 @@ def clip(x, min: float | None = None, max: float | None = None):
 
 
 def flatten(x, start_dim: int = 0, end_dim: int = -1):
-    """The last axes as one, without reading the sizes of ``x`` at run time, as torch's own translation does."""
-    if end_dim % len(x.shape) != len(x.shape) - 1:
-        raise NotImplementedError("axes are flattened that are not the last")
-    return op.Reshape(x, op.Constant(value_ints=[0] * (start_dim % len(x.shape)) + [-1]))
+    """Some axes as one; the last ones without reading sizes at run time, as torch's own translation does."""
+    first, last = start_dim % len(x.shape), end_dim % len(x.shape)
+    kept = [0] * first + [-1]
+    if last == len(x.shape) - 1:
+        return op.Reshape(x, op.Constant(value_ints=kept))
+    behind = op.Shape(x, start=last + 1)
+    return op.Reshape(x, op.Concat(op.Constant(value_ints=kept), behind, axis=0))
 
 
 def unflatten(x, dim: int, sizes: Sequence[int]):
@@ -56,7 +59,13 @@ def rms_norm(x, normalized_shape: Sequence[int], weight=None, eps: float | None 
     return op.CastLike(normed if weight is None else op.Mul(normed, op.Cast(weight, to=1)), x)
 
 
+def both(x, y):
+    """``x & y`` of truth values."""
+    return op.And(x, y)
+
+
 TRANSLATIONS: dict[Callable, Callable] = {
+    getattr(aten, "__and__").Tensor: both,  # noqa: B009, a name that Python would mangle in a class
     aten.to.dtype: to,
     aten.to.device: to,
     aten.to.dtype_layout: to,

@@ -15,6 +15,8 @@ from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part, empty_modules
 from sd_quant.models.parts import Contract
 
+MOST_STEPS = 1000  # of a sampler that states no number of noise levels
+
 
 class Networks(Mapping[str, nn.Module]):
     """Networks by name. ``make(name)`` makes each when it is first asked for."""
@@ -74,19 +76,21 @@ def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
 
 def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
     """The class of the checkpoint's sampler and the settings that decide its timesteps."""
-    sampler = pipeline_of(checkpoint, {}).adapter.pipe.scheduler
+    sampler = pipeline_of(checkpoint, {}).pipe.scheduler
     config = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {"class": type(sampler).__name__, **config}
 
 
 def most_steps(checkpoint: Checkpoint) -> int:
     """The largest number of denoising steps for which the checkpoint's sampler has noise levels."""
-    config = pipeline_of(checkpoint, {}).adapter.pipe.scheduler.config
-    return config.num_train_timesteps - (config.get("steps_offset") or 0)
+    config = pipeline_of(checkpoint, {}).pipe.scheduler.config
+    return config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
     """The checkpoint's pipeline with ``engines``, by part, in place of its networks."""
+    if checkpoint.pipeline is not None:
+        return checkpoint.pipeline(engines)
     modules, networks = empty_modules(checkpoint), dict[str, nn.Module]()
     for name, part in checkpoint.parts().items():
         kind = EncodingNetwork if name == VAE_ENCODER else EngineNetwork

@@ -169,7 +169,7 @@ class Pipeline:
     """
 
     def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
-        self.engines, self.adapter = engines, adapter
+        self.engines, self.adapter, self.pipe = engines, adapter, adapter.pipe
 
     def pipe_for(self, sampling: Sampling) -> Any:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""

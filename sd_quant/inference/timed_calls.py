@@ -23,7 +23,7 @@ from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.models.parts import Contract, axes
+from sd_quant.models.parts import Contract, filled
 
 WARMUP_IMAGES = 1
 
@@ -38,10 +38,10 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
     """A call of a part with random inputs for ``samples``, which have the engine's device and dtypes already."""
     generator = torch.Generator().manual_seed(0)
     inputs = {}
-    for name, shape in contract.shapes(**axes(samples, sampling.width, sampling.height)).items():
+    for name, shape in contract.shapes_for(samples, sampling.width, sampling.height).items():
         dtype = contract.dtypes[name]
-        values = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.ones(shape)
-        inputs[name] = values.to(dtype)
+        floating = dtype.is_floating_point
+        inputs[name] = torch.randn(shape, generator=generator).to(dtype) if floating else filled(name, shape, dtype)
     on_device = cast_inputs(engine.inputs, inputs, engine.device)
     return lambda: engine(**on_device)
 

@@ -153,7 +153,11 @@ def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
     from sd_quant.export.tracing import example_shapes, fake_module
 
     part = denoiser_part(checkpoint)
-    mode, module = fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
+    mode, module = (
+        fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
+        if checkpoint.pipeline is None
+        else (torch.device("meta"), part.wrap(checkpoint.build()[part.component]).to("meta", part.contract.weights))
+    )
     ranks: dict[str, int] = {}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

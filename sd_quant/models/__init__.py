@@ -7,6 +7,7 @@ opened.
 
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
+OBSERVED = "diffusers"  # the name of all others, which are opened by observation
 FAMILIES = {
     "sd15": "sd_quant.models.sd",
     "sd21": "sd_quant.models.sd",
@@ -14,4 +15,5 @@ FAMILIES = {
     "sd3": "sd_quant.models.sd3",
     "flux": "sd_quant.models.flux",
     "pixart": "sd_quant.models.pixart",
+    OBSERVED: "sd_quant.models.observed",
 }

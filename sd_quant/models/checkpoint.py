@@ -1,13 +1,15 @@
 """An opened checkpoint of any kind of file and any family, and facts about it that need no runtime."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family, PipelineAdapter
 from sd_quant.models.parts import Contract, Part, wrapped
+
+MakesPipeline = Callable[[Mapping[str, Any]], Any]  # of engines by part
 
 
 class Checkpoint(Protocol):
@@ -35,6 +37,11 @@ class Checkpoint(Protocol):
 
     def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
         """Returns the family's pipeline with these networks, by component."""
+        ...
+
+    @property
+    def pipeline(self) -> MakesPipeline | None:
+        """Makes the pipeline with engines by part, where that is observed; None where ``adapter`` says it."""
         ...
 
 
@@ -86,14 +93,15 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
     assert not missing, missing  # the reader has checked that every weight is there
     for owner in module.modules():
         positions = owner._buffers.get("position_ids")
-        if positions is not None:  # in no checkpoint, so still on the meta device
+        if positions is not None and positions.is_meta:  # in no checkpoint, so still on the meta device
             owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
     return module.eval().requires_grad_(False)
 
 
 def reads_guidance(checkpoint: Checkpoint) -> bool:
     """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
-    return checkpoint.family.GUIDES or "guidance" in denoiser_part(checkpoint).contract.inputs
+    known = checkpoint.pipeline is None  # else nobody knows what a pipeline makes of it
+    return not known or checkpoint.family.GUIDES or "guidance" in denoiser_part(checkpoint).contract.inputs
 
 
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:

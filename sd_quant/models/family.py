@@ -29,6 +29,11 @@ class Family:
         "prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"
     )  # fmt: skip
 
+    MOVES: bool = False  # whether it makes videos, whose frames stand side by side in an image
+    ONE_BATCH: str | None = None  # the part whose graph serves one batch alone; None where each serves all
+    ONE_SIZE: tuple[str, int, int] | None = None  # likewise, with the only width and height
+    UNEQUAL: str | None = None  # why prompts of unequal length cannot be in one batch; None where they can
+
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         """Returns the exported parts by name, the denoiser first.
 

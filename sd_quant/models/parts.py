@@ -4,6 +4,7 @@ The same wrapped module is the baseline, the source of the exported graph and th
 that the three cannot drift apart. Each family's module says which parts it has and how they are called.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,39 @@ class Contract:
     dtypes: dict[str, torch.dtype]  # of the inputs
     weights: torch.dtype
     latents: int | None = None  # most rows and columns of latents; None: any number
+    example: Mapping[str, int] | None = None  # sizes of the dynamic axes to trace with; None: those of an image
+    axes: tuple[tuple[str, "Axis"], ...] = ()  # of dynamic axes that ``axes`` does not know
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the inputs with these sizes for the dynamic axes."""
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
+
+    def shapes_for(self, batch: int, width: int, height: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the inputs for ``batch`` samples of images of ``width`` by ``height`` pixels."""
+        own = {name: axis.size(batch, width, height) for name, axis in self.axes}
+        return self.shapes(**axes(batch, width, height) | own)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The size of an axis: ``numerator / denominator * of + offset``."""
+
+    of: str  # a product of ``batch``, ``width`` and ``height``, such as "batch*width*height"; "" for 1
+    numerator: int
+    denominator: int
+    offset: int
+
+    def size(self, batch: int, width: int, height: int) -> int:
+        """Returns the size for ``batch`` samples of images of ``width`` by ``height`` pixels."""
+        known = {"batch": batch, "width": width, "height": height}
+        factors = [known[name] for name in self.of.split("*") if name]
+        return self.numerator * math.prod(factors) // self.denominator + self.offset
+
+
+def filled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns an input for a call whose result nobody reads: ones, but zeros for places in a table."""
+    is_place = not dtype.is_floating_point and dtype != torch.bool and "mask" not in name
+    return torch.zeros(shape, dtype=dtype) if is_place else torch.ones(shape, dtype=dtype)
 
 
 def half_contract(
@@ -77,6 +107,13 @@ class Part:
     answer: Callable[[Mapping[str, Tensor]], Any] = first_output  # outputs by name -> what the pipeline expects
     # (contract, arguments of the pipeline's call by name) -> inputs by name
     arguments: Callable[[Contract, Mapping[str, Any]], dict[str, Tensor]] = as_inputs
+    identity: str = ""  # of the graph, where the contract does not decide it
+    refused: str | None = None  # why it is not exported, so that torch computes it; None: it is exported
+
+
+def exported(parts: Mapping[str, Part]) -> list[str]:
+    """Returns the names of the parts that are exported; the others are computed by torch."""
+    return [name for name, part in parts.items() if part.refused is None]
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -85,9 +85,15 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
         padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
         rows = lowest([part.rows for part in parts], ROWS)
         layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
-    inputs = dict.fromkeys(name for part in statistics for name in part.calls)
-    calls = {name: lowest([part.calls[name] for part in statistics if name in part.calls], CALLS) for name in inputs}
-    return Statistics(layers, calls)
+    with_calls = [part.calls for part in statistics if part.calls]
+    first = min(with_calls, key=lambda calls: min(float(each.priority.min()) for each in calls.values()), default={})
+    alike = [calls for calls in with_calls if shapes_of(calls) == shapes_of(first)]  # texts may differ in length
+    return Statistics(layers, {name: lowest([calls[name] for calls in alike], CALLS) for name in first})
+
+
+def shapes_of(calls: Mapping[str, Sample]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the inputs of one call by name."""
+    return {name: tuple(sample.values.shape[1:]) for name, sample in calls.items()}
 
 
 def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> int:

@@ -18,6 +18,7 @@ from sd_quant.text import printable
 
 LONGEST_EDGE = 256  # of an image in the grid
 MOST_PAIRS = 64  # a grid of thousands is a file that nothing opens
+FRAME_MS = 125  # of an animation
 GAP, BLOCK_GAP, MARGIN = 4, 16, 16
 CAPTION_LINES = 2
 INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: many images are
@@ -39,6 +40,21 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
     paths = [folder / f"{name}.png" for name in names]
     for image, path in zip(images, paths, strict=True):
         _save(Image.fromarray(image), path)
+    return paths
+
+
+def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
+    """Write videos, whose frames of ``width`` pixels stand side by side in each strip, as ``folder/<name>.webp``.
+
+    Without loss, so that a frame is as it was made. Raises what ``save_images`` raises.
+    """
+    _check(strips)
+    paths = [folder / f"{name}.webp" for name in names]
+    for strip, path in zip(strips, paths, strict=True):
+        first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
+        options = {"save_all": True, "append_images": others, "duration": FRAME_MS, "loop": 0, "lossless": True}
+        with atomic_path(path) as temporary:
+            first.save(temporary, format="WEBP", **options)
     return paths
 
 

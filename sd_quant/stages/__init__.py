@@ -4,7 +4,8 @@
 WRITES = (
     *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
-    "images/grid.png", "images/full_precision/[0-9]*.png", "images/quantized/[0-9]*.png",
-    "config.yaml", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
+    "images/grid.png",
+    *(f"images/{kind}/[0-9]*.{suffix}" for kind in ("full_precision", "quantized") for suffix in ("png", "webp")),
+    "config.yaml", "observed.json", "layers.csv", "ranges.csv", "budget.csv", "sensitivity.csv", "sensitivity.png",
     "quantized_*.pt",
 )  # fmt: skip

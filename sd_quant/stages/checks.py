@@ -36,8 +36,14 @@ def check_request(model: Model, infer: Infer) -> None:
 
 def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
     """Raises ConfigError for noise with another number of channels than the checkpoint's autoencoder has."""
-    latents, channels = latents_of(infer), contracts_of(checkpoint)["vae"].inputs["z"][1]
-    if latents is not None and latents.shape[1] != channels:
+    latents = latents_of(infer)
+    if latents is None:
+        return
+    if checkpoint.pipeline is not None:
+        because = "because the pipeline draws its own noise, from infer.seed"
+        check(False, "infer.latents", infer.latents, f"null with model=diffusers, {because}")
+    channels = contracts_of(checkpoint)["vae"].inputs["z"][1]
+    if latents.shape[1] != channels:
         raise ConfigError(
             f"infer.latents: {infer.latents} holds {latents.shape[1]} channels, and the latents of this checkpoint "
             f"have {channels}; make them for it"
@@ -49,6 +55,8 @@ def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
 
     ``knobs`` begins the names of the knobs for both.
     """
+    if checkpoint.family.FROM_IMAGES is None:
+        return
     contracts = contracts_of(checkpoint)
     channels, read = contracts["vae"].inputs["z"][1], next(iter(contracts[checkpoint.family.DENOISER].inputs.values()))
     if read[1] == 2 * channels + 1 and mask is None:
@@ -73,8 +81,25 @@ def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:
     check(steps <= most, knob, steps, f"at most {most}, for which this checkpoint's sampler has noise levels")
 
 
+def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
+    """Raises ConfigError for several images at a time where the pipeline cannot take prompts of unequal length."""
+    because, part = checkpoint.family.UNEQUAL, checkpoint.family.ONE_BATCH
+    check(because is None or images == 1, knob, images, f"1, because prompts differ in length and {because}")
+    executes = knob.startswith("infer.")
+    expected = f"1, because the graph of {part} serves no other batch"
+    check(part is None or not executes or images == 1, knob, images, expected)
+
+
 def check_sizes(checkpoint: Checkpoint, section: str, knobs: Sized) -> None:
     """Raises ConfigError when a section asks for images with more latents along a side than the denoiser takes."""
+    only = checkpoint.family.ONE_SIZE
+    if only is not None and section == "infer":
+        part, *size = only
+        expected = (
+            f"{size[0]} x {size[1]} as in model.width and model.height, because the graph of {part} serves no other"
+        )
+        for width, height in sizes_of(knobs):
+            check([width, height] == size, sides_of(section, knobs), f"{width} x {height}", expected)
     latents = denoiser_part(checkpoint).contract.latents
     if latents is None:
         return

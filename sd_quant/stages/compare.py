@@ -20,7 +20,7 @@ from sd_quant.inference.pipeline import Generated
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
-from sd_quant.report.images import comparison_grid, save_images
+from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.report.record import weights_sha256
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, sampling_of
@@ -181,10 +181,17 @@ def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
     return VariantOutputs(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
 
 
-def save_pairs(comparison: VariantOutputs, prompts: list[str], label: str, directory: Path) -> None:
-    """Write full-precision and quantized images, and a grid of all pairs with ``label`` beside the quantized ones."""
+def save_pairs(
+    comparison: VariantOutputs, prompts: list[str], label: str, directory: Path, frame: int | None = None
+) -> None:
+    """Write full-precision and quantized images, and a grid of all pairs with ``label`` beside the quantized ones.
+
+    Images that consist of frames of ``frame`` pixels across are videos, and are written as animations too.
+    """
     full, quantized = (comparison.images[variant].images for variant in (FRAMEWORK, QUANTIZED))
     for name, images in ((FULL_PRECISION, full), (QUANTIZED, quantized)):
         save_images(images, directory / "images" / name, image_names(prompts))
+        if frame is not None:
+            save_animations(images, frame, directory / "images" / name, image_names(prompts))
     grid = directory / "images" / "grid.png"
     comparison_grid(full, quantized, grid, captions=prompts, labels=("full precision", label))

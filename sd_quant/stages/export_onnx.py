@@ -17,6 +17,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.parts import exported
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
@@ -41,9 +42,9 @@ class File:
 
 
 def delivered_files(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """A file for every part, the denoiser quantized."""
+    """A file for every part that is exported, the denoiser quantized."""
     denoiser = checkpoint.family.DENOISER
-    return [File(part, directory, assignment if part == denoiser else {}) for part in checkpoint.parts()]
+    return [File(part, directory, assignment if part == denoiser else {}) for part in exported(checkpoint.parts())]
 
 
 def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
@@ -51,9 +52,11 @@ def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Pa
 
     The denoiser comes last, because the process that traces ahead begins with it.
     """
-    unquantized = File(checkpoint.family.DENOISER, directory / "full_precision", {}, delivered=False)
-    denoiser, *others = delivered_files(checkpoint, assignment, directory)
-    return [*reversed(others), unquantized, denoiser]
+    denoiser = checkpoint.family.DENOISER
+    unquantized = File(denoiser, directory / "full_precision", {}, delivered=False)
+    files = delivered_files(checkpoint, assignment, directory)
+    with_denoiser = [unquantized] if any(file.part == denoiser for file in files) else []
+    return [*reversed(files[len(with_denoiser) :]), *with_denoiser, *files[: len(with_denoiser)]]
 
 
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
@@ -76,7 +79,7 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
 
 def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> None:
     """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first, or end it."""
-    parts = checkpoint.parts() if cache.directory is not None and several_threads() else ()
+    parts = exported(checkpoint.parts()) if cache.directory is not None and several_threads() else ()
     missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
     if not missing:
         tracer.end()
@@ -91,11 +94,12 @@ def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkp
 
 def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:
     """Everything that the graph of a part depends on, as the key of the cache."""
+    described = checkpoint.parts()[part]
     return {
         "checkpoint": checkpoint_sha256,
         "source": source_digest("checkpoints.kinds", "export.parts"),
         "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
-        "contract": repr(checkpoint.parts()[part].contract),  # knobs may give it other shapes
+        "contract": [repr(described.contract), described.identity],  # knobs may give it other shapes
         "part": part,
     }
 

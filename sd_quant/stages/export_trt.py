@@ -35,6 +35,7 @@ from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
 from sd_quant.inference.memory import memory_of_plan
 from sd_quant.metrics.memory import StageTimer
+from sd_quant.models.parts import exported
 from sd_quant.places import output_path
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
@@ -84,7 +85,7 @@ def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
     export_parts(checkpoint, "", delivered_files(checkpoint, {}, out), Cache(None))  # without a cache no key of one
     write_text(out / "config.yaml", yaml.safe_dump({"model": kept_model(job.model)}, sort_keys=False))
     print(f"onnx: {out / 'onnx'}")
-    return {part: artifact(out, "onnx", part) for part in checkpoint.parts()}
+    return {part: artifact(out, "onnx", part) for part in exported(checkpoint.parts())}
 
 
 def numbers_in(onnx_path: Path) -> int:
@@ -159,9 +160,9 @@ def build_run_plans(
     Returns the reports by part, without the unquantized denoiser's. ``check`` is called all the while; what it raises
     stops the build.
     """
-    paths = {part: artifact(directory, "onnx", part) for part in loaded.parts}
+    paths = {part: artifact(directory, "onnx", part) for part in exported(loaded.parts)}
     plans = build_plans(paths, directory, trt, infer, cache, check)
-    if RUNTIMES[infer.engine].file == "plan":
+    if RUNTIMES[infer.engine].file == "plan" and loaded.denoiser in paths:
         unquantized = directory / "full_precision"
         build_plans({loaded.denoiser: artifact(unquantized, "onnx", loaded.denoiser)}, unquantized, trt, infer, cache)
     return plans

@@ -243,9 +243,14 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """The parts of the pipeline that the target's result lacks, in words."""
     tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
-    cut = not target.pads and checkpoint.family.TOKENS is None and tokens[0] > CONTEXT_LENGTH
+    cut = cuts_padding(target, checkpoint) and tokens[0] > CONTEXT_LENGTH
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
     return [*target.left_out, *([text] if cut else [])]
+
+
+def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
+    """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
+    return not target.pads and checkpoint.family.TOKENS is None and checkpoint.pipeline is None
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
@@ -325,7 +330,7 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
         from sd_quant.interchange.exported_parts import simulate_graph
 
         simulate_graph(denoiser_of(checkpoint, module), rows)
-    if not target.pads and checkpoint.family.TOKENS is None:
+    if cuts_padding(target, checkpoint):
         module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 

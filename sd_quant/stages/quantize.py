@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from sd_quant.cache import locked
-from sd_quant.config import QuantizeJob, plan_library
+from sd_quant.config import Infer, QuantizeJob, plan_library
 from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ResourceError
@@ -48,7 +48,7 @@ from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
-from sd_quant.stages.session import Session, cache_of
+from sd_quant.stages.session import Session, cache_of, write_observed
 from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
@@ -103,15 +103,20 @@ def check_runtimes(job: QuantizeJob) -> None:
     check_request(job.model, job.infer)
 
 
+def why_not_exported(session: Session, infer: Infer) -> str | None:
+    """Why an engine that loads files has none of the denoiser; None where it has one or loads none."""
+    refused = session.parts[session.denoiser].refused
+    if refused is None or RUNTIMES[infer.engine].file is None:
+        return None
+    return f"the {session.denoiser} is not exported, because {refused}"
+
+
 def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), cache_of(job.cache)
     prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
     say_choice(job.infer)
-    simulated = why_not(job.infer.engine, job.formats())
-    if simulated:
-        LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
 
     def needs(session: Session) -> Needs:
@@ -123,6 +128,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
+        write_observed(loaded, directory)
+    simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)
+    if simulated:
+        LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
     trace_meanwhile(tracer, job.model, loaded.checkpoint, sha256, cache)
     with sharing(tracer.busy) as share:
         with step("calibrate"):
@@ -144,7 +153,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
             comparison = compare_images(loaded.checkpoint, framework, variants.engines, prompts, job.infer, kept)
-            save_pairs(comparison, prompts, f"{job.quantize.format} level {job.quantize.quant_level:g}", directory)
+            label = f"{job.quantize.format} level {job.quantize.quant_level:g}"
+            frame = job.infer.width if loaded.checkpoint.family.MOVES else None
+            save_pairs(comparison, prompts, label, directory, frame)
         with step("hand_over") if rows else nullcontext():
             handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
         with step("parity"), sharing(lambda: not plans.done()):

@@ -1,6 +1,7 @@
 """The record of a run, put together from the results of its steps."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
+from sd_quant.models.parts import Part
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.record import (
     DONE,
@@ -86,7 +88,7 @@ def record_of(
         "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
         "simulated": results.simulated is not None,
         "simulated_because": results.simulated,
-        "sizes_bytes": sizes(loaded.parameters, directory),
+        "sizes_bytes": sizes(loaded.parts, loaded.parameters, directory),
         "plans": {part: dataclasses.asdict(report) for part, report in results.plans.items()},
         "latency": results.latency,
         "fidelity_unquantized_engine": fidelity(
@@ -112,10 +114,17 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
     return {"curve": None, "reason": "keep is 0"}
 
 
-def sizes(parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
+def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
     """Bytes of each part's files, and of its weights in fp32."""
     by_part: dict[str, Sizes] = {}
     for part in parameters:
+        if because := parts[part].refused:
+            none = explained(None, f"not exported: {because}")
+            weights = 4 * parameters[part]
+            by_part[part] = {
+                "onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": weights
+            }  # fmt: skip
+            continue
         path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
         full = artifact(directory / "full_precision", "onnx", part)
         stored = bytes_of(path)
@@ -141,12 +150,15 @@ def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
 
 
 def count_smoothing(assignment: dict[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
-    """The number of smoothed layers, and of the multiplications that the exported graph has for them."""
-    graph = onnx.load(onnx_path, load_external_data=False).graph
+    """The number of smoothed layers, and of the multiplications that the exported graph has for them.
+
+    Where there is none, the simulation multiplies in front of each layer that is not folded.
+    """
+    nodes = onnx.load(onnx_path, load_external_data=False).graph.node if onnx_path.exists() else ()
     return {
         "smoothed_layers": sum(
             layer.pre_quant_scale is not None and bool(layer.format) for layer in assignment.values()
         ),
         "folded_layers": sum(layer.folded_into is not None and bool(layer.format) for layer in assignment.values()),
-        "multiplications": sum(node.output[0].endswith(".smoothed") for node in graph.node),
+        "multiplications": sum(node.output[0].endswith(".smoothed") for node in nodes),
     }

@@ -5,6 +5,7 @@ memory and disk that the job takes on this machine. It also makes the pool that 
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +19,18 @@ from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
+from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import PipelineCall, fits, gpu_memory_of_variant, memory_of_variant
+from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
+from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.observing import open_observed
 from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
+    check_batch,
     check_guidance,
     check_latents,
     check_mask,
@@ -45,6 +51,7 @@ from sd_quant.stages.resources import (
 )
 
 LOG = logging.getLogger(__name__)
+SCALE = 5.0  # guidance scale with which a pipeline is observed that has no recommended one
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,12 @@ class Session:
         check_guidance(self.checkpoint, infer.scale)
         check_steps(self.checkpoint, "infer.steps", infer.steps)
         check_sizes(self.checkpoint, "infer", infer)
+        check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
             if quantize.calibration is None:
                 check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
+            check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
             check_sizes(self.checkpoint, "model", model)
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
@@ -155,10 +164,27 @@ def finish(session: Session, needs: Callable[[Session], Needs] | None, directory
 
 def open_unchecked(model: Model) -> Session:
     """The checkpoint unchecked, for what reads its structure alone or goes on with a job that was checked."""
+    if model.family == OBSERVED:
+        return Session(observed_checkpoint(model))
     return Session(open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder,
     ))  # fmt: skip
+
+
+def observed_checkpoint(model: Model) -> ObservedCheckpoint:
+    """The pipeline in the model's folder, of whichever family, opened by observation."""
+    return open_observed(
+        input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
+        model.arguments or {}, tuple(model.excluded), model.denoiser,
+        cache=Cache(output_path(model.observed) if model.observed else None, math.inf),
+    )  # fmt: skip
+
+
+def write_observed(session: Session, directory: Path) -> None:
+    """Write what was observed of the session's pipeline, if it was, to ``directory``."""
+    if isinstance(session.checkpoint, ObservedCheckpoint):
+        write_json(directory / "observed.json", session.checkpoint.observation.to_json())
 
 
 def cache_of(folder: CacheFolder) -> Cache:
@@ -168,7 +194,7 @@ def cache_of(folder: CacheFolder) -> Cache:
 
 def warn_of_size(model: Model, sections: Mapping[str, Sized]) -> None:
     """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
-    size = own_size(input_path(model.path))
+    size = None if model.family == OBSERVED else own_size(input_path(model.path))  # what a latent is, nobody says
     for section, knobs in sections.items():
         for width, height in sizes_of(knobs) if size is not None else ():
             if not 0.5 <= height * width / (size[0] * size[1]) <= 2:

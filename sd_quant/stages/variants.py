@@ -24,6 +24,7 @@ from sd_quant.inference.memory import (
     memory_of_variants,
 )
 from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
@@ -112,8 +113,11 @@ def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> di
         full_precision = {part: Native(part, quantized=False) for part in parts}
         quantized = Native(denoiser, quantized=True)
     else:
-        files: dict[str, object] = {part: artifact(directory, kind, part) for part in parts}
-        full_precision = files | {denoiser: artifact(directory / "full_precision", kind, denoiser)}
+        files: dict[str, object] = {part: artifact(directory, kind, part) for part in exported(loaded.parts)}
+        if denoiser in files:
+            full_precision = framework | files | {denoiser: artifact(directory / "full_precision", kind, denoiser)}
+        else:
+            full_precision = framework | files
         quantized = SIMULATED if simulated else files[denoiser]
     return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | {denoiser: quantized}}
 

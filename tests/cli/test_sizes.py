@@ -73,6 +73,7 @@ def test_a_plan_takes_the_sizes_that_were_asked_for(command, main_job, tmp_path)
 def test_a_size_that_no_image_has_is_refused(command, script, knob, tmp_path):
     result = command(script, f"{knob}=[64x64,832x1200]", f"hydra.run.dir={tmp_path}/run")
     assert result.returncode == 2
-    sentence = f"{knob} is 832x1200, expected WIDTHxHEIGHT such as 832x1216, each side a multiple of 64 from 64 to 4096"
+    expected = "WIDTHxHEIGHT such as 832x1216, each side a multiple of 64 from 64 to 4096, as this family's images have"
+    sentence = f"{knob} is 832x1200, expected {expected}"
     assert result.stderr.splitlines()[-1] == f"error: {sentence}"
     assert not (tmp_path / "run").exists()

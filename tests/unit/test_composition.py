@@ -30,8 +30,8 @@ def composed(*overrides: str):
         ("to=comfyui", "there is no knob to in quantize; it is a knob of hand_over"),
         ("xyzabc=3", "there is no knob xyzabc; none is like it; --help lists all"),
         ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
-        ("model=xyzzy", "there is no preset model=xyzzy; known are flux, flux_schnell, pixart, sd15, sd21, sd3, "
-         "sd3_mini, sd3_no_t5, sdxl, sdxl_mini, sdxl_nemo"),
+        ("model=xyzzy", "there is no preset model=xyzzy; none is like it; --help lists all"),
+        ("export_trt=xyzzy", "there is no preset export_trt=xyzzy; known are auto, none, tensorrt, tensorrt_rtx"),
         ("model=sdxl_nemo", "the knob model.path has no value; give it one on the command line"),
         *((override, "") for override in ("alpha=[", "nosuch/group=a", "alpha=${nowhere}", "~nosuch")),
     ],

@@ -56,11 +56,11 @@ def test_what_is_exported_is_there():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda model: sd_quant.open("nothing"), "there is no preset model=nothing; known are flux"),
+        (lambda model: sd_quant.open("nothing"), "there is no preset model=nothing; none is like it"),
         (lambda model: sd_quant.open("sdxl"), "the knob model.path has no value"),
         (lambda model: sd_quant.open("sdxl", "no/such"), "model.path names no/such, which does not exist"),
         (lambda model: sd_quant.open(widht=64), "there is no knob model.widht; did you mean model.width"),
-        (lambda model: sd_quant.open(width=63), "model.width is 63, expected a multiple of 64"),
+        (lambda model: sd_quant.open(width=63), "model.width is 63, expected a multiple of 8"),
         (lambda model: model.quantize(NOTHING, "int9"), "there is no preset quantize=int9; did you mean int8"),
         (lambda model: model.quantize(NOTHING, quant_level=7), "quant_level is 7.0, expected one of"),
         (lambda model: model.quantize(NOTHING, alhpa=1), "there is no knob quantize.alhpa; did you mean quantize.alp"),

@@ -33,6 +33,7 @@ ROOMS = (
     "stages",  # the steps of the three commands
     "config",  # the jobs: what is composed from YAML, checked
     "trackers",
+    "observed",  # any pipeline, opened by watching it: it runs the pipeline and verifies graphs in engines
     "report",  # the record and everything that shows it
     "calibration",  # runs the pipeline, so it stands above it
     "inference",  # the pipeline with engines
@@ -146,7 +147,7 @@ def test_runtimes_and_formats_are_named_in_their_own_rooms_alone():
 
 CHECKED_BY_THE_SESSION = {
     "check_request", "check_mask", "check_latents", "check_guidance", "check_steps", "check_sizes", "check_machine",
-    "check_finite", "open_checkpoint", "fits", "Pool",
+    "check_finite", "check_batch", "open_checkpoint", "open_observed", "fits", "Pool",
 }  # fmt: skip
 ALLOWED = {
     "stages.quantize": {"check_request"},  # before minutes of hashing
@@ -171,7 +172,7 @@ def test_each_room_declares_the_files_that_it_writes_into_a_jobs_folder():
     """So what an interrupted job may have left is known without a list of other rooms' files."""
     assert {*stages.WRITES, *report.WRITES} == set(WRITTEN)
     assert {RECORD, FAILURE, PROVENANCE, REPORT} <= set(report.WRITES)
-    declared = {pattern.rpartition("/")[2] for pattern in WRITTEN} | {"[0-9]*.png"} | ELSEWHERE
+    declared = {pattern.rpartition("/")[2] for pattern in WRITTEN} | {"[0-9]*.png", "[0-9]*.webp"} | ELSEWHERE
     for name in [name for name in modules() if room_of(name) in ("stages", "report")]:
         behind_slashes = [node.right for node in ast.walk(tree_of(modules()[name])) if is_path(node)]
         for file in filter(None, map(file_in, behind_slashes)):

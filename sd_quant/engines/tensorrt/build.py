@@ -1,5 +1,6 @@
 """The optimization profile of a part, and the build of a plan from its ONNX file, with a record beside it."""
 
+import json
 import logging
 import re
 import time
@@ -20,9 +21,9 @@ from sd_quant.engines.tensorrt.library import device_target, library_logger, run
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.export.attention import with_softmax
-from sd_quant.export.parts import SAMPLES_PER_IMAGE
+from sd_quant.export.parts import AXES, SAMPLES_PER_IMAGE
 from sd_quant.files import atomic_path, sha256, temporary_folder, write_json
-from sd_quant.models.parts import axes
+from sd_quant.models.parts import Axis, axes
 from sd_quant.process import peak_memory_bytes
 from sd_quant.text import one_line
 
@@ -152,7 +153,11 @@ def profile_of(
     batches = (likely_batch,) * 3 if limits is None else (limits[0], likely_batch, limits[1] * samples)
     widths, heights = zip(size, *sizes, strict=True)
     corners = (min(widths), min(heights)), size, (max(widths), max(heights))
-    ranges = [axes(samples, *corner) for samples, corner in zip(batches, corners, strict=True)]
+    own = {name: Axis(*axis) for name, axis in json.loads(properties.get(AXES, "{}")).items()}
+    ranges = [
+        axes(samples, *corner) | {name: axis.size(samples, *corner) for name, axis in own.items()}
+        for samples, corner in zip(batches, corners, strict=True)
+    ]
     shapes = {}
     for value in model.graph.input:
         names = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]

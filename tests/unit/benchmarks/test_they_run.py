@@ -83,7 +83,18 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
     "quark": ["quark_w8a8"],
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
-IN_PROCESSES = {"candidates", "families", "full_size", "peers", "quickstart", "silence", "sweep", "verdict"}
+IN_PROCESSES = {
+    "any_pipeline",
+    "any_pipeline_full_size",
+    "candidates",
+    "families",
+    "full_size",
+    "peers",
+    "quickstart",
+    "silence",
+    "sweep",
+    "verdict",
+}
 ELSEWHERE = {  # whose tests are there
     "against_diffusers": "tests/cli/test_against_diffusers.py",
     "processors": "tests/unit/benchmarks/test_processors.py",
@@ -183,6 +194,22 @@ def test_families_are_exported_and_planned(script, tmp_path):
     ended(script("families", *families, "--plans", "--work", tmp_path / "work"))
     rows = json.loads((tmp_path / "work/rows.json").read_text())
     assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
+
+
+@pytest.mark.soak
+def test_a_tiny_pipeline_goes_all_the_way(script, tmp_path):
+    printed = ended(script("any_pipeline", "PixArtSigmaPipeline", "--rows", tmp_path, "--out", tmp_path / "table.md"))
+    row = json.loads((tmp_path / "PixArtSigmaPipeline.json").read_text())
+    assert "PixArtSigmaPipeline" in printed and row["observed"]["works"] and row["int8"]["works"]
+    assert "| of 1 | " in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.soak
+def test_one_block_of_a_full_size_denoiser_is_written(script, tmp_path):
+    ended(script("any_pipeline_full_size", "--layers", "1", "--work", tmp_path))
+    exported = json.loads((tmp_path / "export.json").read_text())
+    parameters = json.loads((tmp_path / "write.json").read_text())["parameters"]
+    assert parameters < exported["bytes"] < 2 * parameters
 
 
 @pytest.mark.soak

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, take_row
+from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, of_one_shape, take_row
 from sd_quant.errors import SdQuantError
-from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, bytes_bound, merge
+from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, bytes_bound, lowest, merge
 
 from .some_statistics import assert_same
 
@@ -347,3 +347,140 @@ def test_a_layer_that_reads_the_text_has_its_first_token_in_the_sample():
     assert len(found[True]) == ROWS
     assert torch.equal(found[True][0].float(), text[0, 0].half().float())
     torch.testing.assert_close(found[True][1:], found[False][: ROWS - 1])
+
+
+# Networks that are observed, which call their layers in ways of their own
+
+
+class Own(nn.Module):
+    """Two layers, and a call of them that a test gives."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.conv, self.linear, self.call = nn.Conv2d(2, 3, 1), nn.Linear(2, 1), call
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.call(self, x)
+
+
+def of_own(call, batches=((0, 1),), steps: int = 1, called=None, wanted=None) -> Statistics:
+    """Statistics of one call for each step of those ``called``, of [prompts, 2, 4, 4]."""
+    network, now, names = Own(call), SimpleNamespace(), [prompt for batch in batches for prompt in batch]
+    layers = layers_of(network)
+    with collect(network, layers, names, steps, lambda: (now.step, now.batch), wanted or {}) as statistics:
+        for now.batch in map(list, batches):
+            for now.step in range(steps) if called is None else called:
+                network(torch.stack([sample(prompt, now.step, 0) for prompt in now.batch]))
+    return statistics
+
+
+def test_the_range_of_an_input_without_samples_counts_for_all_prompts():
+    """As of the tokens of all images behind each other, of which each image has as many as it needs."""
+    rows = torch.tensor([[1.0, -2.0], [-5.0, 0.5], [3.0, 0.0]])
+    statistics = of_own(lambda network, x: (network.linear(rows), network.conv(rows.view(3, 2, 1, 1))))
+    assert statistics.layers["linear"].amax.tolist() == [[5.0, 2.0]]
+    assert statistics.layers["conv"].amax.tolist() == [[5.0], [5.0]]
+
+
+def test_a_row_of_an_input_without_samples_is_one_of_its_rows():
+    rows = torch.tensor([[1.0, -2.0], [-5.0, 0.5], [3.0, 0.0]])
+    for place in (0.0, 0.4, 0.99):
+        assert take_row(nn.Linear(2, 1), rows, place, 1, 2).tolist() in rows.tolist()
+    assert {tuple(take_row(nn.Linear(2, 1), rows, place, 0, 2).tolist()) for place in (0.0, 0.4, 0.99)} == {
+        (1.0, -2.0), (-5.0, 0.5), (3.0, 0.0)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [(2, 4), (4, 2), (2, 3), (3, 2), (4, 2, 4)])
+def test_a_layer_that_is_called_for_other_numbers_of_samples_has_the_widest_range(samples):
+    inputs = [torch.full((count, 2), 10.0 * (index + 1)) for index, count in enumerate(samples)]
+
+    def call(network, x):
+        for each in inputs:
+            network.linear(each)
+            network.conv(each[..., None, None])
+
+    statistics = of_own(call)
+    assert statistics.layers["linear"].amax.tolist() == [[10.0 * len(samples)] * 2]
+    assert statistics.layers["conv"].amax.tolist() == [[10.0 * len(samples)]] * 2
+
+
+def test_one_tensor_that_layers_of_both_kinds_read_has_the_range_of_each():
+    x = torch.tensor([[[[1.0]], [[2.0]]], [[[3.0]], [[4.0]]]])  # as [2, 2, 1, 1] for both
+    square = nn.Linear(1, 1)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(2, 3, 1), square
+
+        def forward(self, x):
+            self.conv(x), self.linear(x)
+
+    network = Both()
+    with collect(network, layers_of(network), [0, 1], 1, lambda: (0, [0, 1]), {}) as statistics:
+        network(x)
+    assert statistics.layers["conv"].amax.tolist() == [[2.0], [4.0]]
+    assert statistics.layers["linear"].amax.tolist() == [[4.0]]
+
+
+def test_an_input_may_come_by_its_name_and_be_no_contiguous_one():
+    statistics = of_own(lambda network, x: network.linear(input=x.flatten(2).transpose(1, 2)))
+    assert torch.equal(
+        statistics.layers["linear"].amax[0], torch.stack([sample(0, 0, 0), sample(1, 0, 0)]).abs().amax(dim=(0, 2, 3))
+    )
+
+
+def test_an_expert_to_which_nothing_was_sent_has_no_statistics_and_one_that_gets_some_has():
+    def call(network, x):
+        network.linear(torch.ones(0, 2))
+        network.conv(x)
+
+    assert of_own(call).layers.keys() == {"conv"}
+    sent = of_own(lambda network, x: (network.linear(torch.ones(0, 2)), network.linear(torch.full((1, 2), 3.0))))
+    assert sent.layers["linear"].amax.tolist() == [[3.0, 3.0]]
+
+
+def test_a_denoiser_of_some_steps_has_their_ranges_alone():
+    """As one of two, each for one half of the noise levels: ranges of zero would be of steps that it never sees."""
+    call = lambda network, x: (network.linear(tokens_of(x)), network.conv(x))  # noqa: E731
+    some, whole = of_own(call, steps=STEPS, called=[1, 2]), of_own(call, steps=STEPS)
+    assert torch.equal(some.layers["linear"].amax, whole.layers["linear"].amax[1:])
+    assert torch.equal(some.layers["conv"].amax, whole.layers["conv"].amax[:, 1:])
+    assert (some.layers["linear"].amax > 0).all()
+
+
+def calls_of(*lengths: int, first: int = 0) -> dict[str, list[Sample]]:
+    """A call for each length of text, of priorities that rise from ``first``."""
+    return {
+        name: [
+            Sample(torch.full((1, *shape), float(first + number)), torch.tensor([first + number], dtype=torch.float64))
+            for number, length in enumerate(lengths)
+            for shape in [(length, 8) if name == "text" else (4,)]
+        ]
+        for name in ("x", "text")
+    }
+
+
+def test_calls_whose_texts_differ_in_length_are_kept_of_one_length():
+    kept = of_one_shape(calls_of(5, 7, 5, 7, 7))
+    assert {name: [float(sample.priority) for sample in samples] for name, samples in kept.items()} == {
+        "x": [0, 2], "text": [0, 2]
+    }  # fmt: skip
+    assert len(of_one_shape(calls_of(5, 5))["x"]) == 2
+    assert of_one_shape({}) == {}
+
+
+def part_with(length: int, first: int) -> Statistics:
+    calls = {name: lowest(samples, CALLS) for name, samples in calls_of(length, length, first=first).items()}
+    return Statistics({}, calls)
+
+
+def test_segments_whose_texts_differ_in_length_merge_to_calls_of_one_length():
+    """That of the call of the lowest priority, whatever the order of the segments."""
+    parts = [part_with(5, 10), part_with(7, 0), Statistics({}, {}), part_with(7, 20)]
+    for order in (parts, parts[::-1]):
+        merged = merge(order)
+        assert merged.calls["text"].values.shape == (4, 7, 8) and merged.calls["x"].values.shape == (4, 4)
+        assert sorted(merged.calls["text"].priority.tolist()) == [0, 1, 20, 21]
+    assert merge([Statistics({}, {})]).calls == {}

@@ -14,8 +14,7 @@ class Checkpoint(SimpleNamespace):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline_folder, "DiffusersCheckpoint", Checkpoint)
+def checkpoint(tmp_path):
     folder = tmp_path / "theirs"
     for name in ("unet/config.json", "unet/a.safetensors", "vae/config.json", "vae/a.safetensors", "vae/run.py",
                  "notes/private.txt", "safety/config.json", "blob"):  # fmt: skip

@@ -9,8 +9,9 @@ from sd_quant.knobs import read
 
 from .composition import JOBS
 
+NAMED = "diffusers, flux, pixart, sd15, sd21, sd3, sdxl"
 NAN, INFINITY = float("nan"), float("inf")
-SIZES = [[found] for found in ("832x1200", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")]
+SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")]
 REFUSED = {  # how begins what was expected, of which knob, instead of which values
     "at least 0": {"infer.num_warmup_runs": [-1], "infer.scale": [-1]},
     "at least 1": {
@@ -18,9 +19,13 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
         "quantize.calib_size": [-1], "trt.min_batch_size": [0], "infer.num_samples": [0], "infer.num_timed_runs": [0],
     },
     "at least one": {"model.sizes": [[]], "infer.sizes": [[]], "trt.sizes": [[]]},
-    "a multiple of 64 from 64 to 4096": {"model.width": [100], "model.height": [0, 8192], "infer.width": [65]},
-    "WIDTHxHEIGHT such as 832x1216, each side a multiple of 64 from 64 to 4096": {
+    "a multiple of 8 from 8 to 4096": {"model.width": [100], "model.height": [0, 8192], "infer.width": [65]},
+    "a multiple of 64 from 64 to 4096": {"model.width": [72], "model.height": [72], "infer.width": [72]},
+    "WIDTHxHEIGHT such as 832x1216, each side a multiple of 8 from 8 to 4096": {
         "model.sizes": SIZES, "trt.sizes": SIZES, "infer.sizes": SIZES,
+    },
+    "WIDTHxHEIGHT such as 832x1216, each side a multiple of 64 from 64 to 4096": {
+        "model.sizes": [["832x1200"]], "trt.sizes": [["832x1200"]], "infer.sizes": [["832x1200"]],
     },
     "text": {"model.path": [3], "quantize.exp_name": [None]},
     "text or null": {"cache.dir": [3], "quantize.calibration": [3]},
@@ -55,7 +60,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "a number of layers below 1000 or a fraction below 1: keeping all would quantize nothing": {
         "quantize.keep": [1.0, -1, 1000],
     },
-    "patterns by the name of a family: flux, pixart, sd15, sd21, sd3, sdxl": {"quantize.exclude": [{"sdx": ["*"]}]},
+    f"patterns by the name of a family: {NAMED}": {"quantize.exclude": [{"sdx": ["*"]}]},
     "nearest, because int8 has 8 bits for a weight": {"quantize.rounding": ["gptq"]},
     "false, because int8 has 8 bits for a weight": {"quantize.scale_search": [True]},
     "0, because the ranges of rotated inputs were not calibrated": {"quantize.rotation": [64]},
@@ -88,7 +93,7 @@ def test_a_wrong_value_is_refused_by_its_name(job, knob, values, expected):
     ("knob", "value", "sentence"),
     [
         ("model.io", "onnx", "export.io is onnx, expected one of nemo, diffusers"),
-        ("model.family", "dalle", "model.family is dalle, expected one of flux, pixart, sd15, sd21, sd3, sdxl"),
+        ("model.family", "dalle", f"model.family is dalle, expected one of {NAMED}"),
         ("trt.sizes", ["128x64", "192x64"],
             "infer.width is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
         ("trt.sizes", ["64x128", "64x192"],

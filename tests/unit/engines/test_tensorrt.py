@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto
+from onnx.helper import make_graph, make_model, make_tensor_value_info, set_model_props
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.tensorrt import build as building
@@ -52,6 +55,30 @@ def plan(built, tmp_path):
     """A copy of the plan and of its record."""
     shutil.copytree(built[0].parent, tmp_path, dirs_exist_ok=True)
     return tmp_path / "tiny.plan"
+
+
+def file_with(path: Path, inputs: dict[str, list], **properties: str) -> Path:
+    values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+    model = make_model(make_graph([], "part", values, []))
+    set_model_props(model, properties)
+    onnx.save(model, path)
+    return path
+
+
+def test_a_profile_has_the_axes_that_a_file_states_for_the_sizes_that_are_asked_for(tmp_path):
+    """Of a pipeline that was observed, whose axes nobody knows but the file."""
+    inputs = {"x": ["batch", "size_1", 8], "text": ["batch", "text_1", 4], "latents": ["batch", 4, "height", "width"]}
+    axes = {"size_1": ["width*height", 1, 256, 5], "text_1": ["", 0, 1, 30], "height": ["height", 1, 16, 0]}
+    stated = {"axes": json.dumps(axes), "samples_a_picture": "2"}
+    path = file_with(tmp_path / "part.onnx", inputs, **stated)
+    profile = building.profile_of(path, "part", 1, (1, 4), (128, 64), [(256, 256), (64, 64)], guided=True)
+    assert profile == {
+        "x": ((1, 21, 8), (2, 37, 8), (8, 261, 8)),
+        "text": ((1, 30, 4), (2, 30, 4), (8, 30, 4)),
+        "latents": ((1, 4, 4, 8), (2, 4, 4, 16), (8, 4, 16, 32)),
+    }
+    plain = file_with(tmp_path / "plain.onnx", {"latents": inputs["latents"]})
+    assert building.profile_of(plain, "part", 1, None, (128, 64), guided=True)["latents"] == ((1, 4, 8, 16),) * 3
 
 
 @pytest.mark.parametrize("targets", [["SM89"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])

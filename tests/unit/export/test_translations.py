@@ -37,12 +37,13 @@ AS_CALLED = {
     "1 minus x": lambda x, weight: 1 - x,
     "flattened": lambda x, weight: x.flatten(1),
     "flattened but for two": lambda x, weight: x.flatten(2),
+    "flattened in the middle": lambda x, weight: x.flatten(1, 2),
+    "both": lambda x, weight: (x > 0) & (x < 1),
     "unflattened": lambda x, weight: x.unflatten(-1, (2, -1)),
     "rms norm": lambda x, weight: nn.functional.rms_norm(x, (6,), weight, 1e-6),
     "rms norm of two axes": lambda x, weight: nn.functional.rms_norm(x, (4, 6)),
 }
 IN_PARTS = {
-    "flattened in the middle": lambda x, weight: x.flatten(1, 2),
     "unflattened in the middle": lambda x, weight: x.unflatten(2, (2, 2)),
     "changes its input": lambda x, weight: (x * 2).add_(1),
     "has a translation in its parts alone": lambda x, weight: torch.min(x, x * x),

@@ -2,13 +2,23 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.errors import ConfigError
-from sd_quant.stages.checks import check_guidance, check_latents, check_request, check_sizes, check_steps
+from sd_quant.models.family import Family
+from sd_quant.stages.checks import (
+    check_batch,
+    check_guidance,
+    check_latents,
+    check_mask,
+    check_request,
+    check_sizes,
+    check_steps,
+)
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import open_unchecked
 from tests import presets
@@ -84,6 +94,35 @@ def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(n
         check_latents(checkpoint, asked.infer)
     check_latents(checkpoint, job(noise(1, 4, 8, 8)).infer)
     check_latents(checkpoint, job().infer)
+
+
+class Alone(Family):
+    UNEQUAL = "this pipeline takes one prompt at a time"
+
+
+OBSERVED = SimpleNamespace(family=Alone(), pipeline=lambda engines: None)
+
+
+def test_several_images_at_a_time_are_refused_where_prompts_of_unequal_length_are_no_batch(checkpoint):
+    check_batch(checkpoint, "infer.batch_size", 8)
+    check_batch(OBSERVED, "infer.batch_size", 1)
+    sentence = (
+        "^quantize.batch_size is 8, expected 1, because prompts differ in length and this pipeline takes one prompt at "
+        "a time$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        check_batch(OBSERVED, "quantize.batch_size", 8)
+
+
+def test_noise_is_refused_for_a_pipeline_that_draws_its_own(noise):
+    """Of another number of channels or not: nobody knows how a pipeline packs its latents."""
+    with pytest.raises(ConfigError, match="^infer.latents is .*noise.pt, expected null with model=diffusers, because"):
+        check_latents(OBSERVED, job(noise(1, 4, 8, 8)).infer)
+    check_latents(OBSERVED, job().infer)
+
+
+def test_a_pipeline_that_is_observed_has_no_rule_for_masks():
+    check_mask(OBSERVED, "model.calibration_", None)
 
 
 def test_more_steps_than_the_sampler_has_noise_levels_are_refused(checkpoint):

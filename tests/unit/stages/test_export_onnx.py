@@ -18,6 +18,7 @@ from sd_quant.stages.export_onnx import (
     GRAPH,
     REPORTED,
     assignment_digest,
+    delivered_files,
     export_parts,
     files_of_a_run,
     provide_graph,
@@ -71,15 +72,44 @@ def test_a_part_of_other_shapes_has_another_graph(tmp_path, monkeypatch):
     """The knobs of a checkpoint may change a contract, and nothing else that a graph depends on."""
     monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(checkpoint.parts()[part].contract))
     for contract in ("77 tokens", "80 tokens"):
-        parts = {"unet": SimpleNamespace(contract=contract)}
+        parts = {"unet": SimpleNamespace(contract=contract, identity="", refused=None)}
         checkpoint = SimpleNamespace(parts=lambda parts=parts: parts)
         provide_graph(checkpoint, "hash", "unet", tmp_path / "run", Cache(tmp_path / "cache", 1e9))
         assert ir.load(tmp_path / "run" / GRAPH).graph.name == contract
 
 
+def test_a_remedy_that_changes_the_graph_alone_has_another_graph(tmp_path, monkeypatch):
+    """The contract of a part that was observed does not say what was changed in the network."""
+    monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(checkpoint.parts()[part].identity))
+    for identity in ("as it is", "in pairs of reals"):
+        parts = {"unet": SimpleNamespace(contract="one", identity=identity)}
+        checkpoint = SimpleNamespace(parts=lambda parts=parts: parts)
+        provide_graph(checkpoint, "hash", "unet", tmp_path / "run", Cache(tmp_path / "cache", 1e9))
+        assert ir.load(tmp_path / "run" / GRAPH).graph.name == identity
+
+
+@pytest.mark.parametrize(
+    ("refused", "delivered", "written"),
+    [
+        ((), ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
+        (("vae",), ["unet", "text"], ["text", "full_precision/unet", "unet"]),
+        (("unet",), ["vae", "text"], ["text", "vae"]),
+        (("unet", "vae", "text"), [], []),
+    ],
+)
+def test_parts_that_are_refused_have_no_files(refused, delivered, written):
+    parts = {name: SimpleNamespace(refused="because" if name in refused else None) for name in ("unet", "vae", "text")}
+    checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
+    files = delivered_files(checkpoint, {"layer": LAYER}, Path("run"))
+    assert [file.part for file in files] == delivered
+    assert {file.part: bool(file.assignment) for file in files} == {part: part == "unet" for part in delivered}
+    of_a_run = files_of_a_run(checkpoint, {"layer": LAYER}, Path("run"))
+    assert [str((file.directory / file.part).relative_to("run")) for file in of_a_run] == written
+
+
 def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     """Which refuses a file that is in the cache under another name, as the unquantized denoiser's is."""
-    parts = {name: SimpleNamespace(contract=name) for name in ("unet", "vae")}
+    parts = {name: SimpleNamespace(contract=name, identity="", refused=None) for name in ("unet", "vae")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
     monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
     monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(part))

@@ -1,5 +1,7 @@
 """Sizes and counts of a record, of files and of layers made by hand."""
 
+from types import SimpleNamespace
+
 import onnx
 import torch
 from onnx.helper import make_graph, make_model, make_node
@@ -18,7 +20,8 @@ def test_sizes_are_those_of_a_parts_own_files(tmp_path):
     for name, size in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
-    assert sizes({"unet": 1000, "vae": 35}, tmp_path) == {
+    parts = {"unet": SimpleNamespace(refused=None), "vae": SimpleNamespace(refused=None)}
+    assert sizes(parts, {"unet": 1000, "vae": 35}, tmp_path) == {
         "unet": {"onnx_full_precision": 2020, "onnx_quantized": 310, "plan": 5, "weights_fp32": 4000},
         "vae": {
             "onnx_full_precision": 70,
@@ -27,6 +30,23 @@ def test_sizes_are_those_of_a_parts_own_files(tmp_path):
             "weights_fp32": 140,
         },
     }
+
+
+def test_a_part_that_is_not_exported_has_a_reason_in_the_place_of_sizes(tmp_path):
+    """Whatever else lies in the folder."""
+    (tmp_path / "onnx/vae").mkdir(parents=True)
+    (tmp_path / "onnx/vae/vae.onnx").write_bytes(bytes(7))
+    none = {"value": None, "reason": "not exported: it draws random numbers"}
+    assert sizes({"vae": SimpleNamespace(refused="it draws random numbers")}, {"vae": 35}, tmp_path) == {
+        "vae": {"onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": 140}
+    }
+
+
+def test_smoothing_counts_without_a_graph(tmp_path):
+    smoothed = LayerAssignment("q", "qkv", (4, 4), "int8", "int8", pre_quant_scale=torch.ones(4))
+    assert count_smoothing({"q": smoothed}, tmp_path / "unet.onnx") == {
+        "smoothed_layers": 1, "folded_layers": 0, "multiplications": 0
+    }  # fmt: skip
 
 
 def test_layers_count_by_their_formats_wherever_they_are_smoothed(tmp_path):

@@ -20,7 +20,13 @@ from sd_quant.stages.session import Session, warn_of_size
     ],
 )
 def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
-    usual = {"width": 64, "height": 64, "sizes": None, "path": str(HOME / "checkpoints/sdxl_mini.nemo")}
+    usual = {
+        "family": "sdxl",
+        "width": 64,
+        "height": 64,
+        "sizes": None,
+        "path": str(HOME / "checkpoints/sdxl_mini.nemo"),
+    }
     sections = {"model": SimpleNamespace(**usual | sides), "infer": SimpleNamespace(**usual)}
     warn_of_size(sections["model"], sections)
     assert [message.partition(", and")[0] for message in caplog.messages] == warned

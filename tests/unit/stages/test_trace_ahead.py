@@ -11,7 +11,8 @@ from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.trace_ahead import Tracer, tracer_for
 from tests.presets import job
 
-CHECKPOINT = SimpleNamespace(parts=lambda: dict.fromkeys(("unet", "vae", "clip")))
+PART = SimpleNamespace(refused=None)
+CHECKPOINT = SimpleNamespace(parts=lambda: dict.fromkeys(("unet", "vae", "clip"), PART))
 
 
 class Asked(Tracer):

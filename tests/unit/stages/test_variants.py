@@ -9,7 +9,8 @@ from sd_quant.stages.variants import SIMULATED, Native, keys_of
 from tests.presets import job
 
 PARTS = ("unet", "vae")
-LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS), denoiser="unet")
+EXPORTED, REFUSED = (SimpleNamespace(refused=because) for because in (None, "it draws random numbers"))
+LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoiser="unet")
 RUN = Path("run")
 
 
@@ -36,6 +37,20 @@ def test_what_no_engine_executes_is_simulated_and_the_rest_is_not():
     assert found["full_precision"] == keys("openvino")["full_precision"]
 
 
+def test_a_part_that_is_not_exported_is_computed_by_torch():
+    loaded = SimpleNamespace(parts={"unet": EXPORTED, "vae": REFUSED}, denoiser="unet")
+    found = keys_of(loaded, "openvino", RUN, False)
+    assert {variant: engines["vae"] for variant, engines in found.items()} == dict.fromkeys(found, "vae")
+    assert found["quantized"]["unet"] == RUN / "onnx/unet/unet.onnx" != found["full_precision"]["unet"]
+
+
+def test_a_denoiser_that_is_not_exported_is_simulated():
+    loaded = SimpleNamespace(parts={"unet": REFUSED, "vae": EXPORTED}, denoiser="unet")
+    found = keys_of(loaded, "openvino", RUN, True)
+    assert found["full_precision"] == {"unet": "unet", "vae": RUN / "onnx/vae/vae.onnx"}
+    assert found["quantized"] == {"unet": SIMULATED, "vae": RUN / "onnx/vae/vae.onnx"}
+
+
 def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
     found = keys("torch_native")
     assert found["quantized"] == {"unet": Native("unet", quantized=True), "vae": Native("vae", quantized=False)}
@@ -44,7 +59,7 @@ def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
     class Opened(Session):
-        parts, parameters, denoiser = dict.fromkeys(PARTS), {"unet": 10**9, "vae": 10**8}, "unet"
+        parts, parameters, denoiser = dict.fromkeys(PARTS, EXPORTED), {"unet": 10**9, "vae": 10**8}, "unet"
 
     asked = []
     monkeypatch.setattr(session, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)

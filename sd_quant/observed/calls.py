@@ -1,0 +1,396 @@
+"""The calls of a network by its pipeline, compared: which tensors it takes, with which axes, and what stays the same.
+
+Arguments are nested: lists of tuples, dictionaries. Each tensor among them becomes an input with a name of its own;
+whatever holds no tensor (None, flags, numbers, tuples of sizes) stays as it was observed and is part of the graph. An
+axis that was equal in all calls is a number, all others have names, one for each sequence of sizes, after what it
+follows: the batch, the size of the images, the text. The road not taken is to read a signature or a documentation of
+the network: neither says which axes of two tensors agree.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError, SdQuantError
+
+BASE, LARGER, BATCH, PROMPT = "base", "larger", "batch", "prompt"  # runs of a pipeline
+FOLLOWS = {BATCH: "batch", LARGER: "size", PROMPT: "text"}  # names of axes that differ in one run only
+SCALAR = re.compile(r"time|sigma|guidance|^t$|_t$")  # numbers that a network takes as a tensor, too
+MISSING = object()
+LIBRARIES = ("diffusers", "transformers")  # whose classes of outputs are built again
+Tree = dict[str, Any]  # a nested argument for JSON, see ``tree_of``
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a network by its pipeline."""
+
+    # By parameter name, bound to the signature of the method, with its **kwargs among them; may nest dicts, lists and
+    # tuples
+    arguments: dict[str, Any]
+    run: str  # of the pipeline: base, larger, batch or prompt (another size, another batch, a longer prompt)
+    step: int  # of denoising
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a network takes and returns in the calls that were compared."""
+
+    arguments: Tree  # of the calls' arguments
+    inputs: dict[str, Shape]  # of each tensor; a string is a dynamic axis
+    dtypes: dict[str, str]  # of the tensors, as torch calls them
+    example: dict[str, int]  # sizes of the dynamic axes in one of the calls
+    outputs: Tree = field(default_factory=dict)
+    results: tuple[str, ...] = ()  # names of the outputs' tensors
+    outside: dict[str, list[Tree]] = field(default_factory=dict)  # of modules whose outputs are inputs, by their paths
+    decisions: list[Any] = field(default_factory=list)  # numbers that the network's code asked tensors for
+    notes: tuple[str, ...] = ()  # sentences about what is not as it was given
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Signature":
+        """Returns the signature of ``to_json`` after a passage through JSON, where tuples become lists."""
+        inputs = {name: tuple(shape) for name, shape in values["inputs"].items()}
+        tuples = {name: tuple(values[name]) for name in ("results", "notes")}
+        return Signature(**(dict(values) | {"inputs": inputs} | tuples))
+
+
+def identifier(path: Sequence[object]) -> str:
+    """Returns a plain name for a place in nested arguments: ("img_shapes", 0, 1) -> img_shapes_0_1."""
+    name = re.sub(r"\W+", "_", "_".join(str(key) for key in path), flags=re.ASCII)
+    return name if name[:1].isalpha() else f"x_{name}"
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the keys and values of a container; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
+    """Yields the tensors in a nested value with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, child in children(value) or ():
+        yield from tensors_in(child, (*path, key))
+
+
+def encoded(value: Any, path: Sequence[object]) -> Any:
+    """Returns a value without tensors for JSON, in which tuples are told from lists.
+
+    Raises ArtifactError for anything that is no None, bool, number, text or container of them.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encoded(each, path) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encoded(each, path) for each in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encoded(each, path) for key, each in value.items()}}
+    raise ArtifactError(
+        f"the argument {identifier(path)} is of type {type(value).__name__}, expected tensors, None, flags, numbers, "
+        "texts and containers of them; this network cannot be exported as it is called"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Returns the value of ``encoded``."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if isinstance(value, Mapping):
+        ((kind, inner),) = value.items()
+        return tuple(map(decoded, inner)) if kind == "tuple" else {key: decoded(each) for key, each in inner.items()}
+    return value
+
+
+def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) -> Tree:
+    """Returns the structure of a nested value.
+
+    It is {"list" | "tuple" | "dict": children} for a container of tensors and what ``leaf`` returns for a tensor, and
+    for a whole value that holds no tensor, of which it is given the path.
+    """
+    found = None if isinstance(value, Tensor) else children(value)
+    if found is None or not any(True for _ in tensors_in(value)):
+        return leaf(value, path)
+    trees = [(key, tree_of(child, leaf, (*path, key))) for key, child in found]
+    if isinstance(value, Mapping):
+        return {"dict": {str(key): tree for key, tree in trees}, **class_of(value)}
+    return {"list" if isinstance(value, list) else "tuple": [tree for _, tree in trees]}
+
+
+def output_class(name: str) -> type:
+    """Returns the class of ``class_of``. Raises SdQuantError unless it is an output of diffusers or transformers.
+
+    The name may come from a file that others can write.
+    """
+    from diffusers.utils import BaseOutput
+    from transformers.utils import ModelOutput
+
+    root, accepted = name.partition(".")[0], (BaseOutput, ModelOutput)
+    found = resolve_name(name) if root in LIBRARIES else None
+    if not (isinstance(found, type) and issubclass(found, accepted)):
+        raise SdQuantError(
+            f"{name[:200]} is no class of outputs of diffusers or transformers; observe the folder again"
+        )
+    return found
+
+
+def class_of(value: Any) -> dict[str, str]:
+    """Returns the class of an output with attributes, as ``module:name``; nothing for a plain dictionary."""
+    kind = type(value)
+    return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) else {}
+
+
+def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
+    """Yields the leaves of a tree with their paths."""
+    for kind in ("list", "tuple", "dict"):
+        if kind in tree:
+            for key, child in tree[kind].items() if kind == "dict" else enumerate(tree[kind]):
+                yield from leaves(child, (*path, key))
+            return
+    yield path, tree
+
+
+def rebuilt(tree: Tree, value_of: Callable[[Tree], Any]) -> Any:
+    """Returns the nested value of a ``tree`` with ``value_of`` its leaves."""
+    if "list" in tree:
+        return [rebuilt(each, value_of) for each in tree["list"]]
+    if "tuple" in tree:
+        return tuple(rebuilt(each, value_of) for each in tree["tuple"])
+    if "dict" in tree:
+        values = {key: rebuilt(each, value_of) for key, each in tree["dict"].items()}
+        return output_class(tree["class"])(**values) if "class" in tree else values
+    return value_of(tree)
+
+
+def constant_of(leaf: Tree) -> Any:
+    return decoded(leaf["constant"])
+
+
+def kind_of(value: Any) -> str:
+    """Returns what a leaf is, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.ndim} axes in {str(value.dtype).removeprefix('torch.')}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
+
+
+def structure_of(arguments: Mapping[str, Any]) -> str:
+    """Returns a text that two calls share if they have tensors and constants in the same places."""
+
+    def leaf(value: Any, path: tuple) -> Tree:
+        return {"kind": kind_of(value) if value is None or isinstance(value, Tensor) else "constant"}
+
+    return json.dumps({name: tree_of(value, leaf) for name, value in arguments.items()}, sort_keys=True)
+
+
+def one_structure(calls: Sequence[Call]) -> list[int]:
+    """Returns the numbers of the calls with the structure of the first one."""
+    structures = [structure_of(call.arguments) for call in calls]
+    return [number for number, structure in enumerate(structures) if structure == structures[0]]
+
+
+def at(value: Any, path: Sequence[Any]) -> Any:
+    """Returns what a nested value holds at ``path``."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changes_between_steps(calls: Sequence[Call], values: Sequence[Any]) -> bool:
+    """Whether the ``values``, one of each call, change between the steps of a run."""
+    seen: dict[str, dict[int, list]] = {}
+    for call, value in zip(calls, values, strict=True):
+        seen.setdefault(call.run, {}).setdefault(call.step, []).append(value)
+    return any(step != next(iter(steps.values())) for steps in seen.values() for step in steps.values())
+
+
+def signature_of(calls: Sequence[Call], extra: Mapping[str, Sequence[Tensor]] | None = None) -> Signature:
+    """Returns the signature of calls of one structure (``one_structure``), without outputs.
+
+    ``extra`` are more inputs, by name the tensor of each call.
+    Raises ArtifactError for an argument that is no tensor and changes between steps, unless it is a number that a
+    network takes as a tensor, too (a timestep, a guidance scale): it becomes a tensor without axes.
+    """
+    first, notes, tensors = calls[0].arguments, list[str](), dict[str, list[Tensor]]()
+
+    def leaf(value: Any, path: tuple) -> Tree:
+        values, name = [at(call.arguments, path) for call in calls], identifier(path)
+        if isinstance(value, Tensor):
+            tensors[name] = [as_reals(each) for each in values]
+            return {"tensor": name} | ({"complex": True} if value.is_complex() else {})
+        constant: Tree = {"constant": encoded(value, path)}
+        if changes_between_steps(calls, values):
+            number = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+            if not number or not SCALAR.search(name):
+                raise ArtifactError(
+                    f"{name} is an argument that changes between steps and no tensor ({kind_of(values[0])}, then "
+                    f"{differing(values)}); this network cannot be exported"
+                )
+            tensors[name] = [torch.as_tensor(each, dtype=torch.float32) for each in values]
+            notes.append(f"{name} is a number and becomes a tensor")
+            return {"tensor": name, "number": True}
+        if any(each != value for each in values):
+            notes.append(f"{name} follows the size: {kind_of(value)}, then {differing(values)}")
+            constant["sized"] = True
+        return constant
+
+    arguments = {"dict": {name: tree_of(value, leaf, (name,)) for name, value in first.items()}}
+    tensors |= {name: [as_reals(each) for each in values] for name, values in (extra or {}).items()}
+    shapes = {name: [tuple(each.shape) for each in values] for name, values in tensors.items()}
+    inputs, axes = named_axes(shapes, [call.run for call in calls])
+    dtypes = {name: str(values[0].dtype).removeprefix("torch.") for name, values in tensors.items()}
+    return Signature(arguments, inputs, dtypes, example_of(axes), notes=tuple(notes))
+
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """Returns a complex tensor [...] as reals [..., 2]; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def differing(values: Sequence[Any]) -> str:
+    return kind_of(next(each for each in values if each != values[0]))
+
+
+def named_axes(
+    shapes: Mapping[str, Sequence[tuple[int, ...]]], runs: Sequence[str]
+) -> tuple[dict[str, Shape], dict[str, tuple[int, ...]]]:
+    """Returns shapes with names for the axes that differ between calls, and the sizes of each name in the calls.
+
+    ``shapes`` are those of each tensor in the calls, ``runs`` the runs of the calls.
+    """
+    names: dict[tuple[int, ...], str] = {}
+
+    def name_of(sizes: tuple[int, ...]) -> int | str:
+        if len(set(sizes)) == 1:
+            return sizes[0]
+        if sizes not in names:
+            word = followed(sizes, runs)
+            count = sum(name.rstrip("_0123456789") == word for name in names.values()) + 1
+            names[sizes] = word if word == "batch" and count == 1 else f"{word}_{count}"
+        return names[sizes]
+
+    named = {name: tuple(map(name_of, zip(*of_calls, strict=True))) for name, of_calls in shapes.items()}
+    return named, {name: sizes for sizes, name in names.items()}
+
+
+def followed(sizes: Sequence[int], runs: Sequence[str]) -> str:
+    """Returns the word for what an axis with these ``sizes`` in the calls of ``runs`` follows; tokens if several."""
+    of_base = {size for size, run in zip(sizes, runs, strict=True) if run == runs[0]}
+    differ = {run for size, run in zip(sizes, runs, strict=True) if {size} != of_base}
+    return FOLLOWS.get(differ.pop(), "tokens") if len(differ) == 1 else "tokens"
+
+
+def example_of(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the sizes to trace with: all above 1, for which a tracer makes a graph of its own, and different.
+
+    They are those of a call, with the largest batch of all calls where no other axis depends on the batch.
+    """
+    calls = [dict(zip(axes, sizes, strict=True)) for sizes in zip(*axes.values(), strict=True)]
+    if "batch" in axes and not any(name.startswith("tokens") for name in axes):
+        calls += [{**call, "batch": max(axes["batch"])} for call in calls]
+    return max(calls, key=lambda call: (min(call.values()) > 1, len({*call.values()}), sum(call.values())), default={})
+
+
+def given_tensors(signature: Signature, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the inputs by name from the arguments of a call.
+
+    Raises SdQuantError for a call with another structure or another constant than observed.
+    """
+    tensors: dict[str, Tensor] = {}
+    expected = signature.arguments["dict"]
+    if unknown := [name for name in given if name not in expected]:
+        raise SdQuantError(f"the network is called with {unknown[0]}, which was not so when it was observed; {AGAIN}")
+    for path, leaf in leaves(signature.arguments):
+        name = identifier(path)
+        try:
+            value = at(given, path)
+        except (KeyError, IndexError, TypeError):
+            value = MISSING
+        if "tensor" in leaf:
+            numeric = leaf.get("number") and isinstance(value, int | float)
+            value = torch.as_tensor(value, dtype=torch.float32) if numeric else value
+            value = as_reals(value) if isinstance(value, Tensor) else value
+            shape = signature.inputs[name]
+            if not isinstance(value, Tensor) or value.ndim != len(shape):
+                raise SdQuantError(
+                    f"the argument {name} is {shown(value)}, expected a tensor of shape {shape} as observed; {AGAIN}"
+                )
+            tensors[name] = value
+        elif value is MISSING or (not leaf.get("sized") and value != constant_of(leaf)) or holds_tensors(value):
+            raise SdQuantError(
+                f"the argument {name} is {shown(value)}, expected {constant_of(leaf)!r:.80} as observed; {AGAIN}"
+            )
+    return tensors
+
+
+AGAIN = "call the pipeline as it was observed, or observe it again"
+
+
+def holds_tensors(value: Any) -> bool:
+    return any(True for _ in tensors_in(value))
+
+
+def shown(value: Any) -> str:
+    if value is MISSING:
+        return "missing"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+
+
+def arguments_with(signature: Signature, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the nested arguments of a call with these ``tensors`` and the observed constants."""
+
+    def value_of(leaf: Tree) -> Any:
+        return tensor_of(leaf, tensors) if "tensor" in leaf else constant_of(leaf)
+
+    return rebuilt(signature.arguments, value_of)
+
+
+def tensor_of(leaf: Tree, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns a leaf's tensor; a complex one is among the ``tensors`` as reals."""
+    tensor = tensors[leaf["tensor"]]
+    return torch.view_as_complex(tensor) if leaf.get("complex") else tensor
+
+
+def with_outputs(signature: Signature, output: Any) -> Signature:
+    """Returns the signature with the structure of what the network returned.
+
+    Things that are neither tensors nor constants, such as a cache, are left out, and noted.
+    """
+    results: list[str] = []
+    notes = list(signature.notes)
+
+    def leaf(value: Any, path: tuple) -> Tree:
+        if isinstance(value, Tensor):
+            results.append(identifier(("out", *path)))
+            return {"tensor": results[-1]}
+        try:
+            return {"constant": encoded(value, path)}
+        except ArtifactError:
+            notes.append(f"{identifier(path or ('output',))} is a {type(value).__name__} and is left out")
+            return {"constant": None}
+
+    tree = tree_of(output, leaf)
+    if not results:
+        raise ArtifactError(f"the network returns a {type(output).__name__} without a tensor; it cannot be exported")
+    return replace(signature, outputs=tree, results=tuple(results), notes=tuple(notes))
+
+
+def answer_of(signature: Signature, outputs: Mapping[str, Tensor]) -> Any:
+    """Returns what the network returned, with these tensors."""
+    return rebuilt(signature.outputs, lambda leaf: outputs[leaf["tensor"]] if "tensor" in leaf else constant_of(leaf))
+
+
+def result_tensors(output: Any) -> tuple[Tensor, ...]:
+    """Returns the tensors of what a network returned, in the order of ``Signature.results``."""
+    return tuple(tensor for _, tensor in tensors_in(output))

@@ -1,0 +1,202 @@
+"""A pipeline of diffusers that was opened and observed, as a checkpoint: what families state by hand was found out."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sd_quant.files.tensors import Weights
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.observed import Observed
+from sd_quant.models.parts import Axis, Part, SharedInput
+from sd_quant.observed.calls import Signature
+from sd_quant.observed.ladder import IN_FP32, Rung, part_of
+from sd_quant.observed.layers import ObservedLayers
+from sd_quant.observed.layers import as_json as layers_json
+from sd_quant.observed.layers import from_json as layers_from_json
+from sd_quant.observed.opening import Component, network_of, open_other, pipeline_of_components
+from sd_quant.observed.pipeline import ObservedPipeline, ReplayedNetwork
+from sd_quant.observed.watching import MOVING, Style
+
+SMALL_WEIGHT = 65_536  # numbers of a weight that a pipeline may read itself, such as a mean of latents
+
+
+@dataclass(frozen=True)
+class ObservedPart:
+    """One network of the pipeline: how it is called and exported."""
+
+    component: str
+    signature: Signature
+    rung: Rung
+    axes: dict[str, Axis]  # sizes of the dynamic axes
+    runs: tuple[str, ...]  # of ``watching``, that the graph serves
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that was observed of a pipeline; the content of ``observed.json``."""
+
+    pipeline: str  # the class
+    size: tuple[int, int]  # width and height of the images with which it was observed
+    denoisers: tuple[str, ...]  # parts that are called in the denoising steps, the quantized one first
+    samples_per_image: int  # in one call of a denoiser
+    calls_a_step: int  # of the denoisers
+    style: Style  # in which it takes prompts and noise
+    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
+    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
+    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
+    outputs: str  # the name of the images among its results
+    parts: dict[str, ObservedPart]  # by component, the denoisers first
+    layers: dict[str, ObservedLayers]  # by denoiser
+    seconds: float  # that observing took
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {name: {**asdict(part), "signature": part.signature.to_json(), "rung": part.rung.to_json()}
+                 for name, part in self.parts.items()}  # fmt: skip
+        layers = {name: layers_json(each) for name, each in self.layers.items()}
+        return {**asdict(replace(self, layers={}, parts={})), "parts": parts, "layers": layers}
+
+    def that_miss(self, run: str) -> list[str]:
+        """Returns the exported parts whose graphs do not serve a run that was made."""
+        made = run not in self.fixed and (run != "batch" or self.style.batched)
+        return [name for name, part in self.parts.items() if made and not part.rung.cause and run not in part.runs]
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Observation":
+        """Returns the observation of ``to_json`` after a passage through JSON."""
+        parts = {
+            name: ObservedPart(
+                each["component"], Signature.from_json(each["signature"]), Rung.from_json(each["rung"]),
+                {axis: Axis(**size) for axis, size in each["axes"].items()}, tuple(each["runs"]),
+            )
+            for name, each in values["parts"].items()
+        }  # fmt: skip
+        layers = {name: layers_from_json(each) for name, each in values["layers"].items()}
+        own: dict[str, Any] = {name: tuple(values[name]) for name in ("denoisers", "size")}
+        own["style"] = Style(**values["style"])
+        return Observation(**{**values, **own, "parts": parts, "layers": layers})
+
+
+def why_refused(rung: Rung) -> str | None:
+    """Why a part is not exported; None where it is. Quantized graphs hold the rest of their weights in fp16."""
+    return rung.cause or next((note for note in rung.notes if note.startswith(IN_FP32)), None)
+
+
+class ObservedFamily(Observed):
+    """The facts of one pipeline in the place of a family's."""
+
+    def __init__(self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...]):
+        self.PIPELINES, self.NETWORKS = (observation.pipeline,), dict(networks)
+        self.DENOISER, self.GUIDES = denoiser, observation.samples_per_image > 1
+        self.ONE_BATCH = next(iter(observation.that_miss("batch")), None)
+        self.ONE_SIZE = next(((part, *observation.size) for part in observation.that_miss("larger")), None)
+        self.UNEQUAL, self.MOVES = observation.unequal, observation.outputs in MOVING
+        self.EXCLUDED, self.layers = excluded, observation.layers[denoiser]
+
+    def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
+        return {
+            name: "excluded" if any(fnmatchcase(name, pattern) for pattern in self.EXCLUDED) else role
+            for name, role in self.layers.roles.items()
+        }
+
+    def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
+        known, found = set(linears), []
+        for shared in self.layers.shared_inputs:
+            readers = tuple(name for name in shared.readers if name in known)
+            whole = shared.producer in known or shared.producer not in self.layers.roles
+            if readers:
+                found.append(
+                    replace(shared, readers=readers, **({} if whole else {"producer": None, "modulation": None}))
+                )
+        return found
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+        return dict(self.layers.attentions)
+
+
+def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
+    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
+    small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
+    network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
+    network.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class ObservedCheckpoint:
+    """An opened folder of any pipeline, whose weights are complete and of the right shapes."""
+
+    path: Path
+    kind: type  # the pipeline's class
+    index: dict[str, Any]
+    described: dict[str, Component]
+    configs: dict[str, dict]  # of the networks, by component
+    components: dict[str, Weights]  # of the networks
+    arguments: dict[str, Any]  # further ones of the pipeline's call
+    excluded: tuple[str, ...]  # patterns of layers
+    denoiser: str  # the part that is quantized
+    observation: Observation
+    reopen: Callable[[], Checkpoint]
+
+    @cached_property
+    def family(self) -> Family:
+        networks = {name: self.described[name].kind.__name__ for name in self.configs}
+        return ObservedFamily(self.observation, self.denoiser, networks, self.excluded)
+
+    def parts(self) -> dict[str, Part]:
+        found = {}
+        parts = self.observation.parts
+        for name, observed in {self.denoiser: parts[self.denoiser], **parts}.items():
+            rung, build = observed.rung, partial(self.build_one, name)
+            part = part_of(observed.component, observed.signature, rung, rung.method, build)
+            contract = replace(part.contract, axes=tuple(observed.axes.items()))
+            found[name] = replace(
+                part, contract=contract, identity=json.dumps(rung.to_json()), refused=why_refused(rung)
+            )
+        return found
+
+    def build(self) -> dict[str, nn.Module]:
+        """Builds the networks, with parameters on the meta device and real buffers."""
+        return {name: self.build_one(name) for name in self.configs}
+
+    def build_one(self, component: str) -> nn.Module:
+        """Builds the network of one component likewise."""
+        prepared = self.observation.prepared.get(component, [])
+        return network_of(self.described[component].kind, self.configs[component], prepared)
+
+    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
+        raise NotImplementedError("an observed pipeline is made by ``pipeline``")
+
+    def pipeline(self, engines: Mapping[str, Any]) -> ObservedPipeline:
+        """Returns the pipeline with engines by part in the place of its networks."""
+        parts, networks = self.parts(), self.build()
+        called = {part.component for part in parts.values()}
+        for name, network in networks.items():  # a pipeline may call a layer of one, or read a small table
+            with_small_weights(network, self.components[name], math.inf if name not in called else SMALL_WEIGHT)
+        stands = {
+            name: ReplayedNetwork(
+                engines, name, part, networks[part.component], self.observation.parts[name].rung.method
+            )
+            for name, part in parts.items()
+        }
+        by_component = {**networks, **{parts[name].component: stand for name, stand in stands.items()}}
+        pipe = self.pipe(by_component)
+        observed = self.observation
+        return ObservedPipeline(
+            engines, pipe, stands, observed.denoisers, self.arguments, observed.style, observed.outputs
+        )
+
+    def pipe(self, networks: Mapping[str, nn.Module]) -> Any:
+        """Returns diffusers' pipeline with these networks, by component."""
+        others = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
+        return pipeline_of_components(self.kind, self.index, {**others, **networks})
+
+    def __reduce__(self):
+        """Pickles how the folder was opened; another process opens it again."""
+        return self.reopen, ()

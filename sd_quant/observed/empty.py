@@ -1,0 +1,104 @@
+"""Networks without weights: shapes and code of any size in seconds, with the buffers that a constructor computes.
+
+A network of 20 billion parameters is built with its parameters on the meta device, which takes no memory. Buffers and
+other tensors of a constructor (position tables, frequencies) hold their numbers, because they are constants of the
+graph. The road not taken is ``torch.device("meta")`` around the constructor: its buffers would have no numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError
+
+META = torch.device("meta")
+SPREAD = 0.02  # standard deviation of random weights
+Read = Callable[[str], Tensor]  # a weight by its name
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Build networks in this context with their parameters on the meta device and without their initialization.
+
+    A parameter that several modules share stays shared.
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device != META:
+            parameter = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+        register(module, name, parameter)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register_empty))
+        for name in dir(nn.init):
+            if name.endswith("_") and not name.startswith("_"):
+                stack.enter_context(mock.patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
+        yield
+
+
+def replace_parameters(network: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Give ``network`` the parameters that ``made`` returns for the name and the parameter that it has, in place.
+
+    ``made`` is called once for a parameter that several modules share. Returns the network.
+    """
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is kept, so that no id is used twice
+    for prefix, module in network.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in replaced:
+                    value = made(f"{prefix}.{name}" if prefix else name, parameter)
+                    replaced[id(parameter)] = parameter, nn.Parameter(value, requires_grad=False)
+                module._parameters[name] = replaced[id(parameter)][1]
+    return network
+
+
+def shared_names(network: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns every parameter's name with all names of the same parameter, the name itself included."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    return {name: same for same in names.values() for name in same}
+
+
+def reader(network: nn.Module, weights: Mapping[str, Tensor]) -> Read:
+    """Returns a function that reads a weight of ``network`` by its name, or by another name of the same parameter.
+
+    It raises ArtifactError for a weight that is missing.
+    """
+    shared = shared_names(network)
+
+    def read(name: str) -> Tensor:
+        found = next((each for each in (name, *shared.get(name, ())) if each in weights), None)
+        if found is None:
+            raise ArtifactError(f"{type(network).__name__} has a weight {name} that the checkpoint lacks")
+        return weights[found].detach()
+
+    return read
+
+
+def with_weights(network: nn.Module, read: Read) -> nn.Module:
+    """Give ``network`` the weights that ``read`` returns, in fp32, in place. Returns the network."""
+    return replace_parameters(network, lambda name, _: read(name).float()).eval()
+
+
+def random_weights(network: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Returns small random weights in fp32 by name; those of norms are about 1, so that signals do not fade."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, parameter: Tensor) -> Tensor:
+        ones = float(parameter.ndim == 1 and name.endswith("weight"))
+        return torch.randn(parameter.shape, generator=generator) * SPREAD + ones
+
+    return {name: drawn(name, parameter) for name, parameter in network.named_parameters()}
+
+
+def shortened(network: nn.Module, blocks: int) -> nn.Module:
+    """Cut every list of blocks of one class to its first ``blocks``, in place. Returns the network."""
+    for module in network.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > blocks and len({type(each) for each in module}) == 1:
+            del module[blocks:]
+    return network

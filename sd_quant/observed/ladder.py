@@ -1,0 +1,422 @@
+"""From recorded calls of a network to an ONNX graph in its place that was verified on each of them, or a refusal.
+
+    rung = climb(build, calls, weights)  # refuses a network that cannot be exported, and raises nothing for it
+    rung.cause                           # None, or the sentence for which it is refused
+    part = part_of(component, rung.signature, rung, method, build)  # a Part as families write it by hand
+    graph = graph_of_part(build, part)   # ONNX, weights as named inputs after the contract's own
+    Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
+
+``build`` returns the network with its parameters on the meta device and its buffers real, in evaluation mode or not
+(``empty.without_weights``); ``weights`` maps the network's own names of parameters to tensors. The graph's names of
+weights are those with ``network.`` in front. Weights that modules share may be in the mapping under one name
+(``empty.reader`` finds them).
+
+Each rung changes the network more than the one before, and the first that serves all calls in one runtime is taken.
+A graph serves a call if a fresh session of the runtime returns outputs of the shapes of the network's own, and the
+numbers within ``TOLERANCE`` of their norm. The road not taken is a best effort: graphs that a tracer returned without
+complaint gave the old size's shape for a new size.
+"""
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from sd_quant.engines import RUNTIMES, load_engine
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace_empty
+from sd_quant.models.parts import Part
+from sd_quant.observed.calls import (
+    BATCH,
+    LARGER,
+    Call,
+    Signature,
+    holds_tensors,
+    leaves,
+    one_structure,
+    result_tensors,
+    signature_of,
+    with_outputs,
+)
+from sd_quant.observed.empty import Read, random_weights, reader, shortened, with_weights
+from sd_quant.observed.pairs import ComplexError, OnlyReals
+from sd_quant.observed.part import BUFFERS, DECISIONS, KNOWN, PREFIX, REALS, SIZES, observed_part
+from sd_quant.observed.sizes import (
+    Seen,
+    input_trees,
+    known_without_weights,
+    look,
+    named_tensors,
+    of_sizes_alone,
+    run,
+    same,
+    shapes_of,
+)
+from sd_quant.text import one_line
+
+LOG = logging.getLogger(__name__)
+TOLERANCE = 1e-4  # largest error of an output, of its norm, in fp32
+ROUNDED = 5e-2  # likewise, with weights in fp16 or bf16
+LARGE = 150_000_000  # parameters; of larger networks a copy with two blocks a list is verified, with random weights
+BLOCKS = 2
+IN_FP32 = "weights stay in fp32"  # begins a note
+POSITION = re.compile(r"(^|_)(ids|pos|positions?|rotary|rope|freqs?|cos|sin|coords?|grid)(_|$)")  # names of inputs
+READ_ONNX = tuple(name for name, runtime in RUNTIMES.items() if runtime.file == "onnx")  # runtimes that verify
+Build = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How a runtime computed the recorded calls."""
+
+    calls: int
+    error: float  # the largest of all outputs' errors, of their norm
+
+    def __str__(self) -> str:
+        return f"{self.calls} calls within {self.error:.1g}"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The graph that takes a network's place, or why there is none."""
+
+    name: str  # of the rung, or "refused"
+    signature: Signature | None = None
+    method: str = "forward"
+    remedies: tuple[str, ...] = ()  # what is changed in the network while it is traced
+    verified: dict[str, Verified] = field(default_factory=dict)  # by runtime
+    refused: dict[str, str] = field(default_factory=dict)  # runtimes, of a refusal rungs, that do not serve it: causes
+    serves: tuple[int, ...] = ()  # numbers of the recorded calls
+    weights: str = "float32"  # dtype of the exported weights, see ``climb``
+    single: tuple[str, ...] = ()  # inputs that stay in fp32
+    notes: tuple[str, ...] = ()  # sentences
+    cause: str | None = None  # of a refusal
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Rung":
+        tuples = {name: tuple(values[name]) for name in ("remedies", "serves", "single", "notes")}
+        verified = {runtime: Verified(**each) for runtime, each in values["verified"].items()}
+        signature = None if values["signature"] is None else Signature.from_json(values["signature"])
+        return Rung(**(dict(values) | tuples | {"verified": verified, "signature": signature}))
+
+
+def part_of(
+    component: str, signature: Signature, rung: Rung, method: str = "forward", build: Build | None = None
+) -> Part:
+    """Returns the part of a network that ``climb`` found a ``rung`` for.
+
+    ``build`` returns the network without weights, and must be given where ``rung.remedies`` has more than REALS.
+    """
+    weights = getattr(torch, rung.weights)
+    return observed_part(component, signature, method, rung.remedies, weights, rung.single, build)
+
+
+def graph_of_part(build: Build, part: Part) -> ir.Model:
+    """Returns the traced graph of an observed part, as ``export.tracing.trace`` does for a family's."""
+    return trace_empty(part.wrap(build()), part.contract)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, with weights to verify its graph with."""
+
+    build: Build  # without weights
+    network: nn.Module  # with them
+    read: Read  # the weights
+    method: str
+    calls: Sequence[Call]
+    expected: Sequence[tuple[Tensor, ...]]  # what the network returns for each of the calls
+    output: Any  # of the first call
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How often each module of sizes alone is called, by its path."""
+        return of_sizes_alone(self.build, self.method, self.calls)
+
+    @cached_property
+    def real(self) -> bool:
+        """Whether the network computes with reals in at most 32 bits alone, and leaves nothing to ``pairs``."""
+        try:
+            with torch.no_grad(), OnlyReals():
+                run(self.network, self.method, self.calls[0].arguments)
+        except ComplexError:
+            return False
+        return True
+
+    @cached_property
+    def known(self) -> dict[str, int]:
+        """How often each module without weights is called that no weight has a part in, by its path."""
+        seen = known_without_weights(self.build, self.method, self.calls[0].arguments)
+        return {path: len(outputs) for path, outputs in seen.outputs.items() if holds_tensors(outputs)}
+
+    @cached_property
+    def seen(self) -> list[Seen]:
+        """What each call shows of these modules, and of decisions."""
+        paths = {**self.counts, **self.known}
+        return [look(self.network, self.method, call.arguments, list(paths)) for call in self.calls]
+
+    def of(self, numbers: Sequence[int]) -> "Case":
+        """The same network with these of the calls."""
+        chosen = replace(
+            self, calls=[self.calls[each] for each in numbers], expected=[self.expected[each] for each in numbers]
+        )
+        for name in ("counts", "known", "real", "seen"):
+            if name in vars(self):  # computed already
+                value = vars(self)[name]
+                vars(chosen)[name] = [value[each] for each in numbers] if name == "seen" else value
+        return chosen
+
+    def signature(self, remedies: tuple[str, ...]) -> Signature:
+        """The signature of the calls with these remedies.
+
+        Raises ArtifactError where a remedy changes nothing, or does not serve all calls.
+        """
+        trees, extra, decisions = {}, dict[str, list[Tensor]](), []
+        paths = (self.counts if SIZES in remedies else {}) | (self.known if KNOWN in remedies else {})
+        if SIZES in remedies and not self.counts:
+            raise ArtifactError("no module depends on sizes alone")
+        if KNOWN in remedies and not self.known.keys() - self.counts:
+            raise ArtifactError("no other module does without weights")
+        if paths:
+            trees = input_trees({path: self.seen[0].outputs[path] for path in paths})
+            tensors = [named_tensors(trees, seen.outputs) for seen in self.seen]
+            extra = {name: [each[name] for each in tensors] for name in tensors[0]}
+        if remedies == (REALS,) and self.real:
+            raise ArtifactError("nothing is complex or in fp64")
+        if DECISIONS in remedies:
+            of_calls = [seen.decisions(trees) for seen in self.seen]
+            decisions = of_calls[0]
+            if not decisions:
+                raise ArtifactError("no decision depends on the inputs' numbers")
+            if not all(same(decisions, each) for each in of_calls):
+                raise ArtifactError("decisions by the inputs' numbers differ between the calls")
+        found = with_outputs(signature_of(self.calls, extra), self.output)
+        return replace(found, outside=trees, decisions=decisions)
+
+
+RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("plain", ()),
+    ("complex numbers as pairs of reals, fp32 for fp64", (REALS,)),
+    ("positions outside of the graph", (REALS, SIZES)),
+    ("all that needs no weights outside of the graph", (REALS, KNOWN)),
+    ("decisions as observed", (REALS, DECISIONS)),
+    ("positions outside of the graph, decisions as observed", (REALS, SIZES, DECISIONS)),
+)
+ONE_BATCH_SIZE, ONE_IMAGE_SIZE, ONE_SIZE = "one graph a batch size", "one graph an image size", "one graph a size"
+
+
+def climb(
+    build: Build,
+    calls: Sequence[Call],
+    weights: Mapping[str, Tensor],
+    *,
+    method: str = "forward",
+    runtimes: Sequence[str] = READ_ONNX,
+    dtype: torch.dtype = torch.float16,
+    threads: int | None = None,
+    large: int = LARGE,
+) -> Rung:
+    """Returns the first rung of the ladder whose graph serves the ``calls`` in at least one of the ``runtimes``.
+
+    After all rungs for all calls come those for the calls of one batch size, of one image size, of one shape alone.
+    ``calls`` of another structure than the first call's are not served; ``Rung.serves`` tells which are. ``dtype`` is
+    that of the exported weights; the graph is verified in fp32, and in ``dtype`` for one call.
+    """
+    try:
+        structure = one_structure(calls)
+        case = case_of(build, [calls[number] for number in structure], weights, method, large)
+    except SdQuantError as error:
+        return Rung("refused", method=method, cause=str(error))
+    notes = [] if case.build is build else [f"verified with {BLOCKS} blocks of each list and random weights"]
+    if len(structure) < len(calls):
+        notes.append(f"{len(calls) - len(structure)} of {len(calls)} calls have other arguments and are not served")
+    everything = range(len(structure))
+    one_batch_size = [number for number in everything if case.calls[number].run != BATCH]
+    one_image_size = [number for number in everything if case.calls[number].run != LARGER]
+    shapes = [shapes_of(call) for call in case.calls]
+    one_shape = [number for number in everything if shapes[number] == shapes[0]]
+    causes: dict[str, str] = {}  # by the rung
+    for scope, numbers in {
+        "": everything, ONE_BATCH_SIZE: one_batch_size, ONE_IMAGE_SIZE: one_image_size, ONE_SIZE: one_shape
+    }.items():  # fmt: skip
+        rungs = RUNGS
+        if scope and len(numbers) == len(everything):  # tried already, but for calls that decide alike
+            rungs = tuple(rung for rung in RUNGS if scope == ONE_SIZE and DECISIONS in rung[1])
+        chosen = case.of(numbers)
+        for words, remedies in rungs:
+            name = f"{scope}: {words}" if scope else words
+            try:
+                if scope == ONE_SIZE and DECISIONS in remedies:
+                    decisions = [seen.decisions() for seen in case.seen]
+                    numbers = [number for number in numbers if same(decisions[number], decisions[0])]
+                    chosen = case.of(numbers)
+                signature = chosen.signature(remedies)
+            except Exception as error:  # whatever a network raises where it is looked at
+                LOG.debug("%s: %s", name, cause_of(error))
+                continue
+            verified, refused = outcome(chosen, signature, remedies, runtimes, threads)
+            LOG.debug("%s: %s, refused %s", name, verified, refused)
+            if verified:
+                serves = tuple(structure[number] for number in numbers)
+                rung = Rung(
+                    name, signature, method, remedies, verified, refused, serves, notes=(*notes, *signature.notes)
+                )
+                return in_dtype(chosen, rung, dtype, threads)
+            causes[name] = next(iter(refused.values()))
+    plainest, last = next(iter(causes.items())), list(causes.items())[-1]
+    sentence = "no graph computes it within the tolerance: " + "; ".join(
+        f"{name}: {cause}" for name, cause in dict([plainest, last]).items()
+    )
+    return Rung("refused", method=method, refused=causes, notes=tuple(notes), cause=sentence)
+
+
+def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) -> Rung:
+    """Returns the rung with weights in ``dtype`` if its graph computes one call so, otherwise in fp32.
+
+    Inputs of one number a sample, positions, and tables from outside stay in fp32 if the network takes them so;
+    otherwise all inputs are in ``dtype``. Buffers stay in fp32 likewise.
+    """
+    if dtype == torch.float32:
+        return rung
+    runtime, first, cause = next(iter(rung.verified)), case.of([0]), ""
+    for remedies in (rung.remedies, (*rung.remedies, BUFFERS)):
+        for single in dict.fromkeys((kept_single(rung.signature), ())):
+            part = observed_part("", rung.signature, case.method, remedies, dtype, single, case.build)
+            verified, refused = outcome_of(first, part, [runtime], threads, ROUNDED)
+            if verified:
+                return replace(rung, remedies=remedies, weights=str(dtype).removeprefix("torch."), single=single)
+            cause = cause or refused[runtime]
+    return replace(rung, notes=(*rung.notes, f"{IN_FP32}, because with others the graph fails: {cause}"))
+
+
+def kept_single(signature: Signature) -> tuple[str, ...]:
+    """Returns the inputs that keep fp32: one number a sample, positions, and what is computed outside of the graph."""
+    outside = {
+        leaf["tensor"]
+        for trees in signature.outside.values()
+        for tree in trees
+        for _, leaf in leaves(tree)
+        if "tensor" in leaf
+    }
+    return tuple(
+        name
+        for name, shape in signature.inputs.items()
+        if "float" in signature.dtypes[name]
+        and (name in outside or all(axis == 1 for axis in shape[1:]) or POSITION.search(name))
+    )
+
+
+def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], method: str, large: int) -> Case:
+    """Returns the network to verify with the outputs that it gives for the ``calls``.
+
+    Raises ArtifactError for a network that fails, or whose outputs are not finite.
+    """
+    network = build()
+    if sum(parameter.numel() for parameter in network.parameters()) > large:
+
+        def verified_build() -> nn.Module:
+            return shortened(build(), BLOCKS)
+
+        network = verified_build()
+        read = reader(network, random_weights(network))
+    else:
+        verified_build, read = build, reader(network, weights)
+    network, kind = with_weights(network, read), type(network).__name__
+    expected, outputs = [], []
+    for call in calls:
+        try:
+            with torch.no_grad():
+                outputs.append(run(network, method, call.arguments))
+        except Exception as error:  # whatever the code of a network raises
+            raise ArtifactError(f"{kind} fails as it is called: {one_line(error)}") from error
+        expected.append(result_tensors(outputs[-1]))
+        if not all(torch.isfinite(tensor).all() for tensor in expected[-1]):
+            raise ArtifactError(f"{kind} returns numbers that are not finite, so no graph can be verified")
+    return Case(verified_build, network, read, method, calls, expected, outputs[0])
+
+
+def outcome(
+    case: Case, signature: Signature, remedies: Sequence[str], runtimes: Sequence[str], threads: int | None
+) -> tuple[dict[str, Verified], dict[str, str]]:
+    """Returns how each runtime computes all calls, or the cause for which it does not, both by runtime."""
+    part = observed_part("", signature, case.method, remedies, build=case.build)
+    return outcome_of(case, part, runtimes, threads, TOLERANCE)
+
+
+def outcome_of(
+    case: Case, part: Part, runtimes: Sequence[str], threads: int | None, tolerance: float
+) -> tuple[dict[str, Verified], dict[str, str]]:
+    """See ``outcome``; for a part in any dtype."""
+    try:
+        with redirect_stderr(StringIO()):  # torch prints the whole graph of a network that it cannot export
+            graph = graph_of_part(case.build, part)
+    except Exception as error:  # whatever the code of a network or torch's exporter raises
+        return {}, dict.fromkeys(runtimes, f"cannot be traced: {cause_of(error)}")
+    verified, refused = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.onnx"
+        try:
+            write_onnx(
+                graph, path, inputs=len(part.contract.inputs), prefix=PREFIX,
+                read=lambda name: case.read(name.removeprefix(PREFIX)), assignment={},
+            )  # fmt: skip
+        except Exception as error:
+            return {}, dict.fromkeys(runtimes, f"cannot be written: {cause_of(error)}")
+        for runtime in runtimes:
+            try:
+                verified[runtime] = verify(runtime, path, part, case, threads, tolerance)
+            except Exception as error:  # a runtime's exceptions have no common base class
+                refused[runtime] = cause_of(error)
+    return verified, refused
+
+
+def verify(runtime: str, path: Path, part: Part, case: Case, threads: int | None, tolerance: float) -> Verified:
+    """Returns how ``runtime`` computes all calls with the graph at ``path``.
+
+    Raises ArtifactError for an output of another shape, or with other numbers, and what the runtime raises.
+    """
+    engine, worst = load_engine(runtime, path, threads=threads), 0.0
+    try:
+        for call, expected in zip(case.calls, case.expected, strict=True):
+            outputs = engine(**part.arguments(part.contract, call.arguments))
+            for (name, output), reference in zip(outputs.items(), expected, strict=True):
+                where = f"{name} of a call of the run {call.run}"
+                if output.shape != reference.shape:
+                    raise ArtifactError(
+                        f"{where} has the shape {tuple(output.shape)}, expected {tuple(reference.shape)}"
+                    )
+                error = error_of(output, reference)
+                if not error <= tolerance:  # NaN too
+                    raise ArtifactError(f"{where} is {error:.2g} of its norm away from the network's")
+                worst = max(worst, error)
+    finally:
+        engine.close()
+    return Verified(len(case.calls), worst)
+
+
+def error_of(output: Tensor, reference: Tensor) -> float:
+    """Returns the norm of the difference, of the reference's."""
+    difference = (output.double() - reference.double()).norm().item()
+    return difference / (reference.double().norm().item() or 1.0) if difference else 0.0
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the first cause of an error in one line."""
+    chain = [error]
+    while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:  # torch makes rings of them
+        chain.append(chain[-1].__cause__)
+    return next((text for each in reversed(chain) if (text := one_line(each, 300))), type(error).__name__)

@@ -1,0 +1,272 @@
+"""Roles of a denoiser's layers, and which linears read the same tensor, from one watched call and without names.
+
+``models.roles`` says the same of six families by the names of their layers. Here the rules are about what happened:
+
+| role     | a layer whose                                                                                             |
+|----------|-----------------------------------------------------------------------------------------------------------|
+| excluded | place is at an edge of the network, or that sees no token, see ``REASONS``                                |
+| conv     | kind is Conv2d                                                                                            |
+| qkv      | output becomes query, key or value of an attention before another layer reads it                          |
+| ffn      | output reaches another linear through an activation (and gates) alone, or that other linear               |
+| linear   | output does something else                                                                                |
+
+An attention is a call of scaled_dot_product_attention, or any product of two tensors that both come from layers.
+
+A modulation, which makes shifts and scales from the time, sees one row an image: a thousandth of the work, and the
+layers that suffer most from coarse numbers. All are excluded, in every network. ModelOpt and Quark exclude those of
+Flux, but not those of Stable Diffusion 3, where they hold a third of the weights: there the family's own rule is kept.
+
+Linears share an input if they read the same object: equal slices or views of one tensor are different tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from sd_quant.models.parts import SharedInput
+from sd_quant.models.roles import attention_widths
+from sd_quant.observed.flow import Call, Flow, is_layer
+from sd_quant.observed.producers import producer_of
+from sd_quant.observed.tape import Operation, Tape, Value, noted
+
+NOT_CALLED = "never called"
+ELSEWHERE = "its weight is read outside its own call"
+DEAD = "does not reach the network's output"
+ONE_ROW = "reads no token: one row an image"
+NO_CONTENT = "reads neither image nor text"
+LAST = "last layer before the network's output"
+FIRST = "first layer behind the network's input"
+POOLED = "is read by layers of one row an image alone"
+OF_TEXT = "embeds the text, before the first attention"
+SKIP = "projects what a block adds its result to"
+NOT_2D = "not a 2-d convolution"
+GROUPED = "a convolution in groups"
+REPEATED = "called several times in one call of the network"
+REASONS = (
+    NOT_CALLED, ELSEWHERE, DEAD, ONE_ROW, NO_CONTENT, POOLED, LAST, FIRST, OF_TEXT, SKIP, NOT_2D, GROUPED, REPEATED
+)  # fmt: skip
+
+CONVOLUTIONS = nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0")  # of diffusers' attentions whose products can be quantized
+
+
+@dataclass(frozen=True)
+class ObservedLayers:
+    roles: dict[str, str]  # of every Linear and Conv2d, in the network's order
+    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions, one of ``REASONS`` each
+    shared_inputs: list[SharedInput]  # of all linears
+    attentions: dict[str, int]  # head width of each attention whose products can be quantized, by its name
+
+
+def as_json(observed: ObservedLayers) -> dict[str, Any]:
+    """Returns what ``from_json`` reads, of dicts, lists, strings and numbers alone."""
+    plain = asdict(observed)
+    for shared in plain["shared_inputs"]:
+        shared["readers"] = list(shared["readers"])
+        shared["modulation"] = None if shared["modulation"] is None else list(shared["modulation"])
+    return plain
+
+
+def from_json(plain: Mapping[str, Any]) -> ObservedLayers:
+    """The inverse of ``as_json``."""
+    inputs = [
+        SharedInput(
+            tuple(each["readers"]),
+            each["producer"],
+            each["text"],
+            None if each["modulation"] is None else (each["modulation"][0], each["modulation"][1]),
+        )
+        for each in plain["shared_inputs"]
+    ]
+    return ObservedLayers(dict(plain["roles"]), dict(plain["reasons"]), inputs, dict(plain["attentions"]))
+
+
+def observed_layers(
+    network: nn.Module, arguments: Mapping[str, Any], text: Collection[str], method: str = "forward"
+) -> ObservedLayers:
+    """Returns the roles and inputs of the layers of ``network``, as seen in one call with ``arguments``.
+
+    ``arguments`` as in ``tape.noted``, with more than one token of image and of text for each image. ``text`` names the
+    arguments that are computed from the prompt alone, masks too, by name or by the start of a nested one:
+    ``encoder_hidden_states``, ``added_cond_kwargs.text_embeds``.
+    Raises NotObservable when the network does not run.
+    """
+    return layers_of(network, noted(network, arguments, method), text)
+
+
+def layers_of(network: nn.Module, tape: Tape, text: Collection[str]) -> ObservedLayers:
+    """Returns the same from a tape of ``network``."""
+    flow = Flow(network, tape, tuple(text))
+    roles, reasons = _roles(flow)
+    return ObservedLayers(roles, reasons, _shared_inputs(flow), _attentions(flow))
+
+
+def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
+    roles, reasons = dict[str, str](), dict[str, str]()
+    for name, module in flow.network.named_modules():
+        if name in flow.layers:
+            reason = _reason(flow, name)
+            if reason is not None:
+                roles[name], reasons[name] = "excluded", reason
+            elif isinstance(module, nn.Conv2d):
+                roles[name] = "conv"
+            elif name in flow.queries:
+                roles[name] = "qkv"
+            else:
+                roles[name] = "ffn" if name in flow.feed_forward else "linear"
+        elif isinstance(module, CONVOLUTIONS):
+            reasons[name] = NOT_2D
+    return roles, reasons
+
+
+def _reason(flow: Flow, name: str) -> str | None:
+    """Why a layer is excluded, one of ``REASONS``; None for a layer that may be quantized."""
+    calls, (layer, attention) = flow.calls.get(name, []), flow.behind
+    if getattr(flow.layers[name], "groups", 1) != 1:
+        return GROUPED
+    if not calls:
+        return ELSEWHERE if flow.weight_uses.get(f"{name}.weight") else NOT_CALLED
+    if len(flow.weight_uses[f"{name}.weight"]) > len(calls):
+        return ELSEWHERE
+    if len(calls) > 1:  # which of its inputs would its one scale be for?
+        return REPEATED
+    if not any(call.output in flow.ahead for call in calls):
+        return DEAD
+    if flow.one_row(name):
+        return ONE_ROW
+    if all(call.input.depends and not call.input.depends & flow.content for call in calls):
+        return NO_CONTENT
+    if not any(call.output in flow.token_wise for call in calls):
+        return POOLED
+    if any(flow.ahead.get(call.output) is False for call in calls):
+        return LAST
+    if not any(flow.fellows(call) & flow.queries for call in calls):
+        if any(not layer.get(call.input, False) for call in calls):
+            return FIRST
+        if all(flow.is_text(call.input) and not attention.get(call.input, False) for call in calls):
+            return OF_TEXT
+    if isinstance(flow.layers[name], nn.Conv2d) and any(_is_skip(flow, call) for call in calls):
+        return SKIP
+    return None
+
+
+def _is_skip(flow: Flow, call: Call) -> bool:
+    """Whether a layer's bare output is added to what other layers made of the tensor that it reads."""
+    additions = [each for each in flow.tape.readers.get(call.output, ()) if each.kind in ("add", "sub")]
+    others = [value for each in additions for value in each.values() if value is not call.output]
+    return any(_made_beside(other, call) for other in others)
+
+
+def _made_beside(value: Value, call: Call) -> bool:
+    """Whether layers made ``value`` from the tensor that ``call`` reads, and not from what the call makes."""
+    source = call.input
+    earliest = -1 if source.operation is None else source.operation.place  # nothing before can be made from it
+    met, waiting = set[tuple[Value, bool]](), [(value, False)]
+    while waiting:
+        state = waiting.pop()
+        current, layer = state
+        operation = current.operation
+        if current is source and layer:
+            return True
+        if state in met or operation is None or operation is call.operation or operation.place <= earliest:
+            continue
+        met.add(state)
+        waiting += [(each, layer or is_layer(operation)) for each in operation.values()]
+    return False
+
+
+def _shared_inputs(flow: Flow) -> list[SharedInput]:
+    """The inputs of all linears, in the network's order, and each behind those of the module that produces it."""
+    order = {name: index for index, name in enumerate(flow.layers)}
+    linears = [name for name, layer in flow.layers.items() if isinstance(layer, nn.Linear)]
+    groups, found = defaultdict[Value, list[Call]](list), list[SharedInput]()
+    for name in linears:
+        calls = flow.calls.get(name, [])
+        if len(calls) == 1:
+            groups[calls[0].input].append(calls[0])
+        else:
+            found.append(SharedInput((name,), text=bool(calls) and all(flow.is_text(call.input) for call in calls)))
+    for value, calls in groups.items():
+        calls = sorted(calls, key=lambda call: (call.name not in flow.queries, call.place))
+        text, runs = flow.is_text(value), list(_runs(calls))
+        producer, modulation = producer_of(flow, value, {call.operation for call in calls})
+        if len(runs) > 1 and (text or producer is None):
+            found += [SharedInput(tuple(call.name for call in run), text=text) for run in runs]
+        else:
+            found.append(SharedInput(tuple(call.name for call in calls), producer, text, modulation))
+    return _producers_first(sorted(found, key=lambda shared: min(order[name] for name in shared.readers)))
+
+
+def _runs(calls: Iterable[Call]) -> Iterator[list[Call]]:
+    """Calls with no other layers' between them.
+
+    Every block reads the text. One vector for all would be a compromise between all blocks, so every block has its own,
+    for one multiplication of few rows. So has every block of whatever no module absorbs.
+    """
+    run: list[Call] = []
+    for call in sorted(calls, key=lambda call: call.place):
+        if run and call.place != run[-1].place + 1:
+            yield run
+            run = []
+        run.append(call)
+    yield run
+
+
+def _producers_first(inputs: Sequence[SharedInput]) -> list[SharedInput]:
+    """The same inputs; an input that a linear produces stands behind what that linear reads."""
+    read_by = {reader: shared for shared in inputs for reader in shared.readers}
+    ordered, placed = list[SharedInput](), set[tuple[str, ...]]()
+    for shared in inputs:
+        chain = [shared]
+        while (before := read_by.get(chain[-1].producer or "")) is not None and before not in chain:
+            chain.append(before)
+        for each in reversed(chain):
+            if each.readers not in placed:
+                placed.add(each.readers)
+                ordered.append(each)
+    return ordered
+
+
+def _attentions(flow: Flow) -> dict[str, int]:
+    """The head widths of diffusers' attentions if all are as ``quantization.attention`` assumes and have no mask."""
+    called = defaultdict[str, list[Operation]](list)
+    for operation in flow.attended:
+        called[operation.module].append(operation)
+    widths = attention_widths(flow.network)
+    plain = [_is_plain(flow.network.get_submodule(name), called.get(name, [])) for name in widths]
+    return widths if all(plain) and len(flow.attended) == len(widths) else {}
+
+
+def _is_plain(attention: Any, calls: Sequence[Operation]) -> bool:
+    """Whether one product without a mask was computed, of queries and keys without norms or with an RMSNorm."""
+    norms = {type(getattr(attention, name, None)).__name__ for name in ("norm_q", "norm_k")}
+    one = len(calls) == 1 and calls[0].kind == "scaled_dot_product_attention"
+    masks = [each for each in (*calls[0].operands[3:], *calls[0].options.values())] if one else []
+    plain = not any(isinstance(each, Value) or each is True for each in masks)
+    return one and plain and norms <= {"RMSNorm", "NoneType"} and type(attention.processor).__name__ in PROCESSORS
+
+
+def differences(
+    roles: Mapping[str, str], inputs: Iterable[SharedInput], observed: ObservedLayers
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields a layer's or an input's first reader's name, what is stated and what was observed, where they differ.
+
+    ``roles`` and ``inputs`` are a family's. Inputs that excluded layers alone read are not compared, since nothing is
+    done with them.
+    """
+    for name, role in roles.items():
+        if observed.roles.get(name) != role:
+            yield name, role, observed.roles.get(name)
+    excluded: Callable[[str], bool] = lambda name: "excluded" in (roles[name], observed.roles[name])  # noqa: E731
+    stated, found = (
+        {each.readers[0]: each for each in some if not all(excluded(name) for name in each.readers)}
+        for some in (inputs, observed.shared_inputs)
+    )
+    for name in dict.fromkeys((*stated, *found)):
+        if stated.get(name) != found.get(name):
+            yield name, stated.get(name), found.get(name)

@@ -1,0 +1,225 @@
+"""Opens the folder of any pipeline: watches it, climbs the ladder with each network, and finds the roles of its layers.
+
+What was found is kept in the cache under a hash of the folder's configurations, of the request and of this code, so
+that a job, its helpers and the jobs of a sweep observe once.
+"""
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.cache import Cache
+from sd_quant.checkpoints.accepted import check_kind
+from sd_quant.devices import threads
+from sd_quant.engines import RUNTIMES
+from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.files import write_json
+from sd_quant.files.tensors import Weights
+from sd_quant.models import OBSERVED
+from sd_quant.models.parts import Axis, Part
+from sd_quant.observed.axes import axis_of
+from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
+from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint, ObservedPart
+from sd_quant.observed.ladder import Rung, climb, part_of
+from sd_quant.observed.layers import observed_layers
+from sd_quant.observed.opening import (
+    Component,
+    components_of,
+    network_of,
+    open_networks,
+    open_other,
+    pipeline_of_components,
+    read_index,
+)
+from sd_quant.observed.watching import Watched, runs_of, watch
+from sd_quant.report.provenance import versions
+from sd_quant.source import source_digest
+
+LOG = logging.getLogger(__name__)
+PACKAGES = ("torch", "diffusers", "transformers", "onnxscript")
+GRAIN = 64  # pixels, of which every side is a multiple that a large network is observed with
+OBSERVED_JSON = "observed.json"
+SMALL = 200_000_000  # parameters; smaller networks compute while they are watched, others have no weights in memory
+
+
+def open_observed(
+    path: Path,
+    width: int,
+    height: int,
+    scale: float,
+    arguments: Mapping[str, Any],
+    excluded: tuple[str, ...],
+    denoiser: str | None,
+    cache: Cache,
+) -> ObservedCheckpoint:
+    """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
+
+    ``width`` and ``height`` are those of the images, ``scale`` is the guidance scale and ``arguments`` are further ones
+    of the pipeline's call. Raises ConfigError for a pipeline that is not opened here, ArtifactError for a folder that
+    is damaged or incomplete, and for a pipeline that fails, with the cause.
+    """
+    check_kind(path, OBSERVED)
+    kind, index = read_index(path)
+    described = components_of(path, kind, index)
+    configs, weights = open_networks(path, described)
+    origin = {
+        "index": index, "configs": configs, "request": [width, height, scale, dict(arguments)],
+        "versions": versions(*PACKAGES, *(runtime.package for runtime in RUNTIMES.values() if runtime.package)),
+        "source": source_digest("observed.observing"),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder)
+
+        def make(made: Path) -> None:
+            LOG.info("observing %s: how it calls its networks, and which of them can be exported", kind.__name__)
+            found = observe(path, kind, index, described, configs, weights, width, height, scale, arguments)
+            write_json(made / OBSERVED_JSON, found.to_json())
+
+        cache.provide("observed", origin, target, make)
+        observation = Observation.from_json(json.loads((target / OBSERVED_JSON).read_text(encoding="utf-8")))
+    if denoiser is not None and denoiser not in observation.denoisers:
+        raise ConfigError(
+            f"model.denoiser is {denoiser}, expected one of {', '.join(observation.denoisers)}, the networks that "
+            f"{kind.__name__} calls in its denoising steps"
+        )
+    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache)
+    return ObservedCheckpoint(
+        path, kind, index, described, configs, weights, dict(arguments), excluded,
+        denoiser or observation.denoisers[0], observation, reopen,
+    )  # fmt: skip
+
+
+def observe(
+    path: Path,
+    kind: type,
+    index: Mapping[str, Any],
+    described: Mapping[str, Component],
+    configs: Mapping[str, dict],
+    weights: Mapping[str, Weights],
+    width: int,
+    height: int,
+    scale: float,
+    arguments: Mapping[str, Any],
+) -> Observation:
+    """Returns what was observed. Raises what ``watch`` raises."""
+    started = time.perf_counter()
+    networks = {
+        name: filled(network_of(described[name].kind, config), weights[name]) for name, config in configs.items()
+    }
+    if any(parameters_of(network) > SMALL for network in networks.values()):
+        width, height = smaller(width), smaller(height)  # verifying a graph calls it a dozen times
+    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
+    watched = watch(
+        lambda stands: pipeline_of_components(kind, index, {**others, **stands}),
+        networks, width, height, scale, arguments,
+    )  # fmt: skip
+    names = [*watched.denoisers, *(name for name in watched.calls if name not in watched.denoisers)]
+    parts = {}
+    for name in names:
+        prepared = watched.prepared.get(name, [])
+        build = partial(network_of, described[name].kind, configs[name], prepared)
+        dtype = torch.float16 if name in watched.denoisers else torch.float32  # T5 and autoencoders overflow in fp16
+        recorded = chosen(watched.calls[name])
+        rung = climb(
+            build, recorded, weights[name], method=watched.methods[name], dtype=dtype,
+            threads=threads(),
+        )  # fmt: skip
+        rung = for_any_text(rung, recorded)
+        if rung.cause is not None:
+            LOG.warning("%s is not exported, and computed by torch: %s", name, rung.cause)
+        calls = [watched.calls[name][number] for number in one_structure(watched.calls[name])]
+        signature = rung.signature or with_outputs(signature_of(calls), watched.answers[name])
+        part = part_of(name, signature, rung, watched.methods[name], build)
+        axes = axes_of(part, watched, calls, name, width, height)
+        served = tuple(dict.fromkeys(recorded[number].run for number in rung.serves))
+        parts[name] = ObservedPart(name, signature, rung, axes, served)
+    layers = {
+        name: observed_layers(
+            networks[name], watched.calls[name][0].arguments, text_of(watched.calls[name]), watched.methods[name]
+        )
+        for name in watched.denoisers
+    }
+    return Observation(
+        kind.__name__,
+        (width, height), tuple(watched.denoisers), watched.samples_per_image, watched.calls_a_step, watched.style,
+        watched.prepared, watched.unequal, watched.fixed, watched.outputs, parts, layers, time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
+    """Returns the rung, refused if its graph serves texts of one length alone: nobody has only such prompts."""
+    alike = one_structure(calls)
+    served = {calls[number].run for number in rung.serves}
+    missed = any(calls[number].run == "prompt" and number not in rung.serves for number in alike)
+    if rung.cause is None and missed and "prompt" not in served:
+        return replace(rung, name="refused", cause=f"its graph serves texts of one length alone ({rung.name})")
+    return rung
+
+
+def parameters_of(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def smaller(side: int) -> int:
+    """Returns a side in pixels with which a large network is observed: a graph for all sizes has no size of its own."""
+    return min(side, max(GRAIN, side // 8 // GRAIN * GRAIN))
+
+
+def filled(network: nn.Module, weights: Weights) -> nn.Module:
+    """Returns a small network with its weights, a large one without."""
+    if parameters_of(network) > SMALL:
+        return network
+    state = {name: weights[name].float() for name in network.state_dict() if name in weights}
+    network.load_state_dict(state, assign=True, strict=False)
+    return network.requires_grad_(False)
+
+
+def chosen(calls: Sequence[Call]) -> list[Call]:
+    """Returns one call of each run, and a second one of the first run, of another step."""
+    first: dict[tuple[str, int], Call] = {}
+    for call in calls:
+        first.setdefault((call.run, call.step if call.run == "base" else 0), call)
+    return list(first.values())
+
+
+def text_of(calls: Sequence[Call]) -> set[str]:
+    """Returns the arguments that hold the text: in floating point, and the same in two steps."""
+    base = [call for call in calls if call.run == "base"]
+    other = next((call for call in base if call.step != base[0].step), base[0])
+    return {
+        name
+        for name, value in base[0].arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        and other is not base[0] and torch.equal(value, other.arguments[name])
+    }  # fmt: skip
+
+
+def axes_of(part: Part, watched: Watched, calls: Sequence[Call], name: str, width: int, height: int) -> dict[str, Axis]:
+    """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size."""
+    samples = watched.samples_per_image if name in watched.denoisers else 1
+    found: dict[str, list[int]] = {}
+    runs = []
+    for run, requests in runs_of(width, height, watched.style).items():
+        call = next((call for call in calls if call.run == run and run != "prompt"), None)
+        if call is None:
+            continue
+        size = watched.sizes[run]
+        try:
+            tensors = part.arguments(part.contract, call.arguments)
+        except SdQuantError:  # a call that the graph does not serve
+            continue
+        runs.append({"batch": samples * len(requests[0].prompts), "width": size[0], "height": size[1]})
+        for tensor, shape in part.contract.inputs.items():
+            for axis, length in zip(shape, tensors[tensor].shape, strict=True):
+                if isinstance(axis, str) and len(found.setdefault(axis, [])) < len(runs):
+                    found[axis].append(length)
+    return {axis: axis_of(sizes, runs) for axis, sizes in found.items()}

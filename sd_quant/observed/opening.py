@@ -1,0 +1,384 @@
+"""The folder of any diffusers pipeline, opened by the class names that it states, which stay data.
+
+A component's class is looked up by name in the public namespaces of diffusers and transformers and has to be a network,
+a scheduler, a tokenizer or a processor of theirs. So nothing is imported or executed that the folder chooses. Sizes are
+bounded before anything is allocated: networks are built without weights, and the buffers that their constructors
+compute are bounded by the numbers in the configuration. The road not taken is ``DiffusionPipeline.from_pretrained``,
+which imports what the folder names and reads all weights.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.diffusers_pipeline import AGAIN, TOKENIZER, TokenizerEntries, check_depths, check_entries
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import refusing
+from sd_quant.files.checks import bounded_modules, check_tensors, renamed
+from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
+from sd_quant.files.tensors import Weights
+from sd_quant.names.diffusers import plain_name
+from sd_quant.observed.calls import children
+from sd_quant.observed.empty import without_weights
+
+LARGEST_NUMBER = 10_000_000  # in a configuration: more than any vocabulary or context
+MOST_NOISE_LEVELS = 100_000  # of a scheduler, which computes tables of them
+LONGEST_TEXT = 2_000_000  # tokens, to all of which a tokenizer may pad
+UNSTATED = 1e18  # tokens; larger are the numbers of tokenizers that have no longest text
+MOST_BUFFERS = 2e9  # bytes of the tables that a network computes when it is built
+NOT_WANTED = ("safety_checker", "feature_extractor", "image_encoder", "watermark")  # parts that a pipeline may lack
+OTHER_MEDIA = {"audio": ("audio", "music", "sound", "speech"), "3D": ("shape", "mesh", "3d")}
+CONFIGS = (
+    "scheduler_config.json", TOKENIZER, "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component of a pipeline, as its index names it."""
+
+    name: str
+    library: str  # "diffusers" or "transformers"
+    kind: type
+
+    @property
+    def is_network(self) -> bool:
+        return issubclass(self.kind, nn.Module)
+
+
+def read_index(path: Path) -> tuple[type, dict[str, Any]]:
+    """Returns the pipeline's class and the content of model_index.json.
+
+    Raises ConfigError for remote code, a class that the installed diffusers lacks and media that are not images,
+    ArtifactError for a damaged index, ResourceError for a package that the class needs.
+    """
+    import diffusers
+    import transformers.processing_utils  # noqa: F401  puts another module in transformers' place, once
+
+    index = read_json(path, INDEX)
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{path / INDEX} names the pipeline {str(name)[:100]!r}, which is code of the folder's own; expected a "
+            "class of diffusers, because code of a folder is never executed"
+        )
+    for medium, words in OTHER_MEDIA.items():
+        if any(word in name.lower() for word in words):
+            raise ConfigError(f"{path} is a {name[:100]}, which makes {medium}, expected a pipeline of images or video")
+    check_numbers(path / INDEX, index, LARGEST_NUMBER)
+    kind = getattr(diffusers, name, None) if name.isidentifier() else None
+    check_packages(path / INDEX, name, kind)
+    is_pipeline = inspect.isclass(kind) and issubclass(kind, diffusers.DiffusionPipeline)
+    if not (is_pipeline and "__call__" in dir(kind)):
+        raise ConfigError(
+            f"{path} is a {name[:100]!r}, which diffusers {diffusers.__version__} does not have; expected one of its "
+            f"pipelines (the folder was saved by diffusers {str(index.get('_diffusers_version'))[:20]}), so install a "
+            "version that has it"
+        )
+    return kind, index
+
+
+def components_of(path: Path, kind: type, index: Mapping[str, Any]) -> dict[str, Component]:
+    """Returns the components that the pipeline is made of by name, without those that it may lack.
+
+    Raises ConfigError for a class that is none of diffusers' or transformers' networks, schedulers, tokenizers and
+    processors; ArtifactError where the index has no network at all or no scheduler.
+    """
+    taken, found = inspect.signature(kind.__init__).parameters, {}
+    for name, described in index.items():
+        named = isinstance(described, list) and len(described) == 2 and all(described)
+        if name not in taken or not named or (name in NOT_WANTED and name not in needed(kind)):
+            continue
+        library, class_name = map(str, described)
+        found[name] = Component(name, *public_class(path, name, library, class_name))
+    networks = [name for name, component in found.items() if component.is_network]
+    for what, names in {"network": networks, "scheduler": found.keys() & {"scheduler"}}.items():
+        if not names:
+            raise ArtifactError(f"{path / INDEX} names no {what} of the {kind.__name__}, expected one; {AGAIN}")
+    return found
+
+
+def needed(kind: type) -> set[str]:
+    """Returns the components without which this class of pipelines is not built."""
+    optional = set(getattr(kind, "_optional_components", ()))
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return {each.name for each in parameters if each.default is each.empty} - optional
+
+
+def public_class(path: Path, component: str, library: str, name: str) -> tuple[str, type]:
+    """Returns the library and the class of this name. Raises ConfigError where there is none of an accepted kind."""
+    import diffusers
+    import transformers
+
+    accepted = accepted_classes()
+    spaces = {"diffusers": diffusers, "transformers": transformers}
+    own = library.isidentifier() and library in dir(diffusers.pipelines)  # networks that one pipeline alone has
+    space = getattr(diffusers.pipelines, library) if own else spaces.get(library)
+    home = "diffusers" if own else library
+    found = getattr(space, name, None) if space is not None and name.isidentifier() else None
+    check_packages(path / INDEX, name, found)
+    if found is None or not inspect.isclass(found):
+        version = f" {spaces[library].__version__}" if library in spaces else ""
+        raise ConfigError(
+            f"{path / INDEX}: its {component[:100]} is {name[:100]!r} of {library[:100]!r}, expected a class of "
+            f"diffusers or transformers, and the installed {library[:100]}{version} has none of this name; install a "
+            "version that has it, because code of a folder is never executed"
+        )
+    home = "transformers" if issubclass(found, accepted["transformers"]) else home
+    if not issubclass(found, accepted.get(home, ())):
+        raise ConfigError(
+            f"{path / INDEX}: its {component[:100]} is a {name[:100]}, expected a network, a scheduler, a tokenizer or "
+            "a processor; check the folder"
+        )
+    return home, found
+
+
+def accepted_classes() -> dict[str, tuple[type, ...]]:
+    """Returns the classes by library of which a component is one.
+
+    A pipeline is none of them, nor a class that chooses another by what the folder says.
+    """
+    import diffusers
+    import transformers
+
+    return {
+        "diffusers": (
+            diffusers.ModelMixin, diffusers.SchedulerMixin, diffusers.VaeImageProcessor, diffusers.BaseGuidance
+        ),
+        "transformers": (
+            transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin,
+            transformers.image_processing_utils.BaseImageProcessor,
+            transformers.feature_extraction_utils.FeatureExtractionMixin,
+        ),
+    }  # fmt: skip
+
+
+def check_packages(file: Path, name: str, kind: Any) -> None:
+    """Raises ResourceError for a class that diffusers has only a stand-in of, because a package is not installed."""
+    packages = getattr(kind, "_backends", None)
+    if isinstance(packages, list):
+        raise ResourceError(
+            f"{file} names {name[:100]}, which needs the packages {', '.join(map(str, packages))}; install those of "
+            "them that are missing"
+        )
+
+
+def numbers_in(value: object) -> Iterator[float]:
+    """Yields every number in a JSON value."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from numbers_in(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from numbers_in(entry)
+
+
+def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
+    """Raises ArtifactError for NaN, infinity and whole numbers above ``most``, those of a base of angles excepted."""
+    with refusing(f"{file} is nested too deeply", RecursionError):
+        for number in numbers_in({key: value for key, value in content.items() if "theta" not in key}):
+            if (isinstance(number, int) and abs(number) > most) or not math.isfinite(number):
+                raise ArtifactError(
+                    f"{file} holds the number {str(number)[:40]}, expected at most {most}; fetch it again"
+                )
+
+
+def check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ArtifactError for a configuration that would take hours or all memory to build, or is quantized."""
+    check_depths(folder, config)
+    check_numbers(folder / "config.json", config, LARGEST_NUMBER)
+    if "quantization_config" in config:
+        raise ArtifactError(
+            f"{folder / 'config.json'} describes quantized weights, expected a checkpoint as it was before; start from "
+            "that, or give this one to judge.py"
+        )
+
+
+def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = (), device: str = "cpu") -> nn.Module:
+    """Builds a network of this class with parameters on the meta device and the buffers that it computes.
+
+    ``prepared`` are methods of it that are called, such as ``enable_tiling``. Buffers are on the ``device``.
+    """
+    with torch.device(device), without_weights():
+        if hasattr(kind, "from_config"):
+            network = kind.from_config(dict(config)).eval()
+            for method in prepared:
+                getattr(network, method)()
+            return network
+        unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
+        plain = {key: value for key, value in config.items() if key not in unused}
+        made = config_class(kind, config).from_dict(plain)
+        if kind.__name__.endswith("Encoder"):  # one half of a network, whose file describes both
+            made = getattr(made, "encoder", made)
+        made._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
+        for each in (made, getattr(made, "text_config", None)):
+            if hasattr(each, "use_cache"):
+                each.use_cache = False  # a cache is for texts that go on
+        return kind(made).eval()
+
+
+def config_class(kind: type, config: Mapping[str, Any]) -> Any:
+    """Returns the class of a configuration of transformers: the one of its ``model_type``, else the network's own."""
+    import transformers
+
+    own, stated = kind.config_class, config.get("model_type")  # type: ignore[attr-defined]
+    known = transformers.CONFIG_MAPPING
+    return known[stated] if stated != own.model_type and isinstance(stated, str) and stated in known else own
+
+
+def check_buffers(network: nn.Module) -> None:
+    """Raises ValueError for a network whose constructor computes more than ``MOST_BUFFERS`` bytes."""
+    size = sum(buffer.numel() * buffer.itemsize for buffer in network.buffers())
+    if size > MOST_BUFFERS:
+        raise ValueError(f"its tables take {size / 1e9:.1f} GB, expected at most {MOST_BUFFERS / 1e9:.0f}")
+
+
+def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict[str, dict], dict[str, Weights]]:
+    """Returns the configuration and the weights of each network; reads no weight. Raises ArtifactError."""
+    configs, weights = {}, {}
+    for name, component in components.items():
+        if not component.is_network:
+            continue
+        folder = path / name
+        config = read_json(folder, "config.json")
+        check_config(folder, config)
+        with refusing(f"{folder}: its config describes no {component.kind.__name__} that can be built", advice=AGAIN):
+            with bounded_modules():
+                check_buffers(network_of(component.kind, config, device="meta"))
+            built = network_of(component.kind, config)
+        configs[name] = config
+        weights[name] = weights_in(folder, name, component.library, built)
+    return configs, weights
+
+
+def weights_in(folder: Path, component: str, library: str, built: nn.Module) -> Weights:
+    """Returns a network's weights in the folder; reads none. Raises ArtifactError.
+
+    Names are those of the network. A file may have names of another version of transformers, which states how they
+    translate, and a weight that modules share under one name.
+    """
+    state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+    same = {plain_name(name): name for name in state}
+    rename = renaming(built) if library == "transformers" else lambda name: name
+    stored = renamed(
+        folder,
+        stored_weights(folder, WEIGHTS[library]),
+        lambda name: (
+            next((found for found in (rename(name), name) if found in state), None)
+            or same.get(plain_name(rename(name)), rename(name))
+        ),
+    )
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    for names in by_tensor.values():
+        kept = next((name for name in names if name in stored), None)
+        stored |= {name: stored[kept] for name in names if kept is not None and name not in stored}
+    ignored = [re.compile(each) for each in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unused = {
+        name for name, tensor in stored.items()
+        if name not in state and (
+            name in UNUSED_TENSORS or not tensor.dtype.is_floating_point or any(rule.search(name) for rule in ignored)
+        )
+    }  # fmt: skip
+    check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, unused)
+    parameters = {name: stored[name] for name in state}
+    return Weights(folder, component, parameters, parameters)
+
+
+def renaming(built: nn.Module) -> Callable[[str], str]:
+    """Returns the translation of names in a file to the network's, as this version of transformers states it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(built)
+    names = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    others = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
+    return lambda name: rename_source_key(name, names, others, built.base_model_prefix, built.state_dict())[0]
+
+
+def open_other(path: Path, component: Component) -> Any:
+    """Returns a scheduler, tokenizer or processor, read from the folder, never from a hub. Raises ArtifactError."""
+    folder = path / component.name
+    configs = {name: read_json(folder, name) for name in files_in(folder) if name in CONFIGS}
+    for each in folder.iterdir():
+        if not (each.is_file() or each.is_dir()):  # reading a pipe or a device would not end
+            raise ArtifactError(f"{each} is no file, expected a file of the {component.name}; {AGAIN}")
+    if "SchedulerMixin" in {each.__name__ for each in component.kind.__mro__}:
+        for name, config in configs.items():
+            unclipped = {key: value for key, value in config.items() if "clip" not in key}  # which may be infinite
+            check_numbers(folder / name, unclipped, MOST_NOISE_LEVELS)
+    for name, config in configs.items():
+        with refusing(f"{folder / name} is nested too deeply", RecursionError):
+            check_classes(folder / name, config)
+    vocabularies = set(getattr(component.kind, "vocab_files_names", {}).values())
+    if vocabularies and not vocabularies & files_in(folder).keys():  # the class itself would know a few words then
+        raise ArtifactError(
+            f"{folder} holds no {' and no '.join(sorted(vocabularies))}, expected a vocabulary; {AGAIN}"
+        )
+    if TOKENIZER in configs:
+        check_entries(folder, TokenizerEntries, configs[TOKENIZER])
+    with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
+        known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
+        found = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
+    longest = getattr(found, "model_max_length", 1)
+    if not isinstance(longest, int | float) or not (1 <= longest <= LONGEST_TEXT or longest > UNSTATED):
+        raise ArtifactError(
+            f"{folder}: model_max_length is {str(longest)[:40]}, expected a number of tokens from 1 to {LONGEST_TEXT}; "
+            f"state it in {TOKENIZER}"
+        )
+    return found
+
+
+def check_classes(file: Path, config: Any) -> None:
+    """Raises ArtifactError where a configuration names something of transformers that is no tokenizer or processor.
+
+    transformers calls whatever function of it a processor's configuration names.
+    """
+    import transformers
+
+    for key, value in children(config) or ():
+        names_class = isinstance(key, str) and key.endswith(("_type", "_class")) and isinstance(value, str)
+        found = getattr(transformers, value, None) if names_class and value.isidentifier() else None
+        accepted = (*accepted_classes()["transformers"], transformers.PreTrainedConfig)
+        if found is not None and not (inspect.isclass(found) and issubclass(found, accepted)):
+            raise ArtifactError(
+                f"{file}: {key[:100]} is {value[:100]!r}, expected a tokenizer or a processor; start from the "
+                "published folder"
+            )
+        check_classes(file, value)
+
+
+def names_a_class(value: object) -> bool:
+    """Whether an entry of an index describes a component: a library and a class, or two nulls."""
+    return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)
+
+
+def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
+    """Builds the pipeline of these components; others than these it has to do without."""
+    plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
+    known = {**plain, **components, "requires_safety_checker": False, "add_watermarker": False}
+    arguments = {
+        name: known.get(name)
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if name in known or (parameter.default is parameter.empty and name != "self")
+    }
+    with refusing(f"the folder describes no {kind.__name__} that can be built here", advice="check its index"):
+        return kind(**arguments)
+
+
+__all__ = ["WEIGHTS", "Component", "components_of", "network_of", "open_networks", "open_other", "read_index"]

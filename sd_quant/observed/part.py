@@ -1,0 +1,141 @@
+"""A network that was observed, as a part: what a family's module writes down by hand, made from a signature.
+
+The graph's module takes one tensor an input, puts the arguments of the observed calls together and calls the network
+itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import SdQuantError
+from sd_quant.models.parts import Contract, Part
+from sd_quant.observed.calls import (
+    AGAIN,
+    Signature,
+    answer_of,
+    arguments_with,
+    as_reals,
+    given_tensors,
+    result_tensors,
+)
+from sd_quant.observed.pairs import RealNumbers, with_real_constants
+from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, same
+
+PREFIX = "network."  # of weights' names
+REALS = "reals"  # the remedy of pairs.py
+SIZES = "sizes"  # modules of sizes alone are computed outside of the graph
+KNOWN = "known"  # likewise modules without weights that no weight has a part in
+BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
+DECISIONS = "decisions"  # they are frozen as observed
+
+
+class Forward:
+    """The forward of a module with these ``names`` as its parameters, which calls ``module.called`` with a mapping."""
+
+    def __init__(self, module: "ObservedNetwork", names: Collection[str]):
+        self.module = module
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    @property
+    def __code__(self) -> Any:  # torch.export asks where a forward is defined
+        return type(self.module).called.__code__
+
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+        return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
+
+
+class ObservedNetwork(nn.Module):
+    """A network with one tensor an input; its outputs are a tuple."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        signature: Signature,
+        method: str,
+        remedies: Collection[str],
+        weights: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.network = with_real_constants(network) if REALS in remedies else network
+        if BUFFERS in remedies:
+            for buffer in network.buffers():
+                buffer.data = buffer.data.to(weights) if buffer.is_floating_point() else buffer.data
+        self.signature, self.method, self.remedies = signature, method, remedies
+        self.forward = Forward(self, signature.inputs)
+
+    def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        call = self.network if self.method == "forward" else getattr(self.network, self.method)
+        with ExitStack() as stack:
+            if REALS in self.remedies:
+                stack.enter_context(RealNumbers())
+            if self.signature.outside:
+                stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
+            if self.signature.decisions:
+                stack.enter_context(frozen(self.signature.decisions))
+            return result_tensors(call(**arguments_with(self.signature, tensors)))
+
+
+def contract_of(signature: Signature, weights: torch.dtype, single: Collection[str]) -> Contract:
+    """Returns the contract of a signature, in which inputs in floating point are in the dtype of the ``weights``.
+
+    Those in ``single`` are fp32.
+    """
+    dtypes = {name: getattr(torch, dtype) for name, dtype in signature.dtypes.items()}
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            dtypes[name] = torch.float32 if name in single else weights
+    return Contract(signature.inputs, signature.results, dtypes, weights, None, signature.example)
+
+
+def inputs_of(
+    signature: Signature, outside: Outside | None, contract: Contract, given: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Returns the contract's inputs from a call's arguments.
+
+    Raises SdQuantError for a call with another structure, constant or decision than observed.
+    """
+    tensors = given_tensors(signature, given)
+    if outside is not None:
+        seen = outside(given)
+        decisions = seen.decisions(signature.outside)[: len(signature.decisions)]
+        if not same(decisions, signature.decisions):
+            raise SdQuantError(
+                f"the network decides {decisions!r:.200} by its inputs' numbers, expected "
+                f"{signature.decisions!r:.200} as observed; {AGAIN}"
+            )
+        tensors |= {name: as_reals(each) for name, each in named_tensors(signature.outside, seen.outputs).items()}
+    return tensors
+
+
+def observed_part(
+    component: str,
+    signature: Signature,
+    method: str = "forward",
+    remedies: Collection[str] = (),
+    weights: torch.dtype = torch.float32,
+    single: Collection[str] = (),
+    build: Callable[[], nn.Module] | None = None,
+) -> Part:
+    """Returns the network of a ``signature`` as a part. Everything in it can be pickled if ``build`` can.
+
+    ``build`` returns the network without weights; it is needed where some inputs are computed outside of the graph.
+    """
+    outside = None
+    if signature.outside or signature.decisions:
+        counts = {path: len(trees) for path, trees in signature.outside.items()}
+        outside = Outside(build, method, counts, len(signature.decisions), KNOWN not in remedies)
+    return Part(
+        component,
+        PREFIX,
+        contract_of(signature, weights, single),
+        partial(ObservedNetwork, signature=signature, method=method, remedies=tuple(remedies), weights=weights),
+        partial(answer_of, signature),
+        partial(inputs_of, signature, outside),
+    )

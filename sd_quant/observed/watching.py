@@ -1,0 +1,425 @@
+"""Runs a pipeline for two steps with its networks watched: which are called, how, and in which step.
+
+The pipeline is diffusers' own, so what it passes to its networks is what it would pass in earnest. A network with real
+weights computes; one whose parameters are on the meta device is run there for the shapes of its outputs, and the
+pipeline gets small random numbers of these shapes. So a pipeline of any size is watched in seconds and without weights
+in memory. The road not taken is to read how each class of pipelines calls its networks, which is a file a family.
+
+Five runs tell what follows what: ``base``, another size (``larger``), another batch (``batch``), another text
+(``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.observed.calls import Call, structure_of
+from sd_quant.observed.sizes import WithoutNumbers
+from sd_quant.observed.tape import autocast_of_meta
+
+LOG = logging.getLogger(__name__)
+STEPS = 2
+BATCH = 5  # images of the run with several, a number that no other axis is likely to have
+MOVING = ("frames", "video")  # kinds of results that have an axis of frames
+KINDS = ("images", "image", *MOVING)
+DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
+    "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
+    "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
+}  # fmt: skip
+SHORT, LONG = "a red bicycle", "a red bicycle in front of a blue door, and a cat that looks at both of them"
+PIECEWISE = ("enable_slicing", "enable_tiling")  # methods of autoencoders that decode in pieces
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a pipeline takes prompts and noise."""
+
+    batched: bool = True  # a list of prompts; False: one prompt
+    each: bool = True  # a generator for each image; False: one for all
+
+
+STYLES = (Style(), Style(each=False), Style(batched=False, each=False))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The request for images of one run."""
+
+    name: str
+    prompts: list[str]
+    width: int
+    height: int
+
+
+@dataclass
+class Log:
+    """Everything that happened in a run, in order: ("step", None) of the scheduler, or (component, call)."""
+
+    run: str
+    events: list[tuple[str, Any]] = field(default_factory=list)
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Calls of the networks of a pipeline."""
+
+    calls: dict[str, list[Call]]  # by component, of the runs in which nothing but sizes and texts differ
+    answers: dict[str, Any]  # what each returned first
+    methods: dict[str, str]  # "forward", or "decode" of an autoencoder
+    denoisers: list[str]  # the components that are called in each step, or in the steps of one half
+    samples_per_image: int  # in a call of the denoiser
+    calls_a_step: int  # of the denoisers
+    style: Style
+    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
+    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
+    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
+    sizes: dict[str, tuple[int, int]]  # width and height of each run
+    outputs: str  # a name in KINDS
+
+
+def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
+    """Returns the five runs around images of this size by name, each as requests of which the first that works counts.
+
+    The other size is larger, or smaller where the network knows the places of no more.
+    """
+    grains = [grain for grain in (64, 32, 16, 8) if width % grain == height % grain == 0]
+    others = [(width + grain, height + 2 * grain) for grain in grains[:1]]
+    others += [(width - grain, height - 2 * grain) for grain in grains if height > 2 * grain and width > grain]
+    runs = {
+        "base": [Run("base", [SHORT], width, height)],
+        "larger": [Run("larger", [SHORT], *other) for other in others],
+        "prompt": [Run("prompt", [LONG], width, height)],
+        "batch": [Run("batch", [SHORT] * BATCH, width, height)],
+        "mixed": [Run("mixed", [SHORT, LONG], width, height)],
+    }
+    return runs if style.batched else {name: runs[name] for name in ("base", "larger", "prompt")}
+
+
+class Stand(nn.Module):
+    """A network of a pipeline that notes its calls in ``log``. Everything else is the network's own."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, network: nn.Module, methods: Sequence[str], dtype: torch.dtype):
+        super().__init__()
+        self.name, self.dtype, self.network = name, dtype, [network]  # in a list, so that it is no submodule
+        self.methods = methods
+        self.log = Log("")
+        self.answers: list[Any] = []  # the first one
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("methods", ()):
+            return lambda *args, **kwargs: self.call(name, args, kwargs)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.network[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call("forward", args, kwargs)
+
+    def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+        network = self.network[0]
+        arguments = bound(getattr(network, method), args, kwargs)
+        self.log.events.append((f"{self.name}.{method}", Call(arguments, self.log.run, self.log.step)))
+        empty = any(parameter.is_meta for parameter in network.parameters())
+        with torch.no_grad():
+            if empty:
+                output = pytree.tree_map(partial_random, shapes_of_output(network, method, args, kwargs))
+            else:
+                output = getattr(network, method)(*args, **kwargs)
+        self.answers = self.answers or [output]
+        return output
+
+
+def bound(method: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by parameter name; those of ``**kwargs`` among them."""
+    signature = inspect.signature(method)
+    found = signature.bind(*args, **kwargs)
+    found.apply_defaults()  # one call may state what another leaves out
+    arguments = dict(found.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    arguments = {name: value for name, value in arguments.items() if not has_generator(value)}
+    return {name: pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
+            for name, value in arguments.items()}  # fmt: skip
+
+
+def has_generator(value: Any) -> bool:
+    """Whether an argument draws numbers, which a decoder is offered and none that decodes a given latent does."""
+    return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))
+
+
+def shapes_of_output(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the output of a network without weights, on the meta device.
+
+    Everything is on the meta device first, which takes no time. Code that asks for numbers gets those that no weight
+    has a part in: a text encoder asks whether a mask has gaps.
+    """
+    try:
+        with on_meta(network):
+            return getattr(network, method)(*to_meta(args), **to_meta(kwargs))
+    except (RuntimeError, NotImplementedError) as error:
+        LOG.debug("%s without any numbers: %s", type(network).__name__, error)
+        with WithoutNumbers(), autocast_of_meta():
+            return getattr(network, method)(*args, **kwargs)
+
+
+def to_meta(values: Any) -> Any:
+    return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
+
+
+def partial_random(value: Any) -> Any:
+    """Returns small random numbers in place of a tensor without numbers."""
+    if not (isinstance(value, Tensor) and value.is_meta):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype)
+
+
+@contextmanager
+def on_meta(network: nn.Module) -> Iterator[None]:
+    """In the block the buffers of a network are on the meta device, and tensors that it makes too."""
+    places = [(module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items()
+              if buffer is not None]  # fmt: skip
+    for module, name, buffer in places:
+        module._buffers[name] = buffer.to("meta")
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        for module, name, buffer in places:
+            module._buffers[name] = buffer
+
+
+def request(
+    pipe: Any,
+    run: Run,
+    scale: float,
+    steps: int,
+    arguments: Mapping[str, Any],
+    seeds: Sequence[int],
+    style: Style = STYLES[0],
+) -> dict[str, Any]:
+    """Returns the keyword arguments of a pipeline's call, of those that its class knows.
+
+    Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
+    """
+    known = inspect.signature(type(pipe).__call__).parameters
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    given = {
+        "prompt": list(run.prompts) if style.batched else run.prompts[0], "width": run.width, "height": run.height,
+        "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
+        "generator": generators if style.each else generators[0],
+    }  # fmt: skip
+    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
+        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
+    if "prompt" not in known:
+        given["batch_size"] = len(run.prompts)
+    if unknown := sorted(arguments.keys() - known.keys()):
+        raise ConfigError(
+            f"model.arguments has {unknown[0]}, which {type(pipe).__name__} does not take; it takes "
+            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
+        )
+    if decided := sorted(arguments.keys() & DECIDED):
+        raise ConfigError(
+            f"model.arguments has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number "
+            "of images have knobs of their own; leave it out"
+        )
+    taken = {name: value for name, value in {**given, **arguments}.items() if name in known}
+    missing = [
+        name for name, each in known.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in {"self", *taken}
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(
+            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, expected a pipeline that makes images "
+            "of a prompt or of nothing; give values of it in model.arguments, if they are numbers or texts"
+        )
+    return taken
+
+
+def watch(
+    make: Callable[[Mapping[str, nn.Module]], Any],
+    networks: Mapping[str, nn.Module],
+    width: int,
+    height: int,
+    scale: float,
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> Watched:
+    """Runs the pipeline that ``make`` builds of watched networks, five times for two steps.
+
+    Raises ArtifactError for a pipeline that no network denoises for, or that fails, with the cause.
+    """
+    methods = {name: methods_of(network) for name, network in networks.items()}
+    stands = {name: Stand(name, network, methods[name], dtype) for name, network in networks.items()}
+    pipe = make(stands)
+    pipe.set_progress_bar_config(disable=True)
+    logs, failures, sizes, outputs, prepared = dict[str, Log](), dict[str, str](), {}, "images", {}
+
+    def tried(run: Run, style: Style) -> bool:
+        """Makes the images of a run, and notes what happened. Returns whether the pipeline has not failed."""
+        nonlocal outputs
+        log = Log(run.name)
+        for stand in stands.values():
+            stand.log = log
+        try:
+            with counted_steps(pipe, log):
+                torch.manual_seed(0)
+                result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
+        except SdQuantError:
+            raise
+        except Exception as error:
+            name, _, method = last_called(log).rpartition(".")
+            failures[run.name] = (
+                f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
+                f"{last_called(log)}: {told(error)}"
+            )
+            able = [each for each in PIECEWISE if method == "decode" and hasattr(networks[name], each)]
+            if not able or name in prepared:
+                return False
+            prepared[name] = able
+            for each in able:
+                getattr(networks[name], each)()
+            return tried(run, style)
+        logs[run.name], outputs, sizes[run.name] = log, kind_of(pipe, result), (run.width, run.height)
+        failures.pop(run.name, None)
+        return True
+
+    for style in STYLES:
+        runs = runs_of(width, height, style)
+        if tried(runs.pop("base")[0], style):
+            break
+    else:
+        raise ArtifactError(f"{failures['base']}; check model.width, model.height and model.arguments")
+    for requests in runs.values():
+        any(tried(run, style) for run in requests)
+    denoisers = denoisers_of(logs["base"])
+    if not denoisers:
+        raise ArtifactError(f"{type(pipe).__name__} calls no network in its denoising steps, expected a denoiser")
+    calls: dict[str, list[Call]] = {}
+    for log in logs.values():
+        for name, call in log.events:
+            if name != "step" and log.run != "mixed":
+                calls.setdefault(name, []).append(call)
+    first = next(call for call in calls[denoisers[0]])
+    samples = batch_of(first.arguments)
+    return Watched(
+        {name.rpartition(".")[0]: each for name, each in calls.items()},
+        {name: stand.answers[0] for name, stand in stands.items() if stand.answers},
+        {name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
+        [name.rpartition(".")[0] for name in denoisers],
+        samples,
+        max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
+        style,
+        prepared,
+        unequal(style, logs, failures),
+        {name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
+        sizes,
+        outputs,
+    )
+
+
+def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) -> str | None:
+    """Returns why prompts of unequal length, or several prompts at all, cannot be in one batch; None where they can."""
+    if not style.batched:
+        return "this pipeline takes one prompt at a time"
+    if not style.each:
+        return "this pipeline draws the noise of all images of a batch from one generator"
+    return failures["mixed"] if "mixed" in failures else unlike(logs["base"], logs["mixed"])
+
+
+def unlike(one: Log, other: Log) -> str | None:
+    """Returns which network is called with other arguments in the ``other`` run, None where none is."""
+    first = {name: call for name, call in reversed(one.events) if name != "step"}
+    for name, call in other.events:
+        if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
+            return f"{name} is then called with other arguments"
+    return None
+
+
+def methods_of(network: nn.Module) -> list[str]:
+    """Returns the methods beside ``forward`` that are watched: an autoencoder's decoding."""
+    return ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
+
+
+def told(error: Exception) -> str:
+    """Returns the first line of an exception, and its kind."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def last_called(log: Log) -> str:
+    return log.events[-1][0] if log.events else "the pipeline itself"
+
+
+def kind_of(pipe: Any, result: Any) -> str:
+    """Returns the name of the images among a result, one of KINDS. Raises ConfigError where there are none."""
+    for kind in KINDS:
+        if getattr(result, kind, None) is not None:
+            return kind
+    raise ConfigError(
+        f"{type(pipe).__name__} makes {', '.join(map(str, getattr(result, 'keys', list)()))}, expected images or frames"
+    )
+
+
+@contextmanager
+def counted_steps(pipe: Any, log: Log) -> Iterator[None]:
+    """In the block every step of the pipeline's scheduler is an event of ``log``."""
+
+    def count(result: Any) -> None:
+        log.events.append(("step", None))
+        log.step += 1
+
+    with told_steps(pipe, count):
+        yield
+
+
+@contextmanager
+def told_steps(pipe: Any, tell: Callable[[Any], None]) -> Iterator[None]:
+    """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
+
+    Its class is changed, because some pipelines copy their scheduler, for each frame for one.
+    """
+    kind = type(pipe.scheduler)
+    step = kind.step
+
+    @wraps(step)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        tell(result)
+        return result
+
+    with mock.patch.object(kind, "step", told):
+        yield
+
+
+def denoisers_of(log: Log) -> list[str]:
+    """Returns what is called between two steps of the scheduler, or last before the first of them."""
+    names = [name for name, _ in log.events]
+    steps = [index for index, name in enumerate(names) if name == "step"]
+    if not steps:
+        return []
+    between = [name for name in names[steps[0] + 1 : steps[-1]] if name != "step"]
+    before = names[steps[0] - 1 : steps[0]]
+    return list(dict.fromkeys(name for name in [*before, *between] if name.endswith(".forward")))
+
+
+def batch_of(arguments: Mapping[str, Any]) -> int:
+    """Returns the length of the first tensor that has samples."""
+    tensors = [value for value in pytree.tree_leaves(dict(arguments)) if isinstance(value, Tensor) and value.ndim > 1]
+    return len(tensors[0]) if tensors else 1

@@ -1,0 +1,50 @@
+"""Tiny random pipelines in folders, opened without the ladder, which takes minutes and has tests of its own."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tiny_pipelines import CASES, write
+from sd_quant.cache import Cache
+from sd_quant.observed import observing
+from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.ladder import Rung
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Callable[[str], Path]:
+    """``tiny_folder(case)``: the pipeline of a case of ``benchmarks.tiny_pipelines`` as a folder, written once."""
+    home = tmp_path_factory.mktemp("tiny_pipelines")
+
+    @cache
+    def folder(case: str) -> Path:
+        write(case, home / case.replace(", ", "_"))
+        return home / case.replace(", ", "_")
+
+    return folder
+
+
+def refused(build: Callable, calls: Any, weights: Any, method: str = "forward", **_: Any) -> Rung:
+    """What ``climb`` returns for a network that cannot be exported."""
+    return Rung("refused", method=method, cause="not tried")
+
+
+@pytest.fixture(scope="session")
+def observe(tiny_folder) -> Callable[..., ObservedCheckpoint]:
+    """``observe(case)``: the pipeline, watched, with no network exported. Others of its arguments in ``changes``."""
+
+    def opened(case: str, **changes: Any) -> ObservedCheckpoint:
+        known = CASES[case]
+        given = {
+            "path": tiny_folder(case), "width": known.width, "height": known.height, "scale": 5.0,
+            "arguments": dict(known.arguments), "excluded": (), "denoiser": None, "cache": Cache(None),
+        }  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(observing, "climb", refused)
+            return observing.open_observed(**given | changes)
+
+    unchanged = cache(opened)
+    return lambda case, **changes: opened(case, **changes) if changes else unchanged(case)

@@ -1,0 +1,211 @@
+import json
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import SdQuantError
+from sd_quant.export.tracing import trace_empty
+from sd_quant.models.parts import Contract
+from sd_quant.observed.calls import Call
+from sd_quant.observed.empty import without_weights
+from sd_quant.observed.ladder import Rung, climb, graph_of_part, part_of
+
+pytestmark = pytest.mark.slow  # the tracing
+
+RUNS = {"base": (2, 8), "larger": (2, 12), "batch": (3, 8), "prompt": (2, 8)}
+
+
+class Network(nn.Module):
+    """With a tied weight, a buffer, and a tensor of its constructor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.factor = torch.arange(1.0, 7.0)
+
+    def forward(self, x: Tensor, conditions: dict, return_dict: bool = True) -> tuple[Tensor] | dict:
+        y = self.second(self.first(x) + self.table) * self.factor + conditions["scale"][:, None, None]
+        return {"sample": y} if return_dict else (y,)
+
+
+class Frozen(Network):
+    """Whose output depends on a number of tokens that torch.export takes for a constant."""
+
+    def forward(self, x: Tensor, conditions: dict, tokens: int) -> Tensor:
+        return super().forward(x, conditions)["sample"] * tokens
+
+
+class Chooses(nn.Module):
+    """Between booleans, for which ONNX Runtime has no kernel, and by its inputs' numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+        chosen = torch.where(mask, other, mask)
+        y = self.linear(x) if chosen.any() else x
+        return y * torch.where(other, mask, chosen)[..., None]
+
+
+class Positions(nn.Module):
+    """Of a size that torch.export takes for a number, in complex numbers."""
+
+    def forward(self, tokens: int) -> Tensor:
+        angles = torch.outer(torch.arange(tokens, dtype=torch.float64), torch.arange(3, dtype=torch.float64))
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.positions = nn.Linear(6, 6), Positions()
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        pairs = torch.view_as_complex(self.linear(x).float().unflatten(-1, (3, 2)))
+        return torch.view_as_real(pairs * self.positions(tokens)).flatten(-2).float()
+
+
+def empty(kind: type) -> nn.Module:
+    with without_weights():
+        return kind()
+
+
+def weights_of(kind: type) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return dict(kind().named_parameters())
+
+
+def calls(**constants) -> list[Call]:
+    generator = torch.Generator().manual_seed(0)
+
+    def arguments(batch: int, tokens: int) -> dict:
+        x, scale = torch.randn(batch, tokens, 6, generator=generator), torch.randn(batch, generator=generator)
+        return {"x": x, "conditions": {"scale": scale}, **{name: of(tokens) for name, of in constants.items()}}
+
+    return [Call(arguments(*sizes), run, step) for run, sizes in RUNS.items() for step in range(2)]
+
+
+@pytest.fixture(scope="module")
+def rung() -> Rung:
+    return climb(partial(empty, Network), calls(), weights_of(Network), threads=1)
+
+
+def test_a_plain_network_is_verified_on_every_call_in_each_runtime(rung):
+    assert rung.name == "plain" and rung.cause is None and rung.serves == tuple(range(8))
+    assert rung.verified.keys() == {"onnxruntime", "openvino"}
+    assert all(each.calls == 8 and each.error < 1e-5 for each in rung.verified.values())
+
+
+def test_a_rung_survives_json(rung):
+    assert Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
+
+
+def test_the_part_of_a_rung_is_what_families_write_by_hand(rung):
+    part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung)))
+    network = Network()
+    module = part.wrap(network)
+    assert set(dict(module.named_parameters())) == {"network.first.weight", "network.first.bias", "network.second.bias"}
+    assert part.contract.inputs == {"x": ("batch", "size_1", 6), "conditions_scale": ("batch",)}
+    given = calls()[0].arguments
+    outputs = TorchEngine(module, part.contract)(**part.arguments(part.contract, given))
+    assert torch.equal(part.answer(outputs)["sample"], network(**given)["sample"])
+    with pytest.raises(SdQuantError, match="is called with mask"):
+        part.arguments(part.contract, given | {"mask": None})
+
+
+def test_weights_are_inputs_of_the_graph_and_buffers_constants(rung):
+    build = partial(empty, Network)
+    graph = graph_of_part(build, part_of("transformer", rung.signature, rung)).graph
+    names = [value.name for value in graph.inputs]
+    assert names[:2] == ["x", "conditions_scale"]
+    shared = {"network.first.weight", "network.second.weight"}  # a shared weight under one of its names at least
+    assert shared & set(names) and set(names[2:]) - shared == {"network.first.bias", "network.second.bias"}
+    assert all(value.const_value is not None for value in graph.initializers.values())
+
+
+def test_a_graph_that_is_right_at_one_size_only_is_refused():
+    build = partial(empty, Frozen)
+    rung = climb(build, calls(tokens=lambda tokens: tokens), weights_of(Frozen), threads=1)
+    assert rung.name != "plain"
+
+
+def test_positions_are_computed_outside_of_the_graph():
+    recorded = [
+        Call({"x": call.arguments["x"], "tokens": call.arguments["x"].shape[1]}, call.run, call.step)
+        for call in calls()
+    ]
+    build = partial(empty, Rotary)
+    rung = climb(build, recorded, weights_of(Rotary), threads=1)
+    assert rung.name == "positions outside of the graph" and len(rung.verified) == 2 and len(rung.serves) == 8
+    assert rung.signature.inputs["positions_0"] == ("size_1", 3, 2) and rung.single == ("positions_0",)
+    assert Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
+    part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung, build=build)))
+    x = torch.randn(2, 31, 6)
+    tensors = part.arguments(part.contract, {"x": x, "tokens": 31})
+    assert tensors["positions_0"].shape == (31, 3, 2)
+    network = Rotary()
+    (found,) = part.wrap(network)(**tensors)
+    assert torch.allclose(found, network(x, 31), atol=1e-5)
+
+
+def test_decisions_are_frozen_as_observed_and_compared_at_each_call():
+    def arguments(call: Call) -> dict:
+        x = call.arguments["x"]
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        return {"x": x, "mask": mask, "other": torch.arange(x.shape[1]).expand(x.shape[:2]) % 2 == 0}
+
+    recorded, build = [Call(arguments(call), call.run, call.step) for call in calls()], partial(empty, Chooses)
+    rung = climb(build, recorded, weights_of(Chooses), threads=1)
+    assert rung.name == "decisions as observed" and rung.verified.keys() == {"onnxruntime", "openvino"}
+    part = part_of("transformer", rung.signature, rung, build=build)
+    given = recorded[0].arguments
+    with pytest.raises(SdQuantError, match=r"decides \[False\] by its inputs' numbers, expected \[True\]"):
+        part.arguments(part.contract, given | {"other": torch.zeros_like(given["mask"])})
+
+
+def test_a_network_that_fails_is_refused_with_the_cause():
+    rung = climb(partial(empty, Network), calls(unknown=lambda tokens: None), weights_of(Network), threads=1)
+    assert rung.name == "refused" and "Network fails as it is called" in rung.cause
+
+
+def test_a_large_network_is_verified_by_a_copy_of_two_blocks():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    recorded = [Call({"x": call.arguments["x"]}, call.run, call.step) for call in calls()]
+    rung = climb(partial(empty, Deep), recorded, {}, threads=1, large=100)
+    assert rung.name == "plain" and "2 blocks of each list" in rung.notes[0]
+
+
+def test_what_a_network_remembers_while_it_is_traced_is_forgotten():
+    class Tables:  # no module, as in Z-Image
+        made = None
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.table, self.tables = nn.Linear(6, 6), None, Tables()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table, self.tables.made = torch.arange(6, dtype=x.dtype), torch.ones(6)
+            return self.linear(x) * self.table * self.tables.made
+
+    module = empty(Remembers)
+    contract = Contract({"x": ("batch", 6)}, ("y",), {"x": torch.float32}, torch.float32, example={"batch": 3})
+    graph = trace_empty(module, contract).graph
+    assert module.table is None and module.tables.made is None and len(graph.inputs) == 3

@@ -1,0 +1,263 @@
+"""What is observed of a whole folder: kept in the cache, the same after JSON, and the choices that a user has."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sd_quant.cache import Cache
+from sd_quant.config import Model
+from sd_quant.errors import ConfigError
+from sd_quant.models import OBSERVED
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guidance, samples_per_image
+from sd_quant.models.parts import exported
+from sd_quant.observed import observing
+from sd_quant.observed.calls import Call
+from sd_quant.observed.checkpoint import Observation, with_small_weights
+from sd_quant.observed.observing import OBSERVED_JSON, chosen, filled, text_of
+
+PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
+LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
+
+
+def through_json(observation: Observation) -> Observation:
+    return Observation.from_json(json.loads(json.dumps(observation.to_json())))
+
+
+@pytest.mark.parametrize("case", [PIXART, TWO, "AmusedPipeline", "DreamLitePipeline"])
+def test_an_observation_is_the_same_after_json(observe, case):
+    observation = observe(case).observation
+    assert through_json(observation) == observation
+    json.dumps(observation.to_json(), allow_nan=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- cache
+
+
+@pytest.fixture
+def observed_times(monkeypatch) -> list:
+    """One entry for each time that a pipeline was watched."""
+    times: list = []
+    watch = observing.watch
+    monkeypatch.setattr(observing, "watch", lambda *args: times.append(1) or watch(*args))
+    return times
+
+
+def entries(cache: Cache) -> list[Path]:
+    return sorted((cache.directory / "observed").glob(f"*/{OBSERVED_JSON}"))
+
+
+def test_the_second_time_it_comes_from_the_cache(observe, observed_times, tmp_path):
+    cache = Cache(tmp_path, 1e9)
+    first, second = (observe(PIXART, cache=cache) for _ in range(2))
+    assert first.observation == second.observation and len(observed_times) == 1
+    assert len(entries(cache)) == 1
+
+
+def test_another_denoiser_or_other_excluded_layers_need_no_observing(observe, observed_times, tmp_path):
+    cache = Cache(tmp_path, 1e9)
+    for denoiser, excluded in ((None, ()), ("transformer_2", ()), (None, ("*",))):
+        observe(TWO, cache=cache, denoiser=denoiser, excluded=excluded)
+    assert len(observed_times) == 1
+
+
+@pytest.mark.slow
+def test_another_request_is_observed_by_itself(observe, observed_times, tmp_path):
+    cache = Cache(tmp_path, 1e9)
+    for changes in ({}, {"width": 96}, {"scale": 1.0}, {"arguments": {"clean_caption": False}}):
+        observe(PIXART, cache=cache, **changes)
+    assert len(observed_times) == len(entries(cache)) == 4
+
+
+@pytest.mark.parametrize("damage", ["{}", "", '{"pipeline": 3}', None], ids=repr)
+def test_a_damaged_entry_is_made_again(observe, observed_times, tmp_path, damage):
+    cache = Cache(tmp_path, 1e9)
+    first = observe(PIXART, cache=cache)
+    (entry,) = entries(cache)
+    entry.chmod(0o644)
+    entry.unlink() if damage is None else entry.write_text(damage)
+    again = observe(PIXART, cache=cache)
+    assert len(observed_times) == 2
+    assert again.observation.parts == first.observation.parts and again.observation.layers == first.observation.layers
+
+
+def test_another_version_of_the_code_observes_again(observe, observed_times, tmp_path, monkeypatch):
+    cache = Cache(tmp_path, 1e9)
+    observe(PIXART, cache=cache)
+    monkeypatch.setattr(observing, "source_digest", lambda *_: "another")
+    observe(PIXART, cache=cache)
+    assert len(observed_times) == 2
+
+
+# ----------------------------------------------------------------------------------------------- what a user chooses
+
+
+def test_the_first_denoiser_is_quantized_unless_another_is_named(observe):
+    first, second = (observe(TWO, denoiser=name) for name in (None, "transformer_2"))
+    assert first.family.DENOISER == "transformer" and second.family.DENOISER == "transformer_2"
+    assert list(first.parts())[0] == "transformer" and list(second.parts())[0] == "transformer_2"
+    assert first.parts().keys() == second.parts().keys()
+    assert first.observation.layers.keys() == {"transformer", "transformer_2"}
+    assert denoiser_part(second).component == "transformer_2"
+
+
+@pytest.mark.parametrize("name", ["vae", "transformer_3", ""])
+def test_a_denoiser_that_is_none_is_refused_with_those_that_are(observe, name):
+    with pytest.raises(ConfigError) as caught:
+        observe(TWO, denoiser=name)
+    assert str(caught.value) == (
+        f"model.denoiser is {name}, expected one of transformer, transformer_2, the networks that WanPipeline calls in "
+        "its denoising steps"
+    )
+
+
+def test_patterns_exclude_layers_and_one_that_matches_nothing_excludes_none(observe):
+    plain, none, some, all_of_them = (
+        observe(PIXART, excluded=excluded).family.layer_roles(None)
+        for excluded in ((), ("nothing.*",), ("nothing.*", "transformer_blocks.0.ff.*"), ("*",))
+    )
+    assert none == plain and "excluded" in plain.values() and len(set(plain.values())) > 1
+    changed = {name for name in plain if plain[name] != some[name]}
+    assert changed and all(name.startswith("transformer_blocks.0.ff.") and some[name] == "excluded" for name in changed)
+    assert set(all_of_them.values()) == {"excluded"} and all_of_them.keys() == plain.keys()
+
+
+def test_inputs_that_layers_share_are_those_of_the_layers_that_are_asked_for(observe):
+    family = observe(PIXART).family
+    linears = [name for name, role in family.layer_roles(None).items() if role != "excluded"]
+    whole = family.shared_inputs(linears)
+    assert sorted(name for shared in whole for name in shared.readers) == sorted(linears)
+    assert {
+        "transformer_blocks.0.attn1.to_q",
+        "transformer_blocks.0.attn1.to_k",
+        "transformer_blocks.0.attn1.to_v",
+    } in [set(shared.readers) for shared in whole]
+    assert family.shared_inputs([]) == []
+    (alone,) = family.shared_inputs(["transformer_blocks.0.attn1.to_q"])
+    assert alone.readers == ("transformer_blocks.0.attn1.to_q",)
+
+
+# -------------------------------------------------------------------------------------------------- as a checkpoint
+
+
+def test_a_checkpoint_says_what_families_state(observe):
+    checkpoint = observe(PIXART)
+    family, parts = checkpoint.family, checkpoint.parts()
+    assert family.PIPELINES == (PIXART,) and family.NETWORKS["transformer"] == "PixArtTransformer2DModel"
+    assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2 and reads_guidance(checkpoint)
+    assert list(parts) == ["transformer", "text_encoder", "vae"]
+    assert exported(parts) == [] and {part.refused for part in parts.values()} == {"not tried"}
+    denoiser = empty_denoiser(checkpoint)
+    assert set(family.layer_roles(denoiser)) == {
+        name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+    contract = parts["transformer"].contract
+    shapes = contract.shapes_for(4, 64, 48)
+    assert shapes["hidden_states"] == (4, 4, *(side // 8 for side in (48, 64))) or shapes["hidden_states"][0] == 4
+    assert all(isinstance(side, int) for shape in shapes.values() for side in shape), "every axis has its formula"
+
+
+def test_another_process_opens_the_folder_again(observe, tmp_path):
+    cache = Cache(tmp_path, 1e9)
+    checkpoint = observe(TWO, cache=cache, denoiser="transformer_2", excluded=("a.*",))
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert (again.denoiser, again.excluded, again.arguments) == ("transformer_2", ("a.*",), checkpoint.arguments)
+    assert again.observation == checkpoint.observation
+
+
+def test_a_networks_weights_are_read_where_it_is_small_alone(observe, monkeypatch):
+    checkpoint = observe(PIXART)
+    weights = checkpoint.components["transformer"]
+    whole = filled(checkpoint.build_one("transformer"), weights)
+    assert not any(parameter.is_meta for parameter in whole.parameters())
+    assert all(torch.equal(parameter, weights[name].float()) for name, parameter in whole.named_parameters())
+    monkeypatch.setattr(observing, "SMALL", 10)
+    empty = filled(checkpoint.build_one("transformer"), weights)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    few = checkpoint.build_one("transformer")
+    with_small_weights(few, weights, 64)
+    assert {parameter.is_meta for parameter in few.parameters() if parameter.numel() <= 64} == {False}
+    assert {parameter.is_meta for parameter in few.parameters() if parameter.numel() > 64} == {True}
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of autocast on a CPU, which Mochi asks for
+@pytest.mark.parametrize("case", LARGE)
+def test_a_pipeline_too_large_for_its_weights_is_observed_as_if_they_were_there(observe, monkeypatch, case):
+    """Whose text encoders ask whether a mask has gaps, whose tables are buffers, and whose code casts by the device."""
+    real = observe(case).observation
+    monkeypatch.setattr(observing, "SMALL", 0)
+    empty = observe(case, excluded=("nothing",)).observation
+    assert empty.layers == real.layers
+    for name in ("denoisers", "samples_per_image", "calls_a_step", "style", "prepared", "unequal", "fixed", "outputs"):
+        assert getattr(empty, name) == getattr(real, name), name
+    for name, part in real.parts.items():
+        assert (empty.parts[name].signature.inputs, empty.parts[name].axes) == (part.signature.inputs, part.axes)
+
+
+# ---------------------------------------------------------------------------------------------------- small functions
+
+
+def call(run: str, step: int, **arguments) -> Call:
+    return Call(arguments, run, step)
+
+
+def test_the_ladder_gets_one_call_of_each_run_and_two_steps_of_the_first():
+    calls = [call(run, step) for run in ("base", "larger", "batch") for step in (0, 1) for _ in range(2)]
+    assert [(each.run, each.step) for each in chosen(calls)] == [("base", 0), ("base", 1), ("larger", 0), ("batch", 0)]
+
+
+def test_a_run_whose_denoiser_begins_later_has_a_call_too():
+    calls = [call("base", 1), call("larger", 1), call("batch", 1)]
+    assert chosen(calls) == calls
+
+
+def test_text_stays_the_same_between_steps():
+    text, same = torch.randn(2, 5, 8), torch.ones(2, 3)
+    steps = [
+        call("base", step, x=torch.randn(2, 4, 8), text=text.clone(), ids=torch.ones(2, 5, dtype=torch.int64),
+             pooled=same, scale=torch.ones(2), flag=True)
+        for step in (0, 1)
+    ]  # fmt: skip
+    assert text_of(steps) == {"text", "pooled"}
+    assert text_of(steps[:1]) == set(), "of one step nobody knows"
+
+
+# ------------------------------------------------------------------------------------------------------------- knobs
+
+
+def model(**changes) -> Model:
+    usual = {
+        "family": OBSERVED, "path": ".", "parts": [], "io": None, "width": 64, "height": 64, "sizes": None,
+        "max_sequence_length": None, "calibration_prompts": "a", "prompts": "a", "arguments": None, "excluded": [],
+        "denoiser": None, "observed": None, "loras": [], "encoder": False, "calibration_image": None,
+        "calibration_mask": None, "recommended": {},
+    }  # fmt: skip
+    return Model(**usual | changes)
+
+
+def test_sides_of_an_observed_pipelines_images_are_multiples_of_eight():
+    assert model(width=72, height=104, sizes=["72x104"]).width == 72
+    with pytest.raises(ConfigError, match="model.width is 72, expected a multiple of 64 from 64 to 4096"):
+        model(family="sd3", width=72)
+    with pytest.raises(ConfigError, match="model.sizes is 72x64, expected WIDTHxHEIGHT such as 832x1216"):
+        model(family="sd3", sizes=["64x64", "72x64"])
+
+
+@pytest.mark.parametrize(
+    ("family", "knob", "value", "because"),
+    [
+        ("sd3", "arguments", {"num_frames": 9}, "only model=diffusers observes one"),
+        ("sd3", "excluded", ["a.*"], "quantize.exclude has patterns for all families"),
+        ("sd3", "denoiser", "transformer_2", "this family has one denoiser"),
+        (OBSERVED, "parts", ["vae"], "are the networks that it calls"),
+        (OBSERVED, "loras", ["a.safetensors"], "adapters are fused into the layers of known families alone"),
+    ],
+)
+def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, value, because):
+    with pytest.raises(ConfigError) as caught:
+        model(family=family, **{knob: value})
+    assert str(caught.value).startswith(f"model.{knob} is ") and because in str(caught.value)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd_quant.observed.pairs import ComplexError, OnlyReals, Pair, RealNumbers, with_real_constants
+
+
+class Rotary(nn.Module):
+    """Rotates as networks do, with a table in a buffer and frequencies in a list."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(9, dtype=torch.float64), 0.5 ** torch.arange(3, dtype=torch.float64))
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.axes = [self.table[:, :1].clone(), self.table[:, 1:].clone()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        split = self.table[:tokens].split([1, 2], dim=1)
+        joined = torch.cat([split[0], self.axes[1][:tokens]], dim=-1).unsqueeze(0).expand(x.shape[0], -1, -1)
+        made = torch.polar(
+            torch.ones(tokens, 3), torch.arange(tokens, dtype=torch.float64)[:, None].float().repeat(1, 3)
+        )
+        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * joined
+        turned = torch.stack([turned, turned * made], dim=0).mean(0) - made[None] * 0.5 + joined.conj() / 2
+        return (
+            torch.view_as_real(turned.to(torch.complex64)).flatten(-2)
+            + turned.real.abs().sum()
+            + (1 + turned + 2).imag.mean()
+        )
+
+
+def test_a_network_computes_the_same_with_pairs_of_reals():
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6)
+    expected = Rotary()(x)
+    with RealNumbers():
+        found = with_real_constants(Rotary())(x)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, expected.float(), atol=1e-5)
+
+
+def test_no_operation_on_complex_numbers_or_fp64_is_left():
+    module = with_real_constants(Rotary())
+
+    class Real(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rotary = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            with RealNumbers():
+                return self.rotary(x)
+
+    program = torch.export.export(Real(), (torch.zeros(2, 5, 6),), strict=False)
+    dtypes = {node.meta["val"].dtype for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    assert dtypes == {torch.float32, torch.int64} or dtypes == {torch.float32}
+
+
+def test_tensors_are_made_in_fp32_instead_of_fp64():
+    with RealNumbers():
+        assert torch.arange(3, dtype=torch.float64).dtype == torch.float32
+        assert torch.zeros(2).double().dtype == torch.zeros(2).to(torch.float64).dtype == torch.float32
+    assert torch.zeros(2).double().dtype == torch.float64
+
+
+def test_an_operation_without_a_form_for_pairs_is_refused():
+    with RealNumbers(), pytest.raises(NotImplementedError, match="torch's exp has no form"):
+        torch.exp(Pair(torch.zeros(2), torch.zeros(2)))
+
+
+def test_linspace_of_a_dynamic_length_is_not_frozen():
+    class Centers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with RealNumbers():
+                return torch.linspace(0, 2 * x.shape[0], x.shape[0] + 1)
+
+    x, dynamic = torch.zeros(5), {"x": {0: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(Centers(), (x,), dynamic_shapes=dynamic, strict=False)
+    assert "linspace" not in str(program.graph)
+    assert torch.allclose(program.module()(torch.zeros(9)), torch.linspace(0, 18, 10))
+
+
+def test_what_would_be_changed_is_noticed():
+    with OnlyReals():
+        torch.zeros(2).cos()
+    for made in (lambda: torch.zeros(2).double(), lambda: torch.view_as_complex(torch.zeros(1, 2))):
+        with OnlyReals(), pytest.raises(ComplexError):
+            made()

@@ -1,0 +1,271 @@
+"""Images of an observed pipeline with engines in its networks' place: diffusers' own, and nothing is computed twice."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.tiny_pipelines import CASES, build
+from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.errors import SdQuantError
+from sd_quant.inference.loading import load_model, pipeline_of
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.pipeline import ObservedPipeline, by_image
+
+PROMPTS = ["a red bicycle", "a blue door", "a cat"]
+IMAGES = ["PixArtSigmaPipeline", "AuraFlowPipeline"]
+NAMES = [*IMAGES, "WanPipeline", "WanPipeline, two denoisers", "AmusedPipeline", "DreamLitePipeline"]
+
+
+class Counted(Engine):
+    """An engine that counts its calls, and whose first output ``change`` may change."""
+
+    def __init__(self, engine: Engine, name: str, calls: list[str], change: Callable[[Tensor], Tensor] = lambda x: x):
+        self.engine, self.called, self.calls, self.change = engine, name, calls, change
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+    @property
+    def name(self) -> str:
+        return f"{self.called} in torch"
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        self.calls.append(self.called)
+        first, *others = self.engine(**inputs).items()
+        return {first[0]: self.change(first[1]), **dict(others)}
+
+    def close(self) -> None: ...
+
+
+def sampling(case: str, **changes) -> Sampling:
+    known = CASES[case]
+    usual = {"steps": 2, "guidance_scale": 3.0, "batch_size": 1, "seed": 5}
+    return Sampling(**usual | {"width": known.width, "height": known.height} | changes)
+
+
+def counted(checkpoint: ObservedCheckpoint, **changes: Callable) -> tuple[ObservedPipeline, list[str]]:
+    """The pipeline with torch in its networks' place, and a list that gets the name of each network that is called."""
+    calls: list[str] = []
+    engines = {
+        name: Counted(engine, name, calls, *(changes[name],) if name in changes else ())
+        for name, engine in load_model(checkpoint).torch_engines().items()
+    }
+    return pipeline_of(checkpoint, engines), calls
+
+
+def theirs(checkpoint: ObservedCheckpoint, case: str, prompt: str, seed: int, sampling: Sampling, **more):
+    """diffusers' images [F, H, W, 3], its latents after each step, and the calls of its networks."""
+    needs = CASES[case].needs  # of packages, without which diffusers reads no folder of this class
+    pipe = build(case) if needs else diffusers.DiffusionPipeline.from_pretrained(checkpoint.path, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    latents, calls = [], []
+    step = pipe.scheduler.step
+
+    def kept(*args, **kwargs):
+        result = step(*args, **kwargs)
+        latents.append((result[0] if isinstance(result, tuple) else result.prev_sample)[0].float().clone())
+        return result
+
+    pipe.scheduler.step = kept
+    for name, part in checkpoint.observation.parts.items():
+        network, method = getattr(pipe, name), part.rung.method
+        own = getattr(network, method)
+
+        def called(*args, own=own, name=name, **kwargs):
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        setattr(network, method, called)
+    alone = not checkpoint.observation.style.batched
+    torch.manual_seed(seed)
+    given = {
+        "prompt": prompt if alone else [prompt], "width": sampling.width, "height": sampling.height,
+        "num_inference_steps": sampling.steps, "guidance_scale": sampling.guidance_scale, "output_type": "np",
+        "generator": torch.Generator().manual_seed(seed), **CASES[case].arguments, **more,
+    }  # fmt: skip
+    known = inspect.signature(type(pipe).__call__).parameters
+    result = pipe(**{name: value for name, value in given.items() if name in known or name in more})
+    images = np.asarray(result[0])[0]
+    return images if images.ndim == 4 else images[None], latents, calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NAMES)
+def test_images_and_latents_are_those_of_diffusers(observe, case):
+    checkpoint, settings = observe(case), sampling(case)
+    pipeline, calls = counted(checkpoint)
+    made = pipeline(PROMPTS[:2], settings)
+    assert made.images.dtype == np.uint8
+    expected = Counter()
+    for number, prompt in enumerate(PROMPTS[:2]):
+        frames, latents, called = theirs(checkpoint, case, prompt, settings.seed + number, settings)
+        expected += Counter(called)
+        side_by_side = np.concatenate(list((frames * 255).round()), axis=1)
+        assert made.images[number].shape == side_by_side.shape
+        assert np.abs(made.images[number] - side_by_side).max() <= 1, "a rounding"
+        assert len(made.latents[number]) == len(latents) == settings.steps
+        for ours, latent in zip(made.latents[number], latents, strict=True):
+            ours = ours.reshape(latent.shape)
+            assert (ours - latent).norm() <= 1e-5 * latent.norm()
+    assert Counter(calls) == expected, "answers are given again, not computed again"
+    assert np.abs(made.images[0].astype(int) - made.images[1]).max() > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IMAGES)
+def test_the_size_of_a_batch_changes_nothing(observe, case):
+    checkpoint = observe(case)
+    pipeline, calls = counted(checkpoint)
+    alone = pipeline(PROMPTS, sampling(case))
+    calls_alone = Counter(calls)
+    calls.clear()
+    together = pipeline(PROMPTS, sampling(case, batch_size=2))
+    assert np.abs(alone.images.astype(int) - together.images).max() <= 1
+    assert (alone.latents - together.latents).norm() <= 1e-5 * alone.latents.norm()
+    assert calls_alone["transformer"] == 3 * 2 and Counter(calls)["transformer"] == 2 * 2
+    assert Counter(calls)["vae"] == 2, "once for each batch"
+
+
+@pytest.mark.slow
+def test_all_texts_are_encoded_first_and_all_images_decoded_last_with_one_engine_open_at_a_time(observe):
+    checkpoint = observe("PixArtSigmaPipeline")
+    engines, calls, opened = load_model(checkpoint).torch_engines(), [], []
+
+    def open_engine(name: str) -> Engine:
+        opened.append(name)
+        return Counted(engines[name], name, calls)
+
+    variant = Variant(Pool(open_engine, most=1), {name: name for name in engines})
+    made = pipeline_of(checkpoint, variant)(PROMPTS, sampling("PixArtSigmaPipeline"))
+    assert opened == ["text_encoder", "transformer", "vae"]
+    assert list(dict.fromkeys(calls)) == opened and calls == sorted(calls), "in three phases"
+    assert len(made.images) == 3
+
+
+def test_images_that_nobody_wants_are_not_decoded(observe):
+    pipeline, calls = counted(observe("PixArtSigmaPipeline"))
+    whole = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
+    calls.clear()
+    latents = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"), decode=False)
+    assert latents.images is None and "vae" not in calls and calls
+    assert torch.equal(latents.latents, whole.latents)
+
+
+def test_a_videos_frames_stand_side_by_side(observe):
+    known = CASES["WanPipeline"]
+    pipeline, _ = counted(observe("WanPipeline"))
+    made = pipeline(PROMPTS[:1], sampling("WanPipeline"))
+    assert made.images.shape == (1, known.height, known.arguments["num_frames"] * known.width, 3)
+
+
+def test_some_images_of_a_list_are_those_of_the_whole_list(observe):
+    """The number of an image decides its noise and its negative prompt, whatever is made beside it."""
+    settings = sampling("PixArtSigmaPipeline", negative_prompts=["green", "grey"])
+    pipeline, _ = counted(observe("PixArtSigmaPipeline"))
+    whole = pipeline(PROMPTS, settings)
+    some = pipeline(PROMPTS, settings, numbers=[2, 0])
+    assert np.abs(some.images.astype(int) - whole.images[[2, 0]]).max() <= 1
+    assert (some.latents - whole.latents[[2, 0]]).norm() <= 1e-5 * some.latents.norm()
+
+
+@pytest.mark.slow
+def test_negative_prompts_reach_the_pipeline(observe):
+    case = "PixArtSigmaPipeline"
+    checkpoint = observe(case)
+    pipeline, _ = counted(checkpoint)
+    plain = pipeline(PROMPTS[:1], sampling(case)).latents
+    settings = sampling(case, negative_prompts=["a green house"])
+    steered = pipeline(PROMPTS[:1], settings)
+    assert (steered.latents - plain).norm() > 1e-3 * plain.norm()
+    frames, latents, _ = theirs(
+        checkpoint, case, PROMPTS[0], settings.seed, settings, negative_prompt=["a green house"]
+    )
+    assert np.abs(steered.images[0] - (frames[0] * 255).round()).max() <= 1
+    assert (steered.latents[0][-1] - latents[-1]).norm() <= 1e-5 * latents[-1].norm()
+
+
+@pytest.mark.slow
+def test_images_of_several_sizes_are_in_the_order_of_their_prompts(observe):
+    case = "PixArtSigmaPipeline"
+    pipeline, _ = counted(observe(case))
+    settings = sampling(case, sizes=[(64, 48), (48, 64)], batch_size=2)
+    made = pipeline(PROMPTS, settings)
+    assert [image.shape[:2] for image in made.images] == [(48, 64), (64, 48), (48, 64)]
+    alone = pipeline(PROMPTS, settings, numbers=[1])
+    assert np.abs(made.images[1].astype(int) - alone.images[0]).max() <= 1
+
+
+def test_steps_and_batches_are_told(observe):
+    pipeline, calls = counted(observe("PixArtSigmaPipeline"))
+    told: list = []
+    pipeline(
+        PROMPTS, sampling("PixArtSigmaPipeline", batch_size=2), decode=False,
+        on_batch=lambda numbers: told.append(list(numbers)), on_step=told.append,
+    )  # fmt: skip
+    assert told == [[0, 1], 0, 1, [2], 0, 1]
+
+
+def broken_at(call: int, value: float) -> Callable[[Tensor], Tensor]:
+    """Makes one number of the second sample, where there is one, of the output of this call something else."""
+    count = 0
+
+    def change(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == call:
+            x = x.clone()
+            x[-1].flatten()[0] = value
+        return x
+
+    return change
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_latent_that_is_not_finite_is_refused_with_its_prompt_and_step(observe, value):
+    pipeline, _ = counted(observe("PixArtSigmaPipeline"), transformer=broken_at(4, value))
+    with pytest.raises(SdQuantError) as caught:
+        pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
+    sentence = str(caught.value)
+    assert sentence.startswith("transformer in torch gave a latent that is not finite for prompt 1 at step 1; ")
+
+
+def test_an_image_that_is_not_finite_is_refused_with_its_prompt(observe):
+    pipeline, _ = counted(observe("PixArtSigmaPipeline"), vae=broken_at(2, float("nan")))
+    with pytest.raises(SdQuantError, match="the decoder gave an image that is not finite for prompt 1, of latents"):
+        pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
+
+
+def test_another_call_than_was_observed_is_refused(observe):
+    """Never answered with a graph of another call."""
+    checkpoint = observe("PixArtSigmaPipeline")
+    pipeline, _ = counted(checkpoint)
+    stand = pipeline.stands["transformer"]
+    stand.answers, stand.given = [], 0
+    with pytest.raises(SdQuantError, match="observe|observed"):
+        stand(torch.ones(2, 4, 6, 8), encoder_hidden_states=torch.ones(2, 32, 32), timestep=None)
+
+
+def test_what_a_pipeline_asks_of_a_network_is_the_networks(observe):
+    pipeline, _ = counted(observe("PixArtSigmaPipeline"))
+    stand = pipeline.stands["vae"]
+    assert stand.config.scaling_factor == pipeline.pipe.vae.config.scaling_factor
+    assert stand.dtype == torch.float32 and pipeline.decoders == ["vae"]
+    with pytest.raises(AttributeError):
+        stand.nothing  # noqa: B018
+
+
+def test_latents_are_given_to_each_image_of_a_batch():
+    steps = [torch.full((2, 3), float(step)) for step in range(4)]
+    assert by_image(steps, 2).shape == (2, 4, 3)
+    assert by_image([torch.ones(1, 3), torch.ones(1, 6)], 1).shape == (1, 1, 6), "some begin with smaller latents"
+    packed = by_image([torch.ones(7, 5)], 2)
+    assert packed.shape == (2, 1, 7, 5), "where no axis counts images, as a whole"
+    assert by_image([], 2).shape[0] == 2

@@ -1,0 +1,403 @@
+"""Pipelines as they are watched: who denoises, how often, for how many samples, and in which way they take prompts."""
+
+import copy
+import types
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.tiny_pipelines import CASES
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.observed.calls import Call
+from sd_quant.observed.observing import filled
+from sd_quant.observed.opening import (
+    components_of,
+    network_of,
+    open_networks,
+    open_other,
+    pipeline_of_components,
+    read_index,
+)
+from sd_quant.observed.watching import (
+    BATCH,
+    STYLES,
+    Log,
+    Run,
+    Style,
+    Watched,
+    batch_of,
+    bound,
+    denoisers_of,
+    partial_random,
+    request,
+    runs_of,
+    shapes_of_output,
+    unlike,
+    watch,
+)
+from sd_quant.places import HOME
+
+RUNS = ("base", "larger", "prompt", "batch", "mixed")
+
+
+def watched(path, width: int, height: int, scale: float = 5.0, arguments=None, empty: bool = False) -> Watched:
+    """The pipeline in a folder; of networks that are ``empty`` no weight is read."""
+    kind, index = read_index(path)
+    described = components_of(path, kind, index)
+    configs, weights = open_networks(path, described)
+    networks = {name: network_of(described[name].kind, config) for name, config in configs.items()}
+    if not empty:
+        networks = {name: filled(network, weights[name]) for name, network in networks.items()}
+    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
+    make = lambda stands: pipeline_of_components(kind, index, {**others, **stands})  # noqa: E731
+    return watch(make, networks, width, height, scale, arguments or {})
+
+
+@pytest.fixture(scope="module")
+def look(tiny_folder) -> Callable[..., Watched]:
+    def look(case: str, **given) -> Watched:
+        known = CASES[case]
+        given = {"width": known.width, "height": known.height, "arguments": dict(known.arguments)} | given
+        return watched(tiny_folder(case), **given)
+
+    return look
+
+
+def shapes(calls: list[Call], name: str) -> dict[str, tuple[int, ...]]:
+    """The shape of an argument in the first call of each run."""
+    return {call.run: tuple(call.arguments[name].shape) for call in reversed(calls)}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
+def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
+    found = look("AuraFlowPipeline", empty=empty)
+    assert found.denoisers == ["transformer"] and found.outputs == "images"
+    assert (found.samples_per_image, found.calls_a_step) == (2, 1)
+    assert found.methods == {"text_encoder": "forward", "transformer": "forward", "vae": "decode"}
+    assert found.style == Style(batched=True, each=True)
+    assert (found.prepared, found.unequal, found.fixed) == ({}, None, {})
+    denoising = found.calls["transformer"]
+    assert [(call.run, call.step) for call in denoising] == [
+        (run, step) for run in ("base", "larger", "prompt", "batch") for step in (0, 1)
+    ]
+    sizes = shapes(denoising, "hidden_states")
+    assert sizes["base"][0] == sizes["larger"][0] == 2 and sizes["batch"][0] == 2 * BATCH
+    assert sizes["base"][2:] != sizes["larger"][2:] and sizes["base"][2:] == sizes["batch"][2:]
+
+
+def test_without_guidance_a_call_has_a_sample_an_image(look):
+    assert look("AuraFlowPipeline", scale=1.0).samples_per_image == 1
+
+
+def test_what_is_watched_is_the_same_with_and_without_weights(look):
+    """But for the numbers."""
+    real, empty = (look("PixArtSigmaPipeline", empty=empty) for empty in (False, True))
+    assert real.calls.keys() == empty.calls.keys()
+    for name, calls in real.calls.items():
+        for one, other in zip(calls, empty.calls[name], strict=True):
+            assert (one.run, one.step, one.arguments.keys()) == (other.run, other.step, other.arguments.keys())
+            for argument, value in one.arguments.items():
+                found = other.arguments[argument]
+                if isinstance(value, torch.Tensor):
+                    assert (value.shape, value.dtype) == (found.shape, found.dtype) and not found.is_meta
+    assert (real.sizes, real.samples_per_image, real.style) == (empty.sizes, empty.samples_per_image, empty.style)
+
+
+def test_a_text_encoder_sees_another_text_and_the_denoiser_another_length(look):
+    texts = look("AuraFlowPipeline").calls["text_encoder"]
+    by_run = {run: [call for call in texts if call.run == run] for run in ("base", "prompt")}
+    base, prompt = (by_run[run][0].arguments["input_ids"] for run in ("base", "prompt"))
+    assert base.shape == prompt.shape and not torch.equal(base, prompt)
+
+
+def test_guidance_by_two_calls_a_step_and_a_videos_frames(look):
+    found = look("WanPipeline")
+    assert (found.samples_per_image, found.calls_a_step, found.outputs) == (1, 2, "frames")
+    assert len(found.calls["transformer"]) == 4 * 2 * 2  # runs, steps, with and without the prompt
+
+
+def test_a_denoiser_for_each_half_of_the_steps(look):
+    found = look("WanPipeline, two denoisers")
+    assert found.denoisers == ["transformer", "transformer_2"] and found.calls_a_step == 2
+    steps = {name: {call.step for call in found.calls[name]} for name in found.denoisers}
+    assert steps == {"transformer": {0}, "transformer_2": {1}}
+
+
+def test_one_generator_for_all_images_is_a_style_and_keeps_images_apart(look):
+    found = look("AmusedPipeline")
+    assert found.style == Style(batched=True, each=False)
+    assert "draws the noise of all images of a batch from one generator" in found.unequal
+
+
+def test_one_prompt_alone_is_a_style_with_three_runs(look):
+    found = look("DreamLitePipeline")
+    assert found.style == Style(batched=False, each=False) and found.denoisers == ["unet"]
+    assert found.sizes.keys() == {"base", "larger", "prompt"}
+    assert found.unequal == "this pipeline takes one prompt at a time" and found.fixed == {}
+
+
+def test_where_a_network_knows_no_more_places_the_other_size_is_smaller():
+    found = watched(HOME / "checkpoints/sd3_mini", 64, 64, empty=True)
+    assert found.sizes["base"] == (64, 64) and found.sizes["larger"] == (32, 8) or found.sizes["larger"] < (64, 64)
+    assert found.fixed == {} and found.samples_per_image == 2
+
+
+def test_runs_of_other_sizes_begin_with_a_larger_one():
+    runs = runs_of(512, 512, STYLES[0])
+    assert tuple(runs) == ("base", "larger", "prompt", "batch", "mixed")
+    assert [(run.width, run.height) for run in runs["larger"]] == [
+        (576, 640), (448, 384), (480, 448), (496, 480), (504, 496)
+    ]  # fmt: skip
+    assert len(runs["batch"][0].prompts) == BATCH and len(set(map(len, runs["mixed"][0].prompts))) == 2
+    assert {(run.width, run.height) for name in ("prompt", "batch", "mixed") for run in runs[name]} == {(512, 512)}
+    assert [(run.width, run.height) for run in runs_of(64, 64, STYLES[0])["larger"]] == [
+        (128, 192),
+        (48, 32),
+        (56, 48),
+    ] or runs_of(64, 64, STYLES[0])["larger"][0].width == 128
+
+
+# ------------------------------------------------------------------------------------------- what cannot be asked for
+
+
+def test_an_argument_that_the_pipeline_does_not_take_is_refused_with_those_that_it_takes(look):
+    with pytest.raises(ConfigError) as caught:
+        look("AuraFlowPipeline", arguments={"num_frames": 5})
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        "model.arguments has num_frames, which AuraFlowPipeline does not take; it takes prompt, "
+    )
+    assert "negative_prompt" in sentence and "self" not in sentence
+
+
+@pytest.mark.parametrize("name", ["width", "num_inference_steps", "output_type", "num_images_per_prompt", "prompt"])
+def test_an_argument_that_a_knob_decides_is_refused(look, name):
+    """Else the record would say one thing and the images show another."""
+    with pytest.raises(ConfigError, match=f"^model.arguments has {name}, which is not stated there: sizes, steps"):
+        look("AuraFlowPipeline", arguments={name: 64})
+
+
+class Needs:
+    """A pipeline that wants an image and a number."""
+
+    def __call__(self, prompt, image, ratio, strength=0.5, **kwargs): ...
+
+
+def test_a_pipeline_that_wants_an_image_is_refused():
+    run = Run("base", ["a"], 64, 64)
+    with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, expected a pipeline that makes"):
+        request(Needs(), run, 5.0, 2, {}, [0])
+    assert request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0]).keys() == {"prompt", "image", "ratio"}
+
+
+class Sizes:
+    def __call__(self, batch_size, generator, num_inference_steps, negative_prompt=None): ...
+
+
+def test_a_pipeline_without_prompts_is_asked_for_a_number_of_images():
+    given = request(Sizes(), Run("batch", ["a"] * 3, 64, 64), 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5])
+    assert given["batch_size"] == 3 and given["num_inference_steps"] == 4 and given["negative_prompt"] == ["b"] * 3
+    assert [each.initial_seed() for each in given["generator"]] == [3, 4, 5]
+
+
+def test_styles_decide_how_prompts_and_noise_are_given():
+    class Plain:
+        def __call__(self, prompt, generator, negative_prompt=None): ...
+
+    run = Run("base", ["a cat"], 64, 64)
+    each, for_all, alone = (request(Plain(), run, 5.0, 2, {"negative_prompt": "b"}, [7], style) for style in STYLES)
+    assert each["prompt"] == for_all["prompt"] == ["a cat"] and alone["prompt"] == "a cat"
+    assert each["negative_prompt"] == for_all["negative_prompt"] == ["b"] and alone["negative_prompt"] == "b"
+    assert isinstance(each["generator"], list)
+    assert isinstance(for_all["generator"], torch.Generator) and isinstance(alone["generator"], torch.Generator)
+
+
+def test_a_pipeline_that_fails_says_where_and_what_to_check(look):
+    with pytest.raises(ArtifactError) as caught:
+        look("AuraFlowPipeline", arguments={"max_sequence_length": -1})
+    sentence = str(caught.value)
+    assert sentence.startswith("AuraFlowPipeline fails when it makes images of ") and "\n" not in sentence
+    assert sentence.endswith("; check model.width, model.height and model.arguments")
+
+
+# ------------------------------------------------------------------------------------------ pipelines of one's own
+
+
+class Scheduler:
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, latents):
+        self.steps += 1
+        return latents
+
+
+class Own:
+    """A pipeline of two networks, of which ``call(self, prompts)`` makes images."""
+
+    def __init__(self, call: Callable, networks):
+        self.call, self.scheduler = call, Scheduler()
+        self.__dict__ |= networks
+
+    def set_progress_bar_config(self, **_): ...
+
+    def __call__(self, prompt, width, height, num_inference_steps):
+        return types.SimpleNamespace(images=self.call(self, prompt, width, height), keys=lambda: ["images"])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, flag=True):
+        return self.layer(x)
+
+
+def watch_own(call: Callable) -> Watched:
+    networks = {"denoiser": Net(), "encoder": Net()}
+    return watch(partial(Own, call), networks, 64, 64, 5.0, {})
+
+
+def usual(self, prompts, width, height):
+    x = self.encoder(torch.ones(len(prompts), 4))
+    for _ in range(2):
+        x = self.scheduler.step(self.denoiser(x))
+    return x
+
+
+def test_the_denoiser_is_called_between_the_steps():
+    found = watch_own(usual)
+    assert found.denoisers == ["denoiser"] and set(found.calls) == {"denoiser", "encoder"}
+    assert found.calls["denoiser"][0].arguments["flag"] is True  # a default that another call may state
+
+
+def test_steps_of_a_copy_of_the_scheduler_count():
+    """As of one for each frame."""
+
+    def with_copies(self, prompts, width, height):
+        x, schedulers = torch.ones(len(prompts), 4), [copy.deepcopy(self.scheduler) for _ in range(2)]
+        for scheduler in schedulers:
+            x = scheduler.step(self.denoiser(x))
+        assert [scheduler.steps for scheduler in schedulers] == [1, 1], "and are the copy's own"
+        return x
+
+    found = watch_own(with_copies)
+    assert found.denoisers == ["denoiser"] and {call.step for call in found.calls["denoiser"]} == {0, 1}
+    assert Scheduler().step(3) == 3 and Scheduler.step.__qualname__ == "Scheduler.step"
+
+
+def test_a_scheduler_is_as_it_was_when_a_pipeline_fails():
+    step = Scheduler.step
+    with pytest.raises(ArtifactError):
+        watch_own(lambda self, *_: 1 / 0)
+    assert Scheduler.step is step
+
+
+class Asks(Net):
+    """Decides by numbers that it is given, as of a mask, and makes one of another size by them."""
+
+    def forward(self, x):
+        x = self.layer(x) if bool((x > 0).all()) else x
+        mask = torch.tensor([True, False, True])
+        return torch.cat([x, torch.ones(3, 4)[mask], self.layer.weight[:3][mask]])
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
+def test_numbers_that_no_weight_has_a_part_in_are_known_without_weights(empty):
+    network = Asks()
+    if empty:
+        network.layer.to("meta")
+    given = torch.ones(2, 4)
+    expected = Asks()(given)
+    output = shapes_of_output(network, "forward", (given,), {}) if empty else network(given)
+    assert output.shape == expected.shape == (6, 4) and output.is_meta == empty
+
+
+def test_a_pipeline_without_a_denoiser_is_refused():
+    def no_steps(self, prompts, width, height):
+        return self.encoder(torch.ones(len(prompts), 4))
+
+    with pytest.raises(ArtifactError, match="Own calls no network in its denoising steps, expected a denoiser"):
+        watch_own(no_steps)
+
+
+def test_a_pipeline_that_makes_no_images_is_refused():
+    def sound(self, prompts, width, height):
+        usual(self, prompts, width, height)
+
+    with pytest.raises(ConfigError, match="Own makes images, expected images or frames"):
+        watch_own(sound)
+
+
+def test_what_fails_in_one_run_is_fixed_and_the_cause_is_kept():
+    def one_size(self, prompts, width, height):
+        if width != 64:
+            raise ValueError("only 64 pixels\nare possible")
+        return usual(self, prompts, width, height)
+
+    found = watch_own(one_size)
+    assert found.fixed.keys() == {"larger"}
+    assert found.fixed["larger"].endswith("in the pipeline itself: ValueError: only 64 pixels")
+
+
+def test_texts_of_unequal_length_that_fail_or_change_the_arguments_cannot_be_in_one_batch():
+    def fails(self, prompts, width, height):
+        if len(set(map(len, prompts))) > 1:
+            raise ValueError("unequal")
+        return usual(self, prompts, width, height)
+
+    def differs(self, prompts, width, height):
+        x = self.encoder(torch.ones(len(prompts), 4))
+        for _ in range(2):
+            x = self.scheduler.step(self.denoiser(x, None if len(set(map(len, prompts))) > 1 else torch.ones(2)))
+        return x
+
+    assert "ValueError: unequal" in watch_own(fails).unequal
+    assert watch_own(differs).unequal == "denoiser.forward is then called with other arguments"
+    assert watch_own(usual).unequal is None
+
+
+# ------------------------------------------------------------------------------------------------------ small functions
+
+
+def test_networks_between_or_last_before_the_steps_denoise():
+    step = ("step", None)
+    events = [("text.forward", None), ("a.forward", None), step, ("a.forward", None), ("b.forward", None), step]
+    assert denoisers_of(Log("", [*events, ("vae.decode", None)])) == ["a.forward", "b.forward"]
+    assert denoisers_of(Log("", [("text.forward", None), ("vae.decode", None)])) == []
+    assert denoisers_of(Log("", [("vae.decode", None), step, ("a.forward", None), step])) == ["a.forward"]
+
+
+def test_arguments_are_named_copied_and_without_generators():
+    def method(x, scale=2.0, generator=None, **more): ...
+
+    x = torch.ones(2)
+    found = bound(method, (x,), {"generator": torch.Generator(), "extra": [x]})
+    assert found.keys() == {"x", "scale", "extra"} and found["scale"] == 2.0
+    x.zero_()
+    assert found["x"].sum() == found["extra"][0].sum() == 2
+
+
+def test_a_tensor_without_numbers_gets_small_ones_of_its_kind():
+    found = partial_random(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
+    assert (found.shape, found.dtype, found.is_meta) == ((3, 4), torch.bfloat16, False) and found.std() > 0.1
+    whole = partial_random(torch.empty(3, dtype=torch.int64, device="meta"))
+    assert whole.dtype == torch.int64 and not whole.is_meta
+    assert partial_random("text") == "text"
+
+
+def test_the_first_tensor_with_samples_says_how_many():
+    assert batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
+    assert batch_of({"t": torch.ones(7)}) == 1
+
+
+def test_logs_are_compared_by_the_structure_of_arguments():
+    one = Log("base", [("a.forward", Call({"x": torch.ones(2)}, "base", 0))])
+    same = Log("mixed", [("a.forward", Call({"x": torch.ones(5)}, "mixed", 0))])
+    other = Log("mixed", [("step", None), ("a.forward", Call({"x": [torch.ones(2)]}, "mixed", 0))])
+    assert unlike(one, same) is None
+    assert unlike(one, other) == "a.forward is then called with other arguments"
