@@ -75,11 +75,15 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
         return found
 
     path = folder / "pipeline"
-    write(name, path)
     scale = 2 ** max(0, math.ceil(math.log2(SMALLEST / min(case.width, case.height))))
     width, height = scale * case.width, scale * case.height
     knobs = {"width": width, "height": height, "arguments": dict(case.arguments) or None}
-    model = step("observed", lambda: sd_quant.open("diffusers", path, **knobs))
+
+    def observed() -> Any:
+        write(name, path)
+        return sd_quant.open("diffusers", path, **knobs)
+
+    model = step("observed", observed)
     if model is None:
         return row
     checkpoint = model.session.checkpoint
