@@ -62,7 +62,7 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"pipeline": name}
 
     def step(what: str, do: Callable[[], Any]) -> Any:
-        """What ``do`` returns, or None; the row says how it went."""
+        """Returns the result of ``do``, or None where it fails; the row says how it went."""
         begun = time.perf_counter()
         try:
             found = do()

@@ -59,7 +59,7 @@ def opened(work: Path):
 
 
 def step(name: str, work: Path, layers: int) -> dict:
-    """What a process does."""
+    """Takes one step in this process, and returns its figures."""
     if name == "write":
         return write_folder(work / "pipeline", layers)
     model = opened(work)

@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a network takes and returns in the calls that were compared."""
+    """The inputs and outputs of a network in the calls that were compared."""
 
     arguments: Tree  # of the calls' arguments
     inputs: dict[str, Shape]  # of each tensor; a string is a dynamic axis

@@ -25,6 +25,7 @@ from sd_quant.observed.opening import Component, network_of, open_other, pipelin
 from sd_quant.observed.pipeline import ObservedPipeline, ReplayedNetwork
 from sd_quant.observed.watching import MOVING, Style
 
+OBSERVED_JSON = "observed.json"  # the file of an observation, in a run and in the cache
 SMALL_WEIGHT = 65_536  # numbers of a weight that a pipeline may read itself, such as a mean of latents
 
 

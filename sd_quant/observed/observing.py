@@ -28,7 +28,7 @@ from sd_quant.models import OBSERVED
 from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.axes import axis_of
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
-from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint, ObservedPart
+from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
 from sd_quant.observed.ladder import Rung, climb, part_of
 from sd_quant.observed.layers import observed_layers
 from sd_quant.observed.opening import (
@@ -47,7 +47,6 @@ from sd_quant.source import source_digest
 LOG = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "onnxscript")
 GRAIN = 64  # pixels, of which every side is a multiple that a large network is observed with
-OBSERVED_JSON = "observed.json"
 SMALL = 200_000_000  # parameters; smaller networks compute while they are watched, others have no weights in memory
 
 

@@ -5,10 +5,9 @@ knows what it does between. To encode all prompts first and to decode all images
 at a time, it is called three times for each batch, and answers that were computed before are given again: the first
 call ends where the denoiser would be called, the second where the autoencoder would be, and the third returns the
 images. What lies between networks is computed again, a few operations on latents a step. The road not taken is to cut
-each class into its three phases, which is the file a family that observing does without.
+each class into its three phases, which takes a file for each family.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +23,6 @@ from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.metrics.images import joined
 from sd_quant.models.parts import Part
 from sd_quant.observed.watching import Run, Style, bound, request, told_steps
-
-LOG = logging.getLogger(__name__)
 
 
 class Reached(BaseException):
@@ -83,7 +80,7 @@ class ReplayedNetwork(nn.Module):
 class ObservedPipeline:
     """A pipeline of any class with ``engines`` by part; called as ``inference.pipeline.Pipeline`` is.
 
-    ``stands`` are its networks by part, the denoisers' names in ``denoisers``, the decoder's in ``decoder``.
+    ``stands`` are its networks by part, ``denoisers`` the parts that denoise, ``outputs`` names the images in a result.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def check_sizes(checkpoint: Checkpoint, section: str, knobs: Sized) -> None:
     if only is not None and section == "infer":
         part, *size = only
         expected = (
-            f"{size[0]} x {size[1]} as in model.width and model.height, because the graph of {part} serves no other"
+            f"{size[0]} x {size[1]}, with which the pipeline was observed, because the graph of {part} serves no other"
         )
         for width, height in sizes_of(knobs):
             check([width, height] == size, sides_of(section, knobs), f"{width} x {height}", expected)

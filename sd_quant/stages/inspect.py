@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sd_quant.config import InspectJob
 from sd_quant.inference.memory import GB, memory_of_calibration
-from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint
+from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
 
@@ -18,7 +18,7 @@ def inspect(job: InspectJob, directory: Path) -> None:
     tables = [parts_table(session, checkpoint.observation), inputs_table(session), layers_table(session)]
     print("\n\n".join("\n".join(as_text(table)) for table in tables))
     print("\n" + "\n".join(facts(session, job.model.width * job.model.height, checkpoint.observation)))
-    print(f"observed: {directory / 'observed.json'}")
+    print(f"observed: {directory / OBSERVED_JSON}")
 
 
 def parts_table(session: Session, observation: Observation) -> Table:

@@ -26,7 +26,7 @@ from sd_quant.inference.memory import PipelineCall, fits, gpu_memory_of_variant,
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
-from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.checkpoint import OBSERVED_JSON, ObservedCheckpoint
 from sd_quant.observed.observing import open_observed
 from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
@@ -184,7 +184,7 @@ def observed_checkpoint(model: Model) -> ObservedCheckpoint:
 def write_observed(session: Session, directory: Path) -> None:
     """Write what was observed of the session's pipeline, if it was, to ``directory``."""
     if isinstance(session.checkpoint, ObservedCheckpoint):
-        write_json(directory / "observed.json", session.checkpoint.observation.to_json())
+        write_json(directory / OBSERVED_JSON, session.checkpoint.observation.to_json())
 
 
 def cache_of(folder: CacheFolder) -> Cache:
