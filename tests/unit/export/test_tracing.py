@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from sd_quant.export import tracing
-from sd_quant.export.tracing import OPSET, drop_squeezes, fake_module, trace, transpose_keys
+from sd_quant.export.tracing import OPSET, drop_squeezes, fake_module, promote_concatenated, trace, transpose_keys
 from sd_quant.models.parts import Contract
 from tests.graphs import run, save_graph
 
@@ -76,6 +76,21 @@ def test_an_axis_that_is_longer_than_one_is_not_squeezed(size, left, tmp_path):
     drop_squeezes(model)
     assert [node.op_type for node in model.graph] == ["Squeeze"] * left + ["Neg"]
     assert model.graph[-1].inputs[0].name == ("squeezed" if left else "x")
+
+
+@pytest.mark.parametrize("other, casts", [(np.float16, 1), (np.float32, 0)])
+def test_what_is_joined_has_the_widest_of_its_dtypes(other, casts, tmp_path):
+    nodes = [
+        helper.make_node("Add", ["x", "single"], ["a"]),
+        helper.make_node("Concat", ["a", "constant"], ["y"], axis=0, name="joined"),
+    ]
+    constants = {"single": np.zeros(2, np.float32), "constant": np.ones((1, 2), other)}
+    model = ir.load(save_graph(tmp_path / "x.onnx", nodes, constants, {"x": [1, 2]}, {"y": None}))
+    for value in model.graph.initializers.values():
+        value.dtype = value.const_value.dtype
+    model.graph[0].outputs[0].dtype = ir.DataType.FLOAT
+    promote_concatenated(model)
+    assert [node.op_type for node in model.graph] == ["Add", *["Cast"] * casts, "Concat"]
 
 
 class Positions(nn.Module):

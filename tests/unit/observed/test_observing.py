@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,16 @@ from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guid
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call
-from sd_quant.observed.checkpoint import Observation, with_small_weights
-from sd_quant.observed.observing import OBSERVED_JSON, chosen, filled, text_of
+from sd_quant.observed.checkpoint import (
+    OBSERVED_JSON,
+    Observation,
+    ObservedFamily,
+    why_refused,
+    with_small_weights,
+)
+from sd_quant.observed.ladder import IN_FP32, Rung
+from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
+from sd_quant.observed.watching import Style
 
 PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
 LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
@@ -156,7 +165,7 @@ def test_a_checkpoint_says_what_families_state(observe):
     }
     contract = parts["transformer"].contract
     shapes = contract.shapes_for(4, 64, 48)
-    assert shapes["hidden_states"] == (4, 4, *(side // 8 for side in (48, 64))) or shapes["hidden_states"][0] == 4
+    assert shapes["hidden_states"] == (4, 4, 48 // 8, 64 // 8)
     assert all(isinstance(side, int) for shape in shapes.values() for side in shape), "every axis has its formula"
 
 
@@ -203,6 +212,52 @@ def test_a_pipeline_too_large_for_its_weights_is_observed_as_if_they_were_there(
 
 def call(run: str, step: int, **arguments) -> Call:
     return Call(arguments, run, step)
+
+
+RUNS = ("base", "larger", "prompt", "batch")
+CALLS = [call(run, 0, x=torch.zeros(2, length)) for run, length in zip(RUNS, (3, 3, 5, 3), strict=True)]
+
+
+@pytest.mark.parametrize("serves, taken", [((0, 1, 2, 3), True), ((0, 2), True), ((0, 1, 3), False), ((0,), False)])
+def test_a_graph_for_texts_of_one_length_is_none(serves, taken):
+    rung = for_any_text(Rung("one graph a size", serves=serves), CALLS)
+    assert (rung.cause is None) == taken
+    assert taken or rung.cause == "its graph serves texts of one length alone (one graph a size)"
+
+
+def test_a_text_that_no_recorded_call_has_refuses_no_graph():
+    of_one_length = [each for each in CALLS if each.run != "prompt"]
+    assert for_any_text(Rung("plain", serves=(0, 1, 2)), of_one_length).cause is None
+    refused = Rung("refused", cause="it cannot be traced")
+    assert for_any_text(refused, CALLS) == refused
+
+
+@pytest.mark.parametrize("side, observed", [(64, 64), (48, 48), (512, 64), (1024, 128), (1328, 128)])
+def test_large_networks_are_observed_with_small_images(side, observed):
+    assert smaller(side) == observed
+
+
+@pytest.mark.parametrize(
+    "runs, style, fixed, one_batch, one_size",
+    [
+        (RUNS, Style(), {}, None, None),
+        (("base", "prompt"), Style(), {}, "vae", ("vae", 96, 64)),
+        (("base", "prompt"), Style(batched=False, each=False), {"larger": "it fails"}, None, None),
+    ],
+)
+def test_a_family_says_which_graph_serves_one_batch_or_size(observe, runs, style, fixed, one_batch, one_size):
+    observation = observe(PIXART).observation
+    parts = {name: replace(part, rung=Rung("plain"), runs=RUNS) for name, part in observation.parts.items()}
+    parts["vae"] = replace(parts["vae"], runs=runs)
+    observation = replace(observation, size=(96, 64), parts=parts, style=style, fixed=fixed)
+    family = ObservedFamily(observation, "transformer", {}, ())
+    assert (family.ONE_BATCH, family.ONE_SIZE) == (one_batch, one_size)
+
+
+def test_a_graph_in_fp32_is_not_exported():
+    assert why_refused(Rung("plain")) is None and why_refused(Rung("plain", notes=("another note",))) is None
+    assert why_refused(Rung("refused", cause="why")) == "why"
+    assert why_refused(Rung("plain", notes=(f"{IN_FP32}, because fp16 fails",))) == f"{IN_FP32}, because fp16 fails"
 
 
 def test_the_ladder_gets_one_call_of_each_run_and_two_steps_of_the_first():

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image, ImageFont
 
 from sd_quant.errors import ArtifactError
-from sd_quant.report.images import _wrap, comparison_grid, save_images
+from sd_quant.report.images import _wrap, comparison_grid, save_animations, save_images
 
 
 def gradient(count: int, size: int) -> np.ndarray:
@@ -25,6 +25,17 @@ def test_images_of_another_type_or_that_do_not_match_are_refused(tmp_path):
         comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
     with pytest.raises(ArtifactError, match="expected the same shape twice"):
         comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png")
+
+
+def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
+    frames = [np.full((16, 24, 3), 40 * number, np.uint8) for number in range(1, 5)]
+    strips = np.concatenate(frames, axis=1)[None]
+    [path] = save_animations(strips, 24, tmp_path, ["0000"])
+    with Image.open(path) as video:
+        assert video.n_frames == 4 and video.size == (24, 16)
+        for number, frame in enumerate(frames):
+            video.seek(number)
+            assert (np.asarray(video.convert("RGB")) == frame).all()
 
 
 def test_hostile_captions_are_only_drawn(tmp_path):

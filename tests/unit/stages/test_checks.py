@@ -114,6 +114,26 @@ def test_several_images_at_a_time_are_refused_where_prompts_of_unequal_length_ar
         check_batch(OBSERVED, "quantize.batch_size", 8)
 
 
+def test_batches_and_sizes_that_a_graph_does_not_serve_are_refused():
+    family = SimpleNamespace(UNEQUAL=None, ONE_BATCH="vae", ONE_SIZE=("transformer", 64, 128))
+    contract = SimpleNamespace(latents=None)
+    parts = {"transformer": SimpleNamespace(contract=contract)}
+    checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
+    family.DENOISER = "transformer"
+    check_batch(checkpoint, "infer.batch_size", 1)
+    check_batch(checkpoint, "quantize.batch_size", 8)  # which torch computes
+    with pytest.raises(ConfigError, match="^infer.batch_size is 8, expected 1, because the graph of vae serves no oth"):
+        check_batch(checkpoint, "infer.batch_size", 8)
+    check_sizes(checkpoint, "infer", SimpleNamespace(width=64, height=128, sizes=None))
+    check_sizes(checkpoint, "model", SimpleNamespace(width=128, height=128, sizes=None))
+    sentence = (
+        "^infer.width and infer.height is 128 x 128, expected 64 x 128, with which the pipeline was observed, because "
+        "the graph of transformer serves no other$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        check_sizes(checkpoint, "infer", SimpleNamespace(width=128, height=128, sizes=None))
+
+
 def test_noise_is_refused_for_a_pipeline_that_draws_its_own(noise):
     """Of another number of channels or not: nobody knows how a pipeline packs its latents."""
     with pytest.raises(ConfigError, match="^infer.latents is .*noise.pt, expected null with model=diffusers, because"):
