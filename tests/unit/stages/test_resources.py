@@ -40,9 +40,12 @@ def memory(monkeypatch):
     return free
 
 
-def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory):
+def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory, monkeypatch):
+    asked: list[float] = []
+    monkeypatch.setattr(resources, "check_room", lambda path, needed, what="": asked.append(needed))
     memory(24)
     check_machine(run(), tmp_path)
+    assert len(asked) == 1 and 50e9 < asked[0] < 60e9  # of any disk, also one that is fuller than that
     assert not fits(memory_of_variants(SDXL, workload_of(images())), "all")
     memory(80)
     assert fits(memory_of_variants(SDXL, workload_of(images())), "all")
