@@ -1,8 +1,8 @@
 """Translations of torch operations to ONNX for which torch's exporter would decompose the network.
 
-Decomposing traces the whole network a second and a third time, half of the time of a trace; with these few translations
-no family's denoiser needs it. A translation raises NotImplementedError for arguments that it does not support, and the
-network is decomposed. The road not taken is to decompose always.
+Decomposing traces the whole network a second and a third time, half of the time of a trace; with these translations no
+network of a family needs it, and few of other pipelines. A translation raises NotImplementedError for arguments that it
+does not support, and the network is decomposed. The road not taken is to decompose always.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,13 +64,84 @@ def both(x, y):
     return op.And(x, y)
 
 
+def smaller(x, y):
+    """The smaller of two tensors' numbers."""
+    return op.Min(x, y)
+
+
+def outer(x, y):
+    """Each number of ``x`` times each of ``y``."""
+    return op.Mul(op.Unsqueeze(x, op.Constant(value_ints=[1])), y)
+
+
+def meshgrid(tensors: Sequence, indexing: str = "xy"):
+    """Each of some vectors along an axis of its own; ``indexing`` "xy" exchanges the first two axes."""
+    axes = list(range(len(tensors)))
+    if indexing == "xy" and len(axes) > 1:
+        axes[:2] = 1, 0
+    lengths = op.Concat(*(op.Shape(tensors[axis]) for axis in axes), axis=0)
+    places = [[other for other in range(len(axes)) if other != axis] for axis in axes]
+    return op.SequenceConstruct(*(
+        op.Expand(op.Unsqueeze(each, op.Constant(value_ints=place)) if place else each, lengths)
+        for each, place in zip(tensors, places, strict=True)
+    ))  # fmt: skip
+
+
+def difference(x, n: int = 1, dim: int = -1, prepend=None, append=None):
+    """What each number has more than the one before, ``n`` times."""
+    given = [each for each in (prepend, x, append) if each is not None]
+    x = op.Concat(*given, axis=dim) if len(given) > 1 else x
+    for _ in range(n):
+        first, second, last, end, axis = (op.Constant(value_ints=[each]) for each in (0, 1, -1, 2**63 - 1, dim))
+        x = op.Sub(op.Slice(x, second, end, axis), op.Slice(x, first, last, axis))
+    return x
+
+
+def movedim(x, source: int, destination: int):
+    axes = list(range(len(x.shape)))
+    axes.insert(destination % len(axes), axes.pop(source % len(axes)))
+    return op.Transpose(x, perm=axes)
+
+
+def upsample_nearest(x, output_size: Sequence | None = None, scale_factors: Sequence[float] | None = None):
+    """Images of another size, in which each pixel is the one of ``x`` that is nearest to its centre."""
+    scales = sizes = None
+    if output_size is None:
+        scales = op.Constant(value_floats=[1.0, 1.0, *map(float, scale_factors or ())])
+    else:
+        one = op.Constant(value_ints=[1])
+        known = [op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, one)
+                 for size in output_size]  # fmt: skip
+        sizes = op.Concat(op.Shape(x, end=2), *known, axis=0)
+    return op.Resize(
+        x, None, scales, sizes, mode="nearest",
+        coordinate_transformation_mode="half_pixel", nearest_mode="round_prefer_ceil",
+    )  # fmt: skip
+
+
+def conv_transpose2d(
+    x, weight, bias=None, stride=(1, 1), padding=(0, 0), output_padding=(0, 0), groups: int = 1, dilation=(1, 1)
+):
+    return op.ConvTranspose(
+        x, weight, *([] if bias is None else [bias]), strides=list(stride), pads=[*padding, *padding],
+        output_padding=list(output_padding), group=groups, dilations=list(dilation),
+    )  # fmt: skip
+
+
 TRANSLATIONS: dict[Callable, Callable] = {
     getattr(aten, "__and__").Tensor: both,  # noqa: B009, a name that Python would mangle in a class
     aten.to.dtype: to,
     aten.to.device: to,
     aten.to.dtype_layout: to,
+    aten._upsample_nearest_exact2d.vec: upsample_nearest,
     aten.clip.default: clip,
+    aten.conv_transpose2d.input: conv_transpose2d,
+    aten.diff.default: difference,
     aten.flatten.using_ints: flatten,
+    aten.meshgrid.indexing: meshgrid,
+    aten.min.other: smaller,
+    aten.movedim.int: movedim,
+    aten.outer.default: outer,
     aten.rsub.Scalar: reversed_difference,
     aten.rms_norm.default: rms_norm,
     aten.unflatten.int: unflatten,

@@ -42,17 +42,60 @@ AS_CALLED = {
     "unflattened": lambda x, weight: x.unflatten(-1, (2, -1)),
     "rms norm": lambda x, weight: nn.functional.rms_norm(x, (6,), weight, 1e-6),
     "rms norm of two axes": lambda x, weight: nn.functional.rms_norm(x, (4, 6)),
+    "the smaller": lambda x, weight: torch.min(x, x * x),
+    "outer": lambda x, weight: torch.outer(x[0, 0, 0], weight),
+    "a grid": lambda x, weight: sum(torch.meshgrid(x[:, 0, 0, 0], x[0, :, 0, 0], x[0, 0, :, 0], indexing="ij")),
+    "a grid of images": lambda x, weight: torch.stack(torch.meshgrid(x[:, 0, 0, 0], weight, indexing="xy")),
+    "a difference": lambda x, weight: torch.diff(x),
+    "a difference along another axis": lambda x, weight: torch.diff(x, dim=1),
+    "a difference of differences": lambda x, weight: torch.diff(x, 2, prepend=x[..., 2:]),
+    "an axis moved": lambda x, weight: x.movedim(1, -1),
+    "an axis moved forth": lambda x, weight: x.movedim(-1, 1),
+    "larger": lambda x, weight: nn.functional.interpolate(x, scale_factor=(2.0, 3.0), mode="nearest-exact"),
+    "of a size": lambda x, weight: nn.functional.interpolate(x, size=(6, 5), mode="nearest-exact"),
+    "of a size that is not known": lambda x, weight: nn.functional.interpolate(
+        x, size=(2 * x.shape[0], 3), mode="nearest-exact"
+    ),
+    "a transposed convolution": lambda x, weight: nn.functional.conv_transpose2d(
+        x, weight.reshape(3, 1, 1, 2), weight[:1], stride=2, padding=(0, 1), output_padding=1
+    ),
+    "under an autocast that is off": lambda x, weight: without_autocast(without_autocast, x),
+    "a changed result": lambda x, weight: (x * 2).add_(1).div_(x),
+    "a result that was read before it was changed": lambda x, weight: read_and_changed(x * 2),
 }
 IN_PARTS = {
     "unflattened in the middle": lambda x, weight: x.unflatten(2, (2, 2)),
-    "changes its input": lambda x, weight: (x * 2).add_(1),
-    "has a translation in its parts alone": lambda x, weight: torch.min(x, x * x),
+    "changed by another dtype": lambda x, weight: (x * 2).mul_(x.to(FULL) + 1),
+    "changes what a view shows": lambda x, weight: changed_below(x * 2),
+    "changes a view": lambda x, weight: changed_above(x * 2),
 }
 PROMOTED = {
     "of two dtypes": lambda x, weight: x.to(FULL) + x,
     "of an integer": lambda x, weight: torch.arange(6) * x,
     "of a truth": lambda x, weight: (x > 0) * x,
 }
+
+
+@torch.autocast("cuda", enabled=False)
+def without_autocast(then: Callable | None, x: Tensor) -> Tensor:
+    return x * 3 if then is None else then(None, x) + 1
+
+
+def read_and_changed(x: Tensor) -> Tensor:
+    before = x + 1
+    x.mul_(3)
+    return before + x
+
+
+def changed_below(x: Tensor) -> Tensor:
+    view = x.flatten(1)
+    x.mul_(3)
+    return view * 1
+
+
+def changed_above(x: Tensor) -> Tensor:
+    x.flatten(1).mul_(3)
+    return x * 1
 
 
 def computed(calls: Mapping[str, Call], dtype: torch.dtype) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
