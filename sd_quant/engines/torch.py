@@ -1,7 +1,6 @@
 """torch as an engine: the baseline of every comparison and the reference of every parity check."""
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from sd_quant.engines.base import cast_inputs

@@ -1,5 +1,7 @@
 """The commands' configurations as Hydra composes them, for tests."""
 
+from functools import cache
+
 import yaml
 from hydra import compose, initialize_config_dir
 
@@ -25,6 +27,7 @@ def composed(primary: str, *overrides: str) -> dict:
     return settled(config)
 
 
+@cache
 def defaults_of(primary: str) -> list:
     return yaml.safe_load((CONF / f"{primary}.yaml").read_text())["defaults"]
 

@@ -37,14 +37,24 @@ def skip_without_its_package(primary: str, option: str) -> None:
         pytest.skip(str(error))
 
 
+def in_turn(group: str) -> list[tuple[str, str]]:
+    """Each option of a group that all primaries have, with one of them."""
+    found = [pair for pair in options() if pair[1].startswith(group)]
+    shared = sorted({option for _, option in found})
+    return list(zip(cycle(primary for primary, option in found if option == shared[0]), shared, strict=False))
+
+
 def pairs() -> list[tuple[str, str]]:
     """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs."""
-    found, chosen = options(), []
-    for group in ("model=", "hydra/launcher="):
-        shared = sorted({option for _, option in found if option.startswith(group)})
-        chosen += zip(cycle(primary for primary, option in found if option == shared[0]), shared, strict=False)
-        found = [pair for pair in found if not pair[1].startswith(group)]
-    return found + chosen
+    marks = {True: pytest.mark.slow, False: ()}
+    models = [pytest.param(*pair, marks=marks[recommends(pair[1])]) for pair in in_turn("model=")]
+    others = [pair for pair in options() if not pair[1].startswith(("model=", "hydra/launcher="))]
+    return [*others, *in_turn("hydra/launcher="), *models]
+
+
+def recommends(option: str) -> bool:
+    """Whether a model's file has recommendations alone, for a pipeline that is observed."""
+    return "family: diffusers" in (CONF / f"{option.replace('=', '/')}.yaml").read_text()
 
 
 REFUSED = {
@@ -53,17 +63,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("primary", JOBS)
-def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(primary, monkeypatch):
+def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
     def opened(path, *usual):
         raise ResourceError(f"{path} is opened")
 
     for reader in ("own_size", "own_parts"):
         monkeypatch.setattr(own_knobs, reader, opened)
-    asking = {f"model={path.stem}" for path in (CONF / "model").glob("*.yaml") if "${own:" in path.read_text()}
-    assert asking
-    mine = {option for name, option in options() if name == primary}
-    for option in sorted(asking & mine):  # the others have nothing to ask a checkpoint for
+    every = [(primary, option) for primary, option in options() if option == "model=sdxl"]
+    assert {("quantize", "model=sdxl"), ("infer", "model=sdxl")} <= {*every}
+    for primary, option in every + in_turn("model="):
+        if "${own:" not in (CONF / f"{option.replace('=', '/')}.yaml").read_text():
+            continue  # nothing to ask a checkpoint for
         with composing(primary):
             config = compose(primary, [option, "model.path=some_model", *NEEDED.get(primary, [])])
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -109,7 +119,13 @@ def test_the_preset_is_nemos():
     assert composed("quantize", "quantize=nemo", "model=sd15", "model.path=x")["quantize"]["alpha"] == 1.0
 
 
-@pytest.mark.parametrize("model", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
+OWN_PROMPTS = sorted(
+    path.stem for path in (CONF / "model").glob("*.yaml")
+    if path.stem == "diffusers" or not recommends(f"model={path.stem}")  # whose prompts these have
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", OWN_PROMPTS)
 def test_a_model_takes_every_number_of_prompts_that_its_sources_name(model):
     """32, 64 and 128 for SDXL on NeMo's page, 512 and 1024 for Stable Diffusion 1.5."""
     option = f"model={model}"

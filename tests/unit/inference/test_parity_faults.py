@@ -251,6 +251,7 @@ def test_an_honest_export_stays_clear_of_every_limit(export, recipe, engine):
         assert (fault["lean"] or 0) < fault["limit"] / 2
 
 
+@pytest.mark.slow
 def test_what_fp16_rounds_off_a_bias_is_no_fault_of_a_scale(export):
     """It is the same in every row, and inputs of one sign make a channel's output nearly that."""
     assignment, simulation, _ = export("int8_shifted")

@@ -26,6 +26,7 @@ from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 from .nemo_unet import ddpm_sigmas, nemo_euler, nemo_unet, pad, vector
 
+pytestmark = pytest.mark.slow  # whole images
 MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 UNET = "model.model.diffusion_model."
 POOLED, SIZE_FEATURES, CONTEXT = 32, 8, 128
@@ -72,7 +73,7 @@ def random_state(config: dict) -> dict[str, Tensor]:
     return state
 
 
-@pytest.fixture(scope="module", params=[SDXL, pytest.param(OTHER, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[SDXL, OTHER])
 def given(request, tmp_path_factory) -> Given:
     config = yaml.safe_load(MINI_CONFIG.read_text())
     config["unet_config"] |= LAYOUTS[request.param] | {

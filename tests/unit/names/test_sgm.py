@@ -63,6 +63,7 @@ def written(tmp_path, sgm):
     return write
 
 
+@pytest.mark.slow
 def test_unet_means_the_same_to_diffusers_ldm_converter(sgm, tiny_modules):
     expected = tiny_modules["unet"].state_dict()
     converted = single_file_utils.convert_ldm_unet_checkpoint(dict(sgm), dict(tiny_modules["unet"].config))
@@ -130,6 +131,7 @@ def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules
 SGM = "model.diffusion_model."
 
 
+@pytest.mark.slow
 def test_full_size_keys_are_those_that_sgm_is_read_by():
     with torch.device("meta"):
         modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)

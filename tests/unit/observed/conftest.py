@@ -14,6 +14,13 @@ from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.ladder import Rung
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list) -> None:
+    for item in items:
+        if {"observe", "look"} & {*getattr(item, "fixturenames", ())}:  # whole pipelines
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Callable[[str], Path]:
     """``tiny_folder(case)``: the pipeline of a case of ``benchmarks.tiny_pipelines`` as a folder, written once."""
@@ -33,14 +40,18 @@ def refused(build: Callable, calls: Any, weights: Any, method: str = "forward", 
 
 
 @pytest.fixture(scope="session")
-def observe(tiny_folder) -> Callable[..., ObservedCheckpoint]:
-    """``observe(case)``: the pipeline, watched, with no network exported. Others of its arguments in ``changes``."""
+def observe(tiny_folder, tmp_path_factory) -> Callable[..., ObservedCheckpoint]:
+    """``observe(case)``: the pipeline, watched once, with no network exported. Others of its arguments in ``changes``.
+
+    A test that counts how often something is watched gives a ``cache`` of its own.
+    """
+    once = Cache(tmp_path_factory.mktemp("observed"), 1e9)
 
     def opened(case: str, **changes: Any) -> ObservedCheckpoint:
         known = CASES[case]
         given = {
             "path": tiny_folder(case), "width": known.width, "height": known.height, "scale": 5.0,
-            "arguments": dict(known.arguments), "excluded": (), "denoiser": None, "cache": Cache(None),
+            "arguments": dict(known.arguments), "excluded": (), "denoiser": None, "cache": once,
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(observing, "climb", refused)

@@ -53,7 +53,7 @@ def stated(family, network: nn.Module) -> tuple[dict[str, str], list[SharedInput
     return roles, family.shared_inputs([name for name, role in roles.items() if role != "conv"])
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("device", ["meta", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name, device):
     family = family_named(FAMILIES[name].family)
@@ -94,6 +94,7 @@ def test_the_table_of_networks_has_every_family():
     assert {each.family for each in FAMILIES.values()} == set(KNOWN_FAMILIES) - {OBSERVED}
 
 
+@pytest.mark.slow
 def test_a_modulations_own_input_precedes_those_that_it_modulates():
     for name in ALL:
         met = set()
@@ -137,6 +138,7 @@ def test_golden_counts_of_other_networks(name):
     assert (Counter(observed.roles.values()), producers) == COUNTS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_weights_change_nothing_and_every_linear_reads_one_input(name):
     if name in READ_CONTENT:

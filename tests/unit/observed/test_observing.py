@@ -73,7 +73,6 @@ def test_another_denoiser_or_other_excluded_layers_need_no_observing(observe, ob
     assert len(observed_times) == 1
 
 
-@pytest.mark.slow
 def test_another_request_is_observed_by_itself(observe, observed_times, tmp_path):
     cache = Cache(tmp_path, 1e9)
     for changes in ({}, {"width": 96}, {"scale": 1.0}, {"arguments": {"clean_caption": False}}):

@@ -78,10 +78,12 @@ def verdict(run, **changed) -> dict:
     return found["quantized"]["mlperf"]
 
 
+@pytest.mark.slow
 def test_a_run_that_follows_the_protocol_passes(run, small_protocol):
     assert verdict(run) == {"passes": True, "reason": None}
 
 
+@pytest.mark.slow
 def test_other_images_made_its_way_do_not_pass(run, small_protocol):
     found = verdict(run, images=255 - run.images)
     assert found["passes"] is False and "FID" in found["reason"] and "is not within" in found["reason"]
@@ -135,12 +137,14 @@ def test_where_one_condition_is_missing_there_is_no_verdict_but_its_name(run, sm
     assert found["reason"].startswith(f"not MLPerf's protocol: {sentence}") and "; " not in found["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["height", "width"])
 def test_images_of_another_size_or_of_any_noise_have_no_verdict(run, small_protocol, side):
     found = verdict(run, infer=replace(run.infer, latents=None, **{side: 128}))
     assert found["passes"] is None and f"{side} is 128 instead of 64; latents are not" in found["reason"]
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_protocol, tmp_path):
     metrics = Metrics(str(tmp_path), None, None)
     found = text_scores(metrics, run.infer, run.checkpoint, run.prompts, {"quantized": run.images})["quantized"]
