@@ -61,7 +61,6 @@ from sd_quant.observed.sizes import (
     of_sizes_alone,
     run,
     same,
-    shapes_of,
 )
 from sd_quant.text import one_line
 
@@ -232,7 +231,7 @@ def climb(
 ) -> Rung:
     """Returns the first rung of the ladder whose graph serves the ``calls`` in at least one of the ``runtimes``.
 
-    After all rungs for all calls come those for the calls of one batch size, of one image size, of one shape alone.
+    After all rungs for all calls come those for the calls of one batch size, of one image size, of both.
     ``calls`` of another structure than the first call's are not served; ``Rung.serves`` tells which are. ``dtype`` is
     that of the exported weights; the graph is verified in fp32, and in ``dtype`` for one call.
     """
@@ -247,11 +246,10 @@ def climb(
     everything = range(len(structure))
     one_batch_size = [number for number in everything if case.calls[number].run != BATCH]
     one_image_size = [number for number in everything if case.calls[number].run != LARGER]
-    shapes = [shapes_of(call) for call in case.calls]
-    one_shape = [number for number in everything if shapes[number] == shapes[0]]
+    one_size = [number for number in one_batch_size if number in one_image_size]
     causes: dict[str, str] = {}  # by the rung
     for scope, numbers in {
-        "": everything, ONE_BATCH_SIZE: one_batch_size, ONE_IMAGE_SIZE: one_image_size, ONE_SIZE: one_shape
+        "": everything, ONE_BATCH_SIZE: one_batch_size, ONE_IMAGE_SIZE: one_image_size, ONE_SIZE: one_size
     }.items():  # fmt: skip
         rungs = RUNGS
         if scope and len(numbers) == len(everything):  # tried already, but for calls that decide alike

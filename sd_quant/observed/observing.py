@@ -9,7 +9,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,8 @@ def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
     served = {calls[number].run for number in rung.serves}
     missed = any(calls[number].run == "prompt" and number not in rung.serves for number in alike)
     if rung.cause is None and missed and "prompt" not in served:
-        return replace(rung, name="refused", cause=f"its graph serves texts of one length alone ({rung.name})")
+        cause = f"its graph serves texts of one length alone ({rung.name})"
+        return Rung("refused", method=rung.method, notes=rung.notes, cause=cause)
     return rung
 
 
