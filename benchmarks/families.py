@@ -73,11 +73,7 @@ def checkpoint_of(family: str, given: dict[str, Any]):
         {component: dict(network.config), "vae": {"latent_channels": 4}}, given.get("tokens"), "diffusers"
     )[kind.DENOISER]
     return SimpleNamespace(
-        family=kind,
-        components={component: Drawn()},
-        parts=lambda: {kind.DENOISER: part},
-        build=build,
-        pipeline=None,
+        family=kind, components={component: Drawn()}, parts=lambda: {kind.DENOISER: part}, build=build
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sd_quant.export.qdq import write_onnx
-from sd_quant.export.tracing import trace, trace_empty
+from sd_quant.export.tracing import trace
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -19,8 +19,6 @@ SAMPLES_PER_IMAGE = "samples_a_picture"  # metadata of a denoiser's file: sample
 def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
     """The graph of the part of this name, with its weights as named inputs. No weight is read."""
     description = checkpoint.parts()[part]
-    if checkpoint.pipeline is not None:  # its buffers are real, and constants of the graph
-        return trace_empty(description.wrap(checkpoint.build()[description.component]), description.contract)
     return trace(lambda: description.wrap(checkpoint.build()[description.component]), description.contract)
 
 

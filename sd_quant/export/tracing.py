@@ -9,7 +9,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError
 from sd_quant.export.nodes import insert
 from sd_quant.models import LATENT_FACTOR
+from sd_quant.models.empty import replace_buffers, replace_parameters, without_weights
 from sd_quant.models.parts import Contract, axes
 
 if TYPE_CHECKING:
@@ -54,53 +55,25 @@ def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
     return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
 
 
-def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype):
-    """The fake tensor mode, and the module of ``build`` in it, with shapes and no storage."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode, previous = FakeTensorMode(), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # fake parameters cannot be cast afterwards
-    try:
-        with mode:
-            return mode, build().eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(previous)
-
-
 def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     """The ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
 
-    Weights are graph inputs with their parameters' names, after the contract's own inputs.
-    """
-    mode, module = fake_module(build, contract.weights)
-    with mode:
-        return graph_of(module, contract, mode, torch.export.Dim.DYNAMIC)
-
-
-def trace_empty(module: nn.Module, contract: Contract) -> ir.Model:
-    """The ONNX graph of ``module``, whose parameters are on the meta device, as ``trace`` makes it.
-
-    Its buffers and other tensors are constants of the graph. Changes the module.
+    Weights, which are parameters and the buffers that a checkpoint holds, are graph inputs with their names after the
+    contract's own inputs. Other buffers and tensors are constants of the graph. Nothing is allocated for parameters.
     Raises ArtifactError when the network serves only one size of an axis that the contract calls dynamic.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    with without_weights():
+        module = build().eval()
     mode = FakeTensorMode()
-    fake: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the one that it replaces, kept beside it
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                dtype = contract.weights if parameter.is_floating_point() else parameter.dtype
-                with mode:
-                    new = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
-                child._parameters[name] = fake.setdefault(id(parameter), (parameter, new))[1]
-    return graph_of(module.eval(), contract, mode, torch.export.Dim.AUTO)
 
+    def fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
-def graph_of(module: nn.Module, contract: Contract, mode: AbstractContextManager, dynamic: object) -> ir.Model:
-    """The ONNX graph of ``module``, whose weights are fake tensors of ``mode``; ``dynamic`` is torch.export's word."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
+    replace_parameters(module, lambda _, parameter: fake(parameter, contract.weights))
+    replace_buffers(module, lambda _, buffer: fake(buffer, buffer.dtype))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns about its own internals
         for name in NOISY_LOGGERS:
@@ -109,7 +82,7 @@ def graph_of(module: nn.Module, contract: Contract, mode: AbstractContextManager
         with mode:
             example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
         axes_of = {
-            name: {index: dynamic for index, axis in enumerate(shape) if isinstance(axis, str)}
+            name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
             for name, shape in contract.inputs.items()
         }
         model = converted(module, example, axes_of, contract)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_call, empty_denoiser
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
 
@@ -150,14 +150,10 @@ def quantize_inputs(
 
 def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
     """The number of axes that the input of each linear of the denoiser has; no weight is read."""
-    from sd_quant.export.tracing import example_shapes, fake_module
+    from sd_quant.export.tracing import example_shapes
 
-    part = denoiser_part(checkpoint)
-    mode, module = (
-        fake_module(lambda: part.wrap(checkpoint.build()[part.component]), part.contract.weights)
-        if checkpoint.pipeline is None
-        else (torch.device("meta"), part.wrap(checkpoint.build()[part.component]).to("meta", part.contract.weights))
-    )
+    contract = denoiser_part(checkpoint).contract
+    module, inputs = empty_call(checkpoint, checkpoint.family.DENOISER, example_shapes(contract))
     ranks: dict[str, int] = {}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -166,7 +162,6 @@ def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
     for name, layer in denoiser_of(checkpoint, module).named_modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(remember(name))
-    with mode, torch.no_grad():
-        shapes = example_shapes(part.contract)
-        module(**{name: torch.zeros(shape, dtype=part.contract.dtypes[name]) for name, shape in shapes.items()})
+    with torch.device("meta"), torch.no_grad():
+        module(**inputs)
     return ranks

@@ -76,6 +76,21 @@ def empty_denoiser(checkpoint: Checkpoint) -> nn.Module:
     return empty_modules(checkpoint)[denoiser_part(checkpoint).component]
 
 
+def empty_call(
+    checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a part and inputs of these ``shapes`` for it, on the meta device: a call that computes nothing.
+
+    It is made in ``torch.device("meta")``, for the tensors that networks make themselves.
+    """
+    description = checkpoint.parts()[part]
+    contract = description.contract
+    with torch.device("meta"):
+        module = description.wrap(checkpoint.build()[description.component]).to("meta", contract.weights)
+        inputs = {name: torch.empty(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
+    return module.eval(), inputs
+
+
 def part_parameters(checkpoint: Checkpoint) -> dict[str, int]:
     """Returns the number of parameters of each part; of the VAE only the decoder's."""
     parts = wrapped(checkpoint.parts(), empty_modules(checkpoint))
@@ -96,12 +111,6 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
         if positions is not None and positions.is_meta:  # in no checkpoint, so still on the meta device
             owner._buffers["position_ids"] = torch.arange(positions.shape[-1])[None]
     return module.eval().requires_grad_(False)
-
-
-def reads_guidance(checkpoint: Checkpoint) -> bool:
-    """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
-    known = checkpoint.pipeline is None  # else nobody knows what a pipeline makes of it
-    return not known or checkpoint.family.GUIDES or "guidance" in denoiser_part(checkpoint).contract.inputs
 
 
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:

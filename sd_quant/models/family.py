@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sd_quant.models import FAMILIES
-from sd_quant.models.parts import Part, SharedInput
+from sd_quant.models.parts import Contract, Part, SharedInput
 from sd_quant.models.roles import inputs_of_transformer, roles_of
 
 
@@ -29,6 +29,8 @@ class Family:
         "prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"
     )  # fmt: skip
 
+    PADDED: bool = False  # whether a text may be trained with zeros behind CLIP's tokens, which NeMo adds
+    OWN_NOISE: bool = False  # whether the pipeline alone knows the layout of its noise, so that none can be given
     MOVES: bool = False  # whether it makes videos, whose frames stand side by side in an image
     ONE_BATCH: str | None = None  # the part whose graph serves one batch alone; None where each serves all
     ONE_SIZE: tuple[str, int, int] | None = None  # likewise, with the only width and height
@@ -54,6 +56,10 @@ class Family:
     def attentions(self, denoiser: nn.Module) -> dict[str, int]:
         """Returns the head width of each attention whose matrix products can be quantized, by the attention's name."""
         return {}
+
+    def reads_guidance(self, contract: Contract) -> bool:
+        """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
+        return self.GUIDES or "guidance" in contract.inputs
 
     def encode(
         self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None

@@ -97,6 +97,7 @@ class StableDiffusionXL(UnetFamily):
         "text_encoder_2": "CLIPTextModelWithProjection",
     }
     DENOISER = "unet_xl"
+    PADDED = True
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         """As in ``Family``; ``tokens`` is S, CLIP's own 77 by default."""

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from sd_quant.engines import RUNTIMES, load_engine
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.export.qdq import write_onnx
-from sd_quant.export.tracing import trace_empty
+from sd_quant.export.tracing import trace
+from sd_quant.models.empty import Read, random_weights, reader, shortened, with_weights
 from sd_quant.models.parts import Part
 from sd_quant.observed.calls import (
     BATCH,
@@ -49,7 +50,6 @@ from sd_quant.observed.calls import (
     signature_of,
     with_outputs,
 )
-from sd_quant.observed.empty import Read, random_weights, reader, shortened, with_weights
 from sd_quant.observed.pairs import ComplexError, OnlyReals
 from sd_quant.observed.part import BUFFERS, DECISIONS, KNOWN, PREFIX, REALS, SIZES, observed_part
 from sd_quant.observed.sizes import (
@@ -126,7 +126,7 @@ def part_of(
 
 def graph_of_part(build: Build, part: Part) -> ir.Model:
     """Returns the traced graph of an observed part, as ``export.tracing.trace`` does for a family's."""
-    return trace_empty(part.wrap(build()), part.contract)
+    return trace(lambda: part.wrap(build()), part.contract)
 
 
 @dataclass(frozen=True)

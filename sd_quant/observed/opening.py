@@ -25,9 +25,9 @@ from sd_quant.files import refusing
 from sd_quant.files.checks import bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.tensors import Weights
+from sd_quant.models.empty import without_weights
 from sd_quant.names.diffusers import plain_name
 from sd_quant.observed.calls import children
-from sd_quant.observed.empty import without_weights
 
 LARGEST_NUMBER = 10_000_000  # in a configuration: more than any vocabulary or context
 MOST_NOISE_LEVELS = 100_000  # of a scheduler, which computes tables of them

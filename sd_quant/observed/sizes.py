@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.models.empty import META, random_weights, reader, with_weights
 from sd_quant.observed.calls import Call, at, identifier, leaves, rebuilt, tensor_of, tensors_in, tree_of
-from sd_quant.observed.empty import META, random_weights, reader, with_weights
 from sd_quant.observed.pairs import mapped
 
 ASKED = {"__bool__", "__int__", "__float__", "__index__", "item", "equal", "is_nonzero"}  # numbers of tensors

@@ -9,7 +9,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import most_steps
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, reads_guidance
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part
 from sd_quant.models.family import family_named
 from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
 
@@ -39,7 +39,7 @@ def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
     latents = latents_of(infer)
     if latents is None:
         return
-    if checkpoint.pipeline is not None:
+    if checkpoint.family.OWN_NOISE:
         because = "because the pipeline draws its own noise, from infer.seed"
         check(False, "infer.latents", infer.latents, f"null with model=diffusers, {because}")
     channels = contracts_of(checkpoint)["vae"].inputs["z"][1]
@@ -72,7 +72,8 @@ def check_guidance(checkpoint: Checkpoint, scale: float) -> None:
         "at most 1, because this checkpoint was distilled to do without guidance and takes no scale; for Flux schnell "
         "model=flux_schnell has the knobs"
     )
-    check(scale <= 1 or reads_guidance(checkpoint), "infer.scale", scale, expected)
+    reads = checkpoint.family.reads_guidance(denoiser_part(checkpoint).contract)
+    check(scale <= 1 or reads, "infer.scale", scale, expected)
 
 
 def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:

@@ -250,7 +250,7 @@ def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
     """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
-    return not target.pads and checkpoint.family.TOKENS is None and checkpoint.pipeline is None
+    return not target.pads and checkpoint.family.PADDED
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:

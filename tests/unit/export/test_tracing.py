@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from sd_quant.export import tracing
-from sd_quant.export.tracing import OPSET, drop_squeezes, fake_module, promote_concatenated, trace, transpose_keys
+from sd_quant.export.tracing import OPSET, drop_squeezes, promote_concatenated, trace, transpose_keys
 from sd_quant.models.parts import Contract
 from tests.graphs import run, save_graph
 
@@ -52,20 +52,27 @@ def test_nothing_but_the_graph_is_kept(traced):
     assert all(value.shape is None and not value.metadata_props for value in inner)
 
 
-def test_a_fake_module_has_shapes_but_no_memory():
-    mode, module = fake_module(lambda: nn.Linear(2**20, 2**20), torch.float16)  # 2 TiB
-    assert module.weight.shape == (2**20, 2**20) and module.weight.dtype == torch.float16
-    assert not module.training and not module.weight.requires_grad
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("held", torch.full((6,), 2.0))
+        self.register_buffer("computed", torch.full((6,), 3.0), persistent=False)
+        self.register_buffer("places", torch.arange(6))
+
+    def forward(self, x):
+        return self.linear(x) + self.held[self.places] + self.computed
 
 
-def test_the_default_dtype_is_put_back_even_after_a_failure():
-    def fail() -> nn.Module:
-        assert torch.get_default_dtype() == torch.float16
-        raise RuntimeError("no such architecture")
-
-    with pytest.raises(RuntimeError, match="no such architecture"):
-        fake_module(fail, torch.float16)
-    assert torch.get_default_dtype() == torch.float32
+def test_what_a_checkpoint_holds_is_an_input_and_what_is_computed_a_constant():
+    half = torch.float16
+    graph = trace(Buffers, Contract({"x": ("batch", 6)}, ("y",), {"x": half}, half)).graph
+    weights = {value.name: value.dtype for value in graph.inputs[1:]}
+    single = ir.DataType.FLOAT
+    assert weights == {"linear.weight": ir.DataType.FLOAT16, "linear.bias": ir.DataType.FLOAT16, "held": single}
+    constants = [value.const_value.numpy() for value in graph.initializers.values()]
+    assert any(np.array_equal(each, np.full(6, 3)) for each in constants)
+    assert not any(np.array_equal(each, np.full(6, 2)) for each in constants)
 
 
 @pytest.mark.parametrize("size, left", [(1, 1), (3, 0), ("n", 0)])

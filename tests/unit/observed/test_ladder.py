@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import SdQuantError
-from sd_quant.export.tracing import trace_empty
+from sd_quant.export.tracing import trace
+from sd_quant.models.empty import without_weights
 from sd_quant.models.parts import Contract
 from sd_quant.observed.calls import Call
-from sd_quant.observed.empty import without_weights
 from sd_quant.observed.ladder import Rung, climb, graph_of_part, part_of
 
 pytestmark = pytest.mark.slow  # the tracing
@@ -207,5 +207,5 @@ def test_what_a_network_remembers_while_it_is_traced_is_forgotten():
 
     module = empty(Remembers)
     contract = Contract({"x": ("batch", 6)}, ("y",), {"x": torch.float32}, torch.float32, example={"batch": 3})
-    graph = trace_empty(module, contract).graph
+    graph = trace(lambda: module, contract).graph
     assert module.table is None and module.tables.made is None and len(graph.inputs) == 3

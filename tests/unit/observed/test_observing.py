@@ -13,7 +13,7 @@ from sd_quant.cache import Cache
 from sd_quant.config import Model
 from sd_quant.errors import ConfigError
 from sd_quant.models import OBSERVED
-from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, reads_guidance, samples_per_image
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call, signature_of
@@ -155,7 +155,7 @@ def test_a_checkpoint_says_what_families_state(observe):
     checkpoint = observe(PIXART)
     family, parts = checkpoint.family, checkpoint.parts()
     assert family.PIPELINES == (PIXART,) and family.NETWORKS["transformer"] == "PixArtTransformer2DModel"
-    assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2 and reads_guidance(checkpoint)
+    assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2
     assert list(parts) == ["transformer", "text_encoder", "vae"]
     assert exported(parts) == [] and {part.refused for part in parts.values()} == {"not tried"}
     denoiser = empty_denoiser(checkpoint)

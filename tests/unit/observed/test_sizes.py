@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.models.empty import random_weights, reader, shortened, with_weights, without_weights
 from sd_quant.observed.calls import Call
-from sd_quant.observed.empty import random_weights, reader, shortened, with_weights, without_weights
 from sd_quant.observed.sizes import (
     Outside,
     frozen,

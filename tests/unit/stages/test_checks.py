@@ -97,10 +97,10 @@ def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(n
 
 
 class Alone(Family):
-    UNEQUAL = "this pipeline takes one prompt at a time"
+    UNEQUAL, OWN_NOISE = "this pipeline takes one prompt at a time", True
 
 
-OBSERVED = SimpleNamespace(family=Alone(), pipeline=lambda engines: None)
+OBSERVED = SimpleNamespace(family=Alone())
 
 
 def test_several_images_at_a_time_are_refused_where_prompts_of_unequal_length_are_no_batch(checkpoint):

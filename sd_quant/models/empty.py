@@ -1,8 +1,9 @@
 """Networks without weights: shapes and code of any size in seconds, with the buffers that a constructor computes.
 
 A network of 20 billion parameters is built with its parameters on the meta device, which takes no memory. Buffers and
-other tensors of a constructor (position tables, frequencies) hold their numbers, because they are constants of the
-graph. The road not taken is ``torch.device("meta")`` around the constructor: its buffers would have no numbers.
+other tensors of a constructor (position tables, frequencies) hold their numbers: code may look at them, and those that
+no checkpoint holds are constants of the graph. Weights are parameters and the other buffers in floating point. The road
+not taken is ``torch.device("meta")`` around the constructor: its buffers would have no numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,11 +57,20 @@ def replace_parameters(network: nn.Module, made: Callable[[str, Tensor], Tensor]
     return network
 
 
+def replace_buffers(network: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Likewise the buffers in floating point that a checkpoint of it holds."""
+    for prefix, module in network.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = made(f"{prefix}.{name}" if prefix else name, buffer)
+    return network
+
+
 def shared_names(network: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns every parameter's name with all names of the same parameter, the name itself included."""
+    """Returns every weight's name with all names of the same weight, the name itself included."""
     names: dict[int, tuple[str, ...]] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        names[id(tensor)] = (*names.get(id(tensor), ()), name)
     return {name: same for same in names.values() for name in same}
 
 
@@ -82,18 +92,22 @@ def reader(network: nn.Module, weights: Mapping[str, Tensor]) -> Read:
 
 def with_weights(network: nn.Module, read: Read) -> nn.Module:
     """Give ``network`` the weights that ``read`` returns, in fp32, in place. Returns the network."""
-    return replace_parameters(network, lambda name, _: read(name).float()).eval()
+    replace_parameters(network, lambda name, _: read(name).float())
+    return replace_buffers(network, lambda name, buffer: read(name).to(buffer.dtype)).eval()
 
 
 def random_weights(network: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Returns small random weights in fp32 by name; those of norms are about 1, so that signals do not fade."""
+    """Returns small random weights in fp32 by name; those of norms are about 1, so that signals do not fade.
+
+    Buffers keep the numbers that their constructor has computed.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(name: str, parameter: Tensor) -> Tensor:
         ones = float(parameter.ndim == 1 and name.endswith("weight"))
         return torch.randn(parameter.shape, generator=generator) * SPREAD + ones
 
-    return {name: drawn(name, parameter) for name, parameter in network.named_parameters()}
+    return {name: drawn(name, each) for name, each in network.named_parameters()} | dict(network.named_buffers())
 
 
 def shortened(network: nn.Module, blocks: int) -> nn.Module:
