@@ -4,11 +4,17 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from sd_quant.config import InspectJob
+from sd_quant.config import InspectJob, Model
 from sd_quant.inference.memory import GB, memory_of_calibration
+from sd_quant.metrics.flops import operations, rate
+from sd_quant.models.checkpoint import empty_call
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint
+from sd_quant.progress import duration
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
+from sd_quant.text import one_line
+
+STEPS = 20  # of denoising, where a model's file recommends no number
 
 
 def inspect(job: InspectJob, directory: Path) -> None:
@@ -17,7 +23,7 @@ def inspect(job: InspectJob, directory: Path) -> None:
     write_observed(session, directory)
     tables = [parts_table(session, checkpoint.observation), inputs_table(session), layers_table(session)]
     print("\n\n".join("\n".join(as_text(table)) for table in tables))
-    print("\n" + "\n".join(facts(session, job.model.width * job.model.height, checkpoint.observation)))
+    print("\n" + "\n".join(facts(session, job.model, checkpoint.observation)))
     print(f"observed: {directory / OBSERVED_JSON}")
 
 
@@ -66,8 +72,9 @@ def layers_table(session: Session) -> Table:
     return table_of_texts(["layers", "count", "such as"], rows)
 
 
-def facts(session: Session, pixels: int, observation: Observation) -> list[str]:
+def facts(session: Session, model: Model, observation: Observation) -> list[str]:
     """Sentences about groups, batches, memory and time."""
+    pixels = model.width * model.height
     groups = observation.layers[session.denoiser].shared_inputs
     absorbed = sum(group.producer is not None for group in groups)
     calibration = memory_of_calibration(session.parameters, pixels)
@@ -77,8 +84,27 @@ def facts(session: Session, pixels: int, observation: Observation) -> list[str]:
         f"{observation.samples_per_image}",
         f"calibration takes about {calibration / GB:.1f} GB of memory, "
         f"all ONNX files {math.fsum(session.stored_bytes.values()) / GB:.2f} GB of disk",
+        time_of(session, model, observation),
         f"observed in {observation.seconds:.1f} s",
     ]
     if observation.unequal:
         lines.append(f"prompts of unequal length cannot be in one batch: {observation.unequal}")
     return lines + [f"{what} is fixed: {failure}" for what, failure in observation.fixed.items()]
+
+
+def time_of(session: Session, model: Model, observation: Observation) -> str:
+    """A sentence about the least time that a step and the calibration take in torch, from the denoiser's operations."""
+    contract = session.parts[session.denoiser].contract
+    shapes = contract.shapes_for(observation.samples_per_image, model.width, model.height)
+    try:
+        count, _ = operations(*empty_call(session.checkpoint, session.denoiser, shapes))
+    except Exception as error:  # whatever the code of a network raises where nothing is computed
+        return f"time is not estimated, because {session.denoiser} cannot be called without numbers: {one_line(error)}"
+    count, per_second = count * observation.calls_a_step, rate()
+    step = count / per_second
+    steps, prompts = (int(model.recommended.get(name, usual)) for name, usual in (("steps", STEPS), ("calib_size", 64)))
+    return (
+        f"a step of an image of {model.width} x {model.height} takes at least {step:.2g} s in torch, the calibration "
+        f"by {prompts} prompts of {steps} steps {duration(step * steps * prompts)} ({count / 1e12:.2g} TFLOP a step; "
+        f"products of matrices make {per_second / 1e9:.0f} GFLOP/s here and now)"
+    )

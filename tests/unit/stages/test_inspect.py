@@ -25,7 +25,8 @@ def inspected(observe, tmp_path, monkeypatch, capsys):  # noqa: F811
         checkpoint = observe(CASE, **changes)
         checkpoint = replace(checkpoint, observation=change(checkpoint.observation))
         monkeypatch.setattr(stage, "observed_checkpoint", lambda model: checkpoint)
-        stage.inspect(SimpleNamespace(model=SimpleNamespace(width=64, height=48)), tmp_path)
+        model = SimpleNamespace(width=64, height=48, recommended={"calib_size": 8, "steps": 5})
+        stage.inspect(SimpleNamespace(model=model), tmp_path)
         return capsys.readouterr().out, checkpoint
 
     return run
@@ -79,3 +80,20 @@ def test_what_is_fixed_and_what_cannot_be_one_batch_is_said(inspected):
     )
     assert "prompts of unequal length cannot be in one batch: masks differ" in printed
     assert "larger is fixed: it fails in vae.decode" in printed
+
+
+def test_time_is_told_by_the_denoisers_operations(inspected, monkeypatch):
+    monkeypatch.setattr(stage, "rate", lambda: 1e9)
+    monkeypatch.setattr(stage, "operations", lambda module, inputs: (int(2e9) * len(inputs["hidden_states"]), {}))
+    printed, _ = inspected()  # two samples, because of guidance
+    assert (
+        "a step of an image of 64 x 48 takes at least 4 s in torch, the calibration by 8 prompts of 5 steps 3 min (0"
+        in printed
+    )
+
+    def counts(module, inputs):
+        raise NotImplementedError("a look at\nnumbers")
+
+    monkeypatch.setattr(stage, "operations", counts)
+    printed, _ = inspected()
+    assert "time is not estimated, because transformer cannot be called without numbers: a look at numbers" in printed
