@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
-from functools import cache, partial
+from functools import _lru_cache_wrapper, cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -121,6 +121,9 @@ def converted(module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, 
             for each, attributes in before:  # a network that remembers a tensor would remember one without numbers
                 vars(each).clear()
                 vars(each).update(attributes)
+                for value in vars(type(each)).values():
+                    if isinstance(value, _lru_cache_wrapper):
+                        value.cache_clear()
 
     def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
         return torch.onnx.export(

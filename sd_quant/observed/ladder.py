@@ -50,7 +50,7 @@ from sd_quant.observed.calls import (
     signature_of,
     with_outputs,
 )
-from sd_quant.observed.pairs import ComplexError, OnlyReals
+from sd_quant.observed.pairs import Numbers
 from sd_quant.observed.part import BUFFERS, DECISIONS, KNOWN, PREFIX, REALS, SIZES, observed_part
 from sd_quant.observed.sizes import (
     Seen,
@@ -147,14 +147,11 @@ class Case:
         return of_sizes_alone(self.build, self.method, self.calls)
 
     @cached_property
-    def real(self) -> bool:
-        """Whether the network computes with reals in at most 32 bits alone, and leaves nothing to ``pairs``."""
-        try:
-            with torch.no_grad(), OnlyReals():
-                run(self.network, self.method, self.calls[0].arguments)
-        except ComplexError:
-            return False
-        return True
+    def numbers(self) -> Numbers:
+        """Which kinds of numbers the network computes with."""
+        with torch.no_grad(), Numbers() as numbers:
+            run(self.network, self.method, self.calls[0].arguments)
+        return numbers
 
     @cached_property
     def known(self) -> dict[str, int]:
@@ -173,7 +170,7 @@ class Case:
         chosen = replace(
             self, calls=[self.calls[each] for each in numbers], expected=[self.expected[each] for each in numbers]
         )
-        for name in ("counts", "known", "real", "seen"):
+        for name in ("counts", "known", "numbers", "seen"):
             if name in vars(self):  # computed already
                 value = vars(self)[name]
                 vars(chosen)[name] = [value[each] for each in numbers] if name == "seen" else value
@@ -194,7 +191,9 @@ class Case:
             trees = input_trees({path: self.seen[0].outputs[path] for path in paths})
             tensors = [named_tensors(trees, seen.outputs) for seen in self.seen]
             extra = {name: [each[name] for each in tensors] for name in tensors[0]}
-        if remedies == (REALS,) and self.real:
+        if not remedies and self.numbers.complex:
+            raise ArtifactError("no runtime computes with complex numbers")
+        if remedies == (REALS,) and not self.numbers.changed:
             raise ArtifactError("nothing is complex or in fp64")
         if DECISIONS in remedies:
             of_calls = [seen.decisions(trees) for seen in self.seen]

@@ -182,22 +182,21 @@ def evenly_spaced(start: Any, end: Any, steps: Any, dtype: torch.dtype | None = 
     return (start + places * ((end - start) / (steps - 1))).to(dtype or torch.float32)
 
 
-class ComplexError(Exception):
-    """A network computes with complex numbers, in fp64, or what else ``RealNumbers`` changes."""
+class Numbers(TorchFunctionMode):
+    """Notes whether an operation of a network returns complex numbers, and whether ``RealNumbers`` changes any."""
 
-
-class OnlyReals(TorchFunctionMode):
-    """Raises ComplexError at the first operation that ``RealNumbers`` would change."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.complex = self.changed = False
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [each for each in flat(result) if isinstance(each, Tensor)]
-        if getattr(func, "__name__", "") == "linspace" or any(
-            each.dtype in NARROWER or each.is_complex() for each in tensors
-        ):
-            raise ComplexError
+        self.complex |= any(each.is_complex() for each in tensors)
+        wide = getattr(func, "__name__", "") == "linspace" or any(each.dtype in NARROWER for each in tensors)
+        self.changed |= self.complex or wide
         return result
 
 
