@@ -51,7 +51,7 @@ from sd_quant.observed.calls import (
     with_outputs,
 )
 from sd_quant.observed.pairs import Numbers
-from sd_quant.observed.part import BUFFERS, DECISIONS, KNOWN, PREFIX, REALS, SIZES, observed_part
+from sd_quant.observed.part import BUFFERS, DECISIONS, INPUTS, KNOWN, PREFIX, REALS, SIZES, observed_part
 from sd_quant.observed.sizes import (
     Seen,
     input_trees,
@@ -285,12 +285,13 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
     """Returns the rung with weights in ``dtype`` if its graph computes one call so, otherwise in fp32.
 
     Inputs of one number a sample, positions, and tables from outside stay in fp32 if the network takes them so;
-    otherwise all inputs are in ``dtype``. Buffers stay in fp32 likewise.
+    otherwise all inputs are in ``dtype``. Buffers stay in fp32 likewise, and products get inputs of other dtypes.
     """
     if dtype == torch.float32:
         return rung
     runtime, first, cause = next(iter(rung.verified)), case.of([0]), ""
-    for remedies in (rung.remedies, (*rung.remedies, BUFFERS)):
+    for more in ((), (BUFFERS,), (BUFFERS, INPUTS)):
+        remedies = (*rung.remedies, *more)
         for single in dict.fromkeys((kept_single(rung.signature), ())):
             part = observed_part("", rung.signature, case.method, remedies, dtype, single, case.build)
             verified, refused = outcome_of(first, part, [runtime], threads, ROUNDED)

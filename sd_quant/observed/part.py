@@ -5,13 +5,15 @@ itself, unchanged but for its remedies. The road not taken is a copy of each cla
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import Contract, Part
@@ -28,10 +30,12 @@ from sd_quant.observed.pairs import RealNumbers, with_real_constants
 from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, same
 
 PREFIX = "network."  # of weights' names
+PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
 REALS = "reals"  # the remedy of pairs.py
 SIZES = "sizes"  # modules of sizes alone are computed outside of the graph
 KNOWN = "known"  # likewise modules without weights that no weight has a part in
 BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
+INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their weights, which autocast does elsewhere
 DECISIONS = "decisions"  # they are frozen as observed
 
 
@@ -49,6 +53,17 @@ class Forward:
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
         return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
+
+
+class InputsAsWeights(TorchFunctionMode):
+    """Casts the input of a linear or a convolution to the dtype of its weight."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:
+        if func in PRODUCTS and len(args) > 1 and args[0].dtype != args[1].dtype:
+            args = (args[0].to(args[1].dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class ObservedNetwork(nn.Module):
@@ -75,6 +90,8 @@ class ObservedNetwork(nn.Module):
         with ExitStack() as stack:
             if REALS in self.remedies:
                 stack.enter_context(RealNumbers())
+            if INPUTS in self.remedies:
+                stack.enter_context(InputsAsWeights())
             if self.signature.outside:
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
             if self.signature.decisions:

@@ -13,6 +13,7 @@ from sd_quant.models.empty import without_weights
 from sd_quant.models.parts import Contract
 from sd_quant.observed.calls import Call
 from sd_quant.observed.ladder import Rung, climb, graph_of_part, part_of
+from sd_quant.observed.part import INPUTS
 
 pytestmark = pytest.mark.slow  # the tracing
 
@@ -72,6 +73,21 @@ class Rotary(nn.Module):
         return torch.view_as_real(pairs * self.positions(tokens)).flatten(-2).float()
 
 
+class Single(nn.Module):
+    """Whose time is embedded in fp32, in which autocast computes on a GPU, as in Kandinsky 5; with a trained buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.time, self.linear = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.float32):
+            angles = timestep.float()[:, None] * torch.arange(6, dtype=torch.float32)
+            embedded = self.time(torch.cos(angles))
+        return self.linear(x + embedded[:, None]) + self.shift
+
+
 def empty(kind: type) -> nn.Module:
     with without_weights():
         return kind()
@@ -101,6 +117,21 @@ def test_a_plain_network_is_verified_on_every_call_in_each_runtime(rung):
     assert rung.name == "plain" and rung.cause is None and rung.serves == tuple(range(8))
     assert rung.verified.keys() == {"onnxruntime", "openvino"}
     assert all(each.calls == 8 and each.error < 1e-5 for each in rung.verified.values())
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_products_of_two_dtypes_are_in_the_weights_and_a_trained_buffer_is_a_weight():
+    recorded = [
+        Call({"x": call.arguments["x"], "timestep": call.arguments["conditions"]["scale"]}, call.run, call.step)
+        for call in calls()
+    ]
+    weights = weights_of(Single) | {"shift": torch.full((6,), 5.0)}
+    rung = climb(partial(empty, Single), recorded, weights, threads=1)
+    assert (rung.weights, rung.notes) == ("float16", ()) and INPUTS in rung.remedies
+    assert rung.verified.keys() == {"onnxruntime", "openvino"}, "against a network with the buffer of the checkpoint"
+    part = part_of("", rung.signature, rung, build=partial(empty, Single))
+    graph = graph_of_part(partial(empty, Single), part).graph
+    assert "network.shift" in {value.name for value in graph.inputs}
 
 
 def test_a_rung_survives_json(rung):
