@@ -8,12 +8,9 @@ export of a quantized model, which holds every weight in fp32 and writes INT8 we
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
-from functools import _lru_cache_wrapper, cache, partial
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
@@ -30,7 +27,6 @@ from sd_quant.models.parts import Contract, axes
 if TYPE_CHECKING:
     from onnxscript.rewriter import RewriteRule
 
-aten = torch.ops.aten
 # Operations to which opsets 21, 22 and 23 only add types; others may have changed in these opsets.
 ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
@@ -64,6 +60,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    from sd_quant.export.exporter import converted
+
     with without_weights():
         module = build().eval()
     mode = FakeTensorMode()
@@ -85,7 +83,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
             name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
             for name, shape in contract.inputs.items()
         }
-        model = converted(module, example, axes_of, contract)
+        check = partial(check_axes, contract=contract)
+        model = converted(module, example, axes_of, contract.outputs, OPSET, check)
     for value in list(model.graph.initializers.values()):
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
             value.const_value = None
@@ -99,140 +98,6 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     name_axes(model, contract)
     strip(model)
     return model
-
-
-def converted(module: nn.Module, example: dict[str, Tensor], dynamic: dict[str, dict], contract: Contract) -> ir.Model:
-    """The module in ONNX, with its operations as the network calls them if all of them have translations.
-
-    Otherwise operations are decomposed first, which traces the network twice more, with symbols for its sizes. This is
-    always so for a network that changes its input.
-    """
-    from sd_quant.export.translations import TRANSLATIONS
-
-    classes = {type(each).__module__ for each in module.modules()}  # files with code of the network
-
-    def exported() -> torch.export.ExportedProgram:
-        own = [value for each in module.modules() for value in vars(each).values() if type(value).__module__ in classes]
-        before = [(each, dict(vars(each))) for each in (*module.modules(), *own) if hasattr(each, "__dict__")]
-        try:
-            with without_idle_autocast():
-                return torch.export.export(module, (), example, dynamic_shapes=dynamic, strict=False)
-        finally:
-            for each, attributes in before:  # a network that remembers a tensor would remember one without numbers
-                vars(each).clear()
-                vars(each).update(attributes)
-                for value in vars(type(each)).values():
-                    if isinstance(value, _lru_cache_wrapper):
-                        value.cache_clear()
-
-    def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
-        return torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            output_names=list(contract.outputs),
-            custom_translation_table=TRANSLATIONS,
-        ).model
-
-    program = exported()
-    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    check_axes({name: value.shape for name, value in values.items() if isinstance(value, Tensor)}, contract)
-    keep_what_is_changed(program)
-    with torchs_exporter(promotes=not dtypes_agree(program)):
-        program.run_decompositions = lambda *_: program
-        with suppress(torch.onnx.errors.OnnxExporterError):
-            return in_onnx(program)
-        return in_onnx(exported())  # traced again, because the attempt has changed the program
-
-
-@contextmanager
-def without_idle_autocast() -> Iterator[None]:
-    """A context in which autocast is not entered where it changes nothing: disabled, or for another device.
-
-    torch's exporter would trace what is inside as a graph of its own, for which it decomposes the whole network.
-    """
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    idle = list[int]()
-
-    def entered(self: torch.autocast) -> Any:
-        if torch.is_autocast_enabled("cpu") or (self._enabled and self.device == "cpu"):
-            return enter(self)
-        idle.append(id(self))
-        return self
-
-    def left(self: torch.autocast, *error: Any) -> Any:
-        if id(self) not in idle:
-            return leave(self, *error)
-        return idle.remove(id(self))
-
-    with mock.patch.object(torch.autocast, "__enter__", entered), mock.patch.object(torch.autocast, "__exit__", left):
-        yield
-
-
-def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
-    """Replace each operation that changes a tensor in place by the one that returns a new tensor.
-
-    Only where no other tensor shares the memory: one that an elementwise operation has made, of which no view is taken.
-    """
-    order = {node: number for number, node in enumerate(program.graph.nodes)}
-    for node in program.graph.nodes:
-        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-        pure = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-        if pure is None or not name.endswith("_") or name.endswith("__"):
-            continue
-        changed, operands = node.args[0], node.all_input_nodes
-        shared = any(shares_memory(user) for user in changed.users if order[user] < order[node])
-        alike = len({getattr(each.meta.get("val"), "dtype", None) for each in operands}) == 1
-        if torch.Tag.pointwise in getattr(changed.target, "tags", ()) and alike and not shared:
-            node.target = pure
-            changed.replace_all_uses_with(node, lambda user, at=order[node]: order.get(user, at) > at)
-
-
-def shares_memory(node: torch.fx.Node) -> bool:
-    """Whether a node may return, or change, the memory that it reads."""
-    return torch.Tag.pointwise not in getattr(node.target, "tags", ())
-
-
-def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
-    """Whether each call reads floating-point tensors of one dtype only, so that nothing needs type promotion."""
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
-    dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
-    return all(len(each) < 2 and all(dtype.is_floating_point for dtype in each) for each in dtypes)
-
-
-@contextmanager
-def torchs_exporter(promotes: bool) -> Iterator[None]:
-    """A context in which torch's exporter does not do twice what it needs once, for which it has no options.
-
-    It keeps its table of translations between exports, and skips type promotion, for which it computes all shapes
-    anew, unless it ``promotes``: a fifth and a quarter of a trace. Does nothing where torch has other names for them.
-    """
-    with ExitStack() as stack:
-        with suppress(ImportError, AttributeError):
-            from torch.onnx._internal.exporter import _fx_passes, _registration
-
-            table = _registration.ONNXRegistry
-            made = partial(copy_of_table, table.from_torchlib)
-            stack.enter_context(mock.patch.object(table, "from_torchlib", made))
-            if not promotes:
-                stack.enter_context(mock.patch.object(_fx_passes, "insert_type_promotion_nodes", lambda module: None))
-        yield
-
-
-@cache
-def table_of(make: Callable[..., Any], opset: int) -> Any:
-    """torch's table of translations for an opset."""
-    return make(opset_version=opset)
-
-
-def copy_of_table(make: Callable[..., Any], opset_version: int) -> Any:
-    """The same as a copy, to which an export adds its own."""
-    table = copy(table_of(make, opset_version))
-    table.functions = {name: list(translations) for name, translations in table.functions.items()}
-    return table
 
 
 def promote_concatenated(model: ir.Model) -> None:
