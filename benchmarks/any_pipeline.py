@@ -32,7 +32,7 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
-from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.checkpoint import ObservedCheckpoint, why_refused
 from sd_quant.observed.ladder import Rung, climb
 from sd_quant.stages.open_parts import open_torch
 
@@ -111,7 +111,9 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
         return row | {"seconds": round(time.perf_counter() - started, 1)}
     in_fp32 = with_weights(checkpoint, "float32")
     sampling = Sampling(STEPS, GUIDANCE, height, width, 1, 123)
-    torch_run = made(in_fp32, {}, None, sampling)
+    torch_run = step("onnxruntime", lambda: made(in_fp32, {}, None, sampling))  # its own result follows
+    if torch_run is None:
+        return row | {"seconds": round(time.perf_counter() - started, 1)}
     for part in exported(in_fp32.parts()):
         write_part(trace_part(in_fp32, part), in_fp32, part, artifact(folder, "onnx", part), {})
     for runtime in ("onnxruntime", "openvino"):
@@ -129,8 +131,11 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
             run = made(checkpoint, file, next(iter(denoiser.verified)), sampling)
             return {"psnr": psnr(torch_run.images, run.images)}
 
-        step("int8", int8)
-        step("plan", lambda: plan_of(artifact(folder / "int8", "onnx", model.session.denoiser), width, height))
+        if because := why_refused(denoiser):
+            row["int8"] = {"works": False, "because": because}
+        else:
+            step("int8", int8)
+            step("plan", lambda: plan_of(artifact(folder / "int8", "onnx", model.session.denoiser), width, height))
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
