@@ -383,7 +383,7 @@ def nucleus() -> Any:
     encoder, tokenizer = text.qwen3_vl(layers=8)  # the pipeline reads the eighth layer from the end
     denoiser = NucleusMoEImageTransformer2DModel(
         in_channels=32, out_channels=8, num_layers=5, num_key_value_heads=1, joint_attention_dim=WIDTH,
-        axes_dims_rope=AXES, num_experts=4, moe_intermediate_dim=WIDTH, capacity_factors=2.0, **HEADS,
+        axes_dims_rope=AXES, num_experts=4, moe_intermediate_dim=WIDTH, capacity_factors=2.0, mlp_ratio=6.0, **HEADS,
     )  # fmt: skip
     for name, parameter in denoiser.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):  # the class leaves the experts' memory as it finds it

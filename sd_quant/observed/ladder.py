@@ -246,7 +246,7 @@ def climb(
     one_batch_size = [number for number in everything if case.calls[number].run != BATCH]
     one_image_size = [number for number in everything if case.calls[number].run != LARGER]
     one_size = [number for number in one_batch_size if number in one_image_size]
-    causes: dict[str, str] = {}  # by the rung
+    causes, not_tried = dict[str, str](), dict[str, str]()  # by the rung
     for scope, numbers in {
         "": everything, ONE_BATCH_SIZE: one_batch_size, ONE_IMAGE_SIZE: one_image_size, ONE_SIZE: one_size
     }.items():  # fmt: skip
@@ -263,7 +263,8 @@ def climb(
                     chosen = case.of(numbers)
                 signature = chosen.signature(remedies)
             except Exception as error:  # whatever a network raises where it is looked at
-                LOG.debug("%s: %s", name, cause_of(error))
+                not_tried[name] = cause_of(error)
+                LOG.debug("%s: %s", name, not_tried[name])
                 continue
             verified, refused = outcome(chosen, signature, remedies, runtimes, threads)
             LOG.debug("%s: %s, refused %s", name, verified, refused)
@@ -274,6 +275,7 @@ def climb(
                 )
                 return in_dtype(chosen, rung, dtype, threads)
             causes[name] = next(iter(refused.values()))
+    causes = causes or not_tried
     plainest, last = next(iter(causes.items())), list(causes.items())[-1]
     sentence = "no graph computes it within the tolerance: " + "; ".join(
         f"{name}: {cause}" for name, cause in dict([plainest, last]).items()

@@ -94,7 +94,7 @@ class ObservedNetwork(nn.Module):
                 stack.enter_context(InputsAsWeights())
             if self.signature.outside:
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
-            if self.signature.decisions:
+            if self.signature.decisions and torch.compiler.is_exporting():  # else it decides itself, as quantizers do
                 stack.enter_context(frozen(self.signature.decisions))
             return result_tensors(call(**arguments_with(self.signature, tensors)))
 

@@ -197,6 +197,9 @@ def test_decisions_are_frozen_as_observed_and_compared_at_each_call():
     assert rung.name == "decisions as observed" and rung.verified.keys() == {"onnxruntime", "openvino"}
     part = part_of("transformer", rung.signature, rung, build=build)
     given = recorded[0].arguments
+    network = Chooses()
+    network.linear.register_forward_pre_hook(lambda layer, inputs: None if inputs[0].min() < 99 else 1 / 0)
+    part.wrap(network)(**part.arguments(part.contract, given))  # in torch others decide, too, as quantizers do
     with pytest.raises(SdQuantError, match=r"decides \[False\] by its inputs' numbers, expected \[True\]"):
         part.arguments(part.contract, given | {"other": torch.zeros_like(given["mask"])})
 
