@@ -333,6 +333,7 @@ def test_a_processors_own_code_is_not_run(folder, nothing_runs, kind):
 HUGE = 10**9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "entries", "said"),
     [
@@ -385,6 +386,7 @@ def test_tables_without_end_are_refused_before_they_are_computed():
         check_buffers(network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "entries", "said"),
     [
@@ -413,6 +415,7 @@ WHOLE_FOLDER = "expected the whole folder of a pipeline"
 
 
 @pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["nothing", "a file", "an empty folder"])
 def test_a_component_that_is_missing_is_named(folder, name, left):
     shutil.rmtree(folder / name)
