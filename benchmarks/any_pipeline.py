@@ -111,7 +111,7 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
         return row | {"seconds": round(time.perf_counter() - started, 1)}
     in_fp32 = with_weights(checkpoint, "float32")
     sampling = Sampling(STEPS, GUIDANCE, height, width, 1, 123)
-    torch_run = step("onnxruntime", lambda: made(in_fp32, {}, None, sampling))  # its own result follows
+    torch_run = step("torch", lambda: made(in_fp32, {}, None, sampling))
     if torch_run is None:
         return row | {"seconds": round(time.perf_counter() - started, 1)}
     for part in exported(in_fp32.parts()):
@@ -203,7 +203,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     counts = {column: sum(bool(row.get(column, {}).get("works")) for row in rows) for column in COLUMNS}
     lines += [f"| of {len(rows)} | {' | '.join(str(counts[column]) for column in COLUMNS)} |", ""]
     for row in rows:
-        for column in COLUMNS:
+        for column in (*COLUMNS, "torch"):
             if because := row.get(column, {}).get("because"):
                 lines.append(f"- {row['pipeline']}, {column}: {' '.join(because.split())}")
     return "\n".join(lines) + "\n"

@@ -60,7 +60,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from sd_quant.export.exporter import converted
+    from sd_quant.export.torch_exporter import converted
 
     with without_weights():
         module = build().eval()

@@ -8,8 +8,10 @@ does not support, and the network is decomposed. The road not taken is to decomp
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import onnxscript
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
 
 aten = torch.ops.aten
 op: Any = onnxscript.opset20  # its annotations want constants of a tensor's own type
@@ -64,18 +66,26 @@ def both(x, y):
     return op.And(x, y)
 
 
-def smaller(x, y):
-    """The smaller of two tensors' numbers."""
-    return op.Min(x, y)
+def promoted(*tensors):
+    """Tensors in the dtype in which torch computes with all of them."""
+    examples = [torch.empty([1] * len(each.shape), dtype=to_torch_dtype(each.dtype), device="meta") for each in tensors]
+    dtype = from_torch_dtype(torch.result_type(*examples))
+    return [each if each.dtype == dtype else op.Cast(each, to=dtype) for each in tensors]
+
+
+def minimum(x, y):
+    """The elementwise minimum; of truth values, whether both are true."""
+    return op.And(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.Min(*promoted(x, y))
 
 
 def outer(x, y):
-    """Each number of ``x`` times each of ``y``."""
+    """The outer product of two vectors."""
+    x, y = promoted(x, y)
     return op.Mul(op.Unsqueeze(x, op.Constant(value_ints=[1])), y)
 
 
 def meshgrid(tensors: Sequence, indexing: str = "xy"):
-    """Each of some vectors along an axis of its own; ``indexing`` "xy" exchanges the first two axes."""
+    """Vectors as the coordinates of a grid, each repeated along the axes of all others, as ``torch.meshgrid``."""
     axes = list(range(len(tensors)))
     if indexing == "xy" and len(axes) > 1:
         axes[:2] = 1, 0
@@ -88,7 +98,7 @@ def meshgrid(tensors: Sequence, indexing: str = "xy"):
 
 
 def difference(x, n: int = 1, dim: int = -1, prepend=None, append=None):
-    """What each number has more than the one before, ``n`` times."""
+    """The differences of neighbours along an axis, ``n`` times over, as ``torch.diff``."""
     given = [each for each in (prepend, x, append) if each is not None]
     x = op.Concat(*given, axis=dim) if len(given) > 1 else x
     for _ in range(n):
@@ -104,7 +114,7 @@ def movedim(x, source: int, destination: int):
 
 
 def upsample_nearest(x, output_size: Sequence | None = None, scale_factors: Sequence[float] | None = None):
-    """Images of another size, in which each pixel is the one of ``x`` that is nearest to its centre."""
+    """Images resized by nearest-exact interpolation: each pixel is the input's nearest to its centre."""
     scales = sizes = None
     if output_size is None:
         scales = op.Constant(value_floats=[1.0, 1.0, *map(float, scale_factors or ())])
@@ -139,7 +149,7 @@ TRANSLATIONS: dict[Callable, Callable] = {
     aten.diff.default: difference,
     aten.flatten.using_ints: flatten,
     aten.meshgrid.indexing: meshgrid,
-    aten.min.other: smaller,
+    aten.min.other: minimum,
     aten.movedim.int: movedim,
     aten.outer.default: outer,
     aten.rsub.Scalar: reversed_difference,

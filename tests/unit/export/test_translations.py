@@ -43,6 +43,7 @@ AS_CALLED = {
     "rms norm": lambda x, weight: nn.functional.rms_norm(x, (6,), weight, 1e-6),
     "rms norm of two axes": lambda x, weight: nn.functional.rms_norm(x, (4, 6)),
     "the smaller": lambda x, weight: torch.min(x, x * x),
+    "the smaller truth": lambda x, weight: torch.min(x > 0, x < 1),
     "outer": lambda x, weight: torch.outer(x[0, 0, 0], weight),
     "a grid": lambda x, weight: sum(torch.meshgrid(x[:, 0, 0, 0], x[0, :, 0, 0], x[0, 0, :, 0], indexing="ij")),
     "a grid of images": lambda x, weight: torch.stack(torch.meshgrid(x[:, 0, 0, 0], weight, indexing="xy")),
@@ -73,6 +74,9 @@ PROMOTED = {
     "of two dtypes": lambda x, weight: x.to(FULL) + x,
     "of an integer": lambda x, weight: torch.arange(6) * x,
     "of a truth": lambda x, weight: (x > 0) * x,
+    "outer, of integers": lambda x, weight: torch.outer(torch.arange(5), weight),
+    "the smaller of an integer and x": lambda x, weight: torch.min(torch.arange(6) - 3, x),
+    "the smaller of x and one number": lambda x, weight: torch.min(x, weight.float().mean()),
 }
 
 

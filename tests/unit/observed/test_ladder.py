@@ -167,13 +167,15 @@ def test_a_graph_that_is_right_at_one_size_only_is_refused():
     assert rung.name != "plain"
 
 
-def test_positions_are_computed_outside_of_the_graph():
+def test_positions_are_computed_outside_of_the_graph(caplog):
     recorded = [
         Call({"x": call.arguments["x"], "tokens": call.arguments["x"].shape[1]}, call.run, call.step)
         for call in calls()
     ]
     build = partial(empty, Rotary)
-    rung = climb(build, recorded, weights_of(Rotary), threads=1)
+    with caplog.at_level("DEBUG", "sd_quant.observed.ladder"):
+        rung = climb(build, recorded, weights_of(Rotary), threads=1)
+    assert "plain: no runtime computes with complex numbers" in caplog.messages, "nothing complex is traced"
     assert rung.name == "positions outside of the graph" and len(rung.verified) == 2 and len(rung.serves) == 8
     assert rung.signature.inputs["positions_0"] == ("size_1", 3, 2) and rung.single == ("positions_0",)
     assert Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
@@ -197,11 +199,54 @@ def test_decisions_are_frozen_as_observed_and_compared_at_each_call():
     assert rung.name == "decisions as observed" and rung.verified.keys() == {"onnxruntime", "openvino"}
     part = part_of("transformer", rung.signature, rung, build=build)
     given = recorded[0].arguments
+
+    def asks(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # as a quantizer does
+        assert inputs[0].min() < 99
+
     network = Chooses()
-    network.linear.register_forward_pre_hook(lambda layer, inputs: None if inputs[0].min() < 99 else 1 / 0)
-    part.wrap(network)(**part.arguments(part.contract, given))  # in torch others decide, too, as quantizers do
+    network.linear.register_forward_pre_hook(asks)
+    part.wrap(network)(**part.arguments(part.contract, given))
     with pytest.raises(SdQuantError, match=r"decides \[False\] by its inputs' numbers, expected \[True\]"):
         part.arguments(part.contract, given | {"other": torch.zeros_like(given["mask"])})
+
+
+class OneSize(nn.Module):
+    """Whose code takes the length and the batch of ``x`` for numbers, and no other axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        return self.linear(x) * len(x) * len(x[0]) + text.mean(1, keepdim=True)
+
+
+def test_one_graph_a_size_serves_every_text():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, 6, generator=generator)
+
+    sizes = {"base": (2, 8, 3), "larger": (2, 12, 3), "batch": (3, 8, 3), "prompt": (2, 8, 5)}
+    recorded = [
+        Call({"x": draw(batch, tokens), "text": draw(batch, length)}, run, 0)
+        for run, (batch, tokens, length) in sizes.items()
+    ]
+    rung = climb(partial(empty, OneSize), recorded, weights_of(OneSize), threads=1)
+    assert rung.name == "one graph a size: plain" and rung.serves == (0, 3)
+    assert isinstance(rung.signature.inputs["text"][1], str) and rung.signature.inputs["x"] == (2, 8, 6)
+
+
+def test_an_argument_that_changes_between_steps_is_the_cause_although_nothing_was_traced():
+    class Chunks(OneSize):
+        def forward(self, x: Tensor, chunks: list[int]) -> Tensor:
+            return self.linear(x) * sum(chunks)
+
+    recorded = [
+        Call({"x": each.arguments["x"], "chunks": [1] * (1 + each.step)}, each.run, each.step) for each in calls()
+    ]
+    rung = climb(partial(empty, Chunks), recorded, weights_of(OneSize), threads=1)
+    assert rung.name == "refused" and "chunks is an argument that changes between steps" in rung.cause
 
 
 def test_a_network_that_fails_is_refused_with_the_cause():

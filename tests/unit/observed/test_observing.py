@@ -27,6 +27,8 @@ from sd_quant.observed.checkpoint import (
 from sd_quant.observed.ladder import IN_FP32, Rung
 from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
 from sd_quant.observed.watching import Style
+from sd_quant.stages.checks import check_latents
+from tests.presets import job
 
 PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
 LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
@@ -156,6 +158,7 @@ def test_a_checkpoint_says_what_families_state(observe):
     family, parts = checkpoint.family, checkpoint.parts()
     assert family.PIPELINES == (PIXART,) and family.NETWORKS["transformer"] == "PixArtTransformer2DModel"
     assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2
+    assert family.reads_guidance(parts["transformer"].contract)
     assert list(parts) == ["transformer", "text_encoder", "vae"]
     assert exported(parts) == [] and {part.refused for part in parts.values()} == {"not tried"}
     denoiser = empty_denoiser(checkpoint)
@@ -166,6 +169,13 @@ def test_a_checkpoint_says_what_families_state(observe):
     shapes = contract.shapes_for(4, 64, 48)
     assert shapes["hidden_states"] == (4, 4, 48 // 8, 64 // 8)
     assert all(isinstance(side, int) for shape in shapes.values() for side in shape), "every axis has its formula"
+
+
+def test_noise_is_refused_whose_layout_the_pipeline_alone_knows(observe, tmp_path):
+    torch.save(torch.zeros(1, 4, 8, 8), tmp_path / "noise.pt")
+    infer = job(f"infer.latents={tmp_path / 'noise.pt'}").infer
+    with pytest.raises(ConfigError, match="because the pipeline draws its own noise"):
+        check_latents(observe(PIXART), infer)
 
 
 def test_another_process_opens_the_folder_again(observe, tmp_path):

@@ -414,8 +414,8 @@ def test_a_scheduler_or_a_tokenizer_without_end_is_refused(changed, file, entrie
 WHOLE_FOLDER = "expected the whole folder of a pipeline"
 
 
-@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
 @pytest.mark.parametrize("left", ["nothing", "a file", "an empty folder"])
 def test_a_component_that_is_missing_is_named(folder, name, left):
     shutil.rmtree(folder / name)

@@ -317,7 +317,8 @@ def numbers(shape: tuple[int, ...], windows: tuple) -> list[set[int]]:
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(SIZES, st.data())
 def test_channels_are_found_again_behind_a_reshape_and_a_permutation(sizes, data):
     """Whatever is found is right; and a split or a merge of whole axes is always found."""

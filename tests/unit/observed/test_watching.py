@@ -142,7 +142,7 @@ def test_one_prompt_alone_is_a_style_with_three_runs(look):
 @pytest.mark.slow
 def test_where_a_network_knows_no_more_places_the_other_size_is_smaller():
     found = watched(HOME / "checkpoints/sd3_mini", 64, 64, empty=True)
-    assert found.sizes["base"] == (64, 64) and found.sizes["larger"] == (32, 8) or found.sizes["larger"] < (64, 64)
+    assert found.sizes["base"] == (64, 64) and found.sizes["larger"] < (64, 64)
     assert found.fixed == {} and found.samples_per_image == 2
 
 

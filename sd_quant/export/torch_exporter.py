@@ -45,7 +45,8 @@ def converted(
             for each, attributes in before:  # a network that remembers a tensor would remember one without numbers
                 vars(each).clear()
                 vars(each).update(attributes)
-                for value in vars(type(each)).values():
+            for kind in {kind for each, _ in before for kind in type(each).__mro__}:  # and so would its methods
+                for value in vars(kind).values():
                     if isinstance(value, _lru_cache_wrapper):
                         value.cache_clear()
 
@@ -109,18 +110,18 @@ def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
         changed, operands = node.args[0], node.all_input_nodes
         shared = any(shares_memory(user) for user in changed.users if order[user] < order[node])
         alike = len({getattr(each.meta.get("val"), "dtype", None) for each in operands}) == 1
-        if torch.Tag.pointwise in getattr(changed.target, "tags", ()) and alike and not shared:
+        if not shares_memory(changed) and alike and not shared:
             node.target = pure
             changed.replace_all_uses_with(node, lambda user, at=order[node]: order.get(user, at) > at)
 
 
 def shares_memory(node: torch.fx.Node) -> bool:
-    """Whether a node may return, or change, the memory that it reads."""
-    return torch.Tag.pointwise not in getattr(node.target, "tags", ())
+    """Whether the output of a node may be, or be part of, the memory of an input; an elementwise operation's is not."""
+    return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or node.target._schema.is_mutable
 
 
 def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
-    """Whether each call reads floating-point tensors of one dtype only, so that nothing needs type promotion."""
+    """Whether type promotion would change nothing: each operation reads floating-point tensors of a single dtype."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
     dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
