@@ -45,10 +45,17 @@ def in_turn(group: str) -> list[tuple[str, str]]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs."""
+    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs.
+
+    The quick tests have those of one primary.
+    """
     marks = {True: pytest.mark.slow, False: ()}
     models = [pytest.param(*pair, marks=marks[recommends(pair[1])]) for pair in in_turn("model=")]
-    others = [pair for pair in options() if not pair[1].startswith(("model=", "hydra/launcher="))]
+    others = [
+        pytest.param(*pair, marks=marks[pair[0] != "quantize"])
+        for pair in options()
+        if not pair[1].startswith(("model=", "hydra/launcher="))
+    ]
     return [*others, *in_turn("hydra/launcher="), *models]
 
 
@@ -125,6 +132,7 @@ OWN_PROMPTS = sorted(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", OWN_PROMPTS)
 def test_a_model_takes_every_number_of_prompts_that_its_sources_name(model):
     """32, 64 and 128 for SDXL on NeMo's page, 512 and 1024 for Stable Diffusion 1.5."""

@@ -269,6 +269,7 @@ def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, en
         entry_of(export, recipe, outputs_by(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
     native = with_native_layers(copied(network), export(recipe)[0])

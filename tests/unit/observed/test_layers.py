@@ -130,6 +130,7 @@ COUNTS = {  # of roles; and of inputs that a layer that may be quantized reads, 
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_golden_counts_of_other_networks(name):
     observed = of(name)

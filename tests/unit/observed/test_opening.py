@@ -170,6 +170,7 @@ def test_how_a_text_encoder_computes_is_not_the_folders_to_say(changed):
 # ----------------------------------------------------------------------------------------------- the pipeline's class
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -241,6 +242,7 @@ def test_a_folder_that_is_none_is_refused_before_anything_is_imported(tmp_path):
 # -------------------------------------------------------------------------------------------------- components' classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("described", "said"),
     [
