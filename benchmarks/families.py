@@ -1,12 +1,14 @@
-"""Every family's denoiser at full size to INT8 ONNX and a plan: seconds, peak memory and bytes.
+"""Every family's denoiser at full size to INT8 ONNX, a plan and other tools: seconds, peak memory and bytes.
 
     python benchmarks/families.py [--families sd15,pixart,sd3,flux] [--plans] [--work outputs/families]
+    python benchmarks/families.py --families flux,sdxl --hand-over modelopt:fp8,gguf:int8_weight_only
     python benchmarks/families.py --denoisers <file like denoisers.yaml, of smaller networks>
 
-Weights are random and never there as a whole: each tensor is drawn when it is read, in fp16, so what is measured is the
-recipe, the graph and the streamed file, and not a disk. Statistics are drawn too, because a pass of the larger ones in
-torch takes more memory than a small machine has; time and memory of a recipe and an export do not depend on values.
-Each stage has a process of its own, whose peak is its own.
+Weights are never there as a whole: each tensor is made when it is read, in fp16, of the same million random numbers, so
+what is measured is the recipe, the graph and the streamed file, and neither a disk nor a generator. Statistics are
+drawn too, because a pass of the larger ones in torch takes more memory than a small machine has; time and memory of a
+recipe and an export do not depend on values. Each stage has a process of its own, whose peak is its own. Other tools
+get the denoiser alone.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import argparse
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +33,10 @@ from sd_quant.files import write_json
 from sd_quant.places import HOME, input_path
 
 DENOISERS = Path(__file__).with_name("denoisers.yaml")
-STAGES = ("recipe and export", "plan")
+EXPORT, PLANNED = "recipe and export", "plan"
 PLAN = ("export_trt=tensorrt_rtx", "trt.targets=[SM89]", "trt.max_batch_size=1", "trt.timing_cache=null")
 LEVEL, ALPHA, STEPS, PROMPTS, ROWS = 3.0, 0.8, 2, 1, 16
+DRAWN = 2**20  # random numbers, which weights repeat
 
 
 def described(family: str, denoisers: Path) -> dict[str, Any]:
@@ -57,11 +61,14 @@ def checkpoint_of(family: str, given: dict[str, Any]):
         network = build()[component]
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
 
+    table = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0))
+
     class Drawn(Mapping[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
-            generator, shape = torch.Generator().manual_seed(zlib.crc32(name.encode())), shapes[name]
+            shape = shapes[name]
             deviation = 1 / math.sqrt(math.prod(shape[1:])) if len(shape) > 1 else 0.02
-            return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(deviation).half()
+            numbers = math.prod(shape)
+            return (table * deviation).half().repeat(-(-numbers // DRAWN))[:numbers].view(shape)
 
         def __iter__(self) -> Iterator[str]:
             return iter(shapes)
@@ -94,33 +101,60 @@ def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
     return found
 
 
+def derived(checkpoint, network, recipe):
+    """The assignment of ``network``, which has no weights."""
+    from sd_quant.models.checkpoint import denoiser_weights
+    from sd_quant.quantization.derivation import derive
+
+    weights, roles = denoiser_weights(checkpoint), checkpoint.family.layer_roles(network)
+    shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
+    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    return derive(
+        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), recipe, inputs,
+        bias_of=lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+    )  # fmt: skip
+
+
 def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
     from sd_quant.export.parts import trace_part, write_part
-    from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
-    from sd_quant.quantization.derivation import derive
+    from sd_quant.models.checkpoint import empty_denoiser
     from sd_quant.quantization.recipe import Recipe
 
     checkpoint = checkpoint_of(family, given)
-    network, weights = empty_denoiser(checkpoint), denoiser_weights(checkpoint)
-    roles = checkpoint.family.layer_roles(network)
-    shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
-    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    start = time.perf_counter()
-    assignment = derive(
-        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), Recipe(LEVEL, ALPHA), inputs,
-        bias_of=lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
-    )  # fmt: skip
-    derived = time.perf_counter()
-    graph = trace_part(checkpoint, checkpoint.family.DENOISER)
-    traced = time.perf_counter()
+    network, start = empty_denoiser(checkpoint), time.perf_counter()
+    assignment, known = derived(checkpoint, network, Recipe(LEVEL, ALPHA)), time.perf_counter()
+    graph, traced = trace_part(checkpoint, checkpoint.family.DENOISER), time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_part(graph, checkpoint, checkpoint.family.DENOISER, path, assignment)
+    seconds = {"recipe_seconds": known - start, "trace_seconds": traced - known}
+    return written(network, assignment, path.parent) | seconds | {"write_seconds": time.perf_counter() - traced}
+
+
+def hand_over(family: str, given: dict[str, Any], target: str, preset: str, folder: Path) -> dict[str, float]:
+    """Write the denoiser as ``target`` reads it, without the pipeline's other networks; the folder is removed."""
+    from common import recipe_of
+
+    from sd_quant.interchange import TARGETS
+    from sd_quant.interchange.holding import adapted
+    from sd_quant.models.checkpoint import denoiser_part, empty_denoiser
+
+    checkpoint = checkpoint_of(family, given)
+    network, start = empty_denoiser(checkpoint), time.perf_counter()
+    recipe = replace(recipe_of(preset, f"quant_level={LEVEL}"), rounding="nearest")  # chosen codes are kept in memory
+    assignment, known = adapted(derived(checkpoint, network, recipe), TARGETS[target]), time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)
+    network.save_config(folder / denoiser_part(checkpoint).component)  # which a pipeline's folder has
+    TARGETS[target].module.write(checkpoint, assignment, folder)
+    found = written(network, assignment, folder)
+    shutil.rmtree(folder)
+    return found | {"recipe_seconds": known - start, "write_seconds": time.perf_counter() - known}
+
+
+def written(network, assignment, folder: Path) -> dict[str, float]:
     return {
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "layers": sum(layer.format is not None for layer in assignment.values()),
-        "recipe_seconds": derived - start,
-        "trace_seconds": traced - derived,
-        "write_seconds": time.perf_counter() - traced,
-        "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
+        "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
     }
 
 
@@ -146,18 +180,21 @@ def child(family: str, stage: str, work: Path, denoisers: Path) -> None:
     from sd_quant.models.family import family_named
 
     denoiser = family_named(family).DENOISER
-    path = work / family / "onnx" / denoiser / f"{denoiser}.onnx"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    given = described(family, denoisers)
-    found = export(family, given, path) if stage == STAGES[0] else plan(given, path)
+    path, given = work / family / "onnx" / denoiser / f"{denoiser}.onnx", described(family, denoisers)
+    if stage in (EXPORT, PLANNED):
+        found = export(family, given, path) if stage == EXPORT else plan(given, path)
+    else:
+        target, _, preset = stage.partition(":")
+        found = hand_over(family, given, target, preset, work / family / "hand_over")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(found | {"peak_memory_bytes": peak}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every family's denoiser at full size to INT8 ONNX and a plan.")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--families", default="sd15,pixart,sd3,flux")
     parser.add_argument("--plans", action="store_true", help="build plans too")
+    parser.add_argument("--hand-over", default="", help="targets with presets, such as modelopt:fp8, and no ONNX")
     parser.add_argument("--work", type=Path, default=Path("outputs/families"))
     parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -166,8 +203,9 @@ def main() -> None:
     if given.child:
         child(*given.child, work, given.denoisers)
         return
+    stages = given.hand_over.split(",") if given.hand_over else [EXPORT, *([PLANNED] if given.plans else [])]
     for family in given.families.split(","):
-        for stage in STAGES if given.plans else STAGES[:1]:
+        for stage in stages:
             command = [sys.executable, __file__, "--child", family, stage, "--work", str(work)]
             command += ["--denoisers", str(given.denoisers)]
             result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)

@@ -184,7 +184,7 @@ def test_other_projects_tools_write_candidates(tool, benchmark, script, tmp_path
 def test_families_are_exported_and_planned(script, tmp_path):
     """Of small networks of their classes."""
     networks = {}
-    for name in FAMILIES:
+    for name in (*FAMILIES, "sdxl"):
         TINY[name](tmp_path / name)
         config = next((tmp_path / name).glob("unet/config.json"), tmp_path / name / "transformer/config.json")
         known = yaml.safe_load((HOME / "benchmarks/denoisers.yaml").read_text())[name]
@@ -194,6 +194,10 @@ def test_families_are_exported_and_planned(script, tmp_path):
     ended(script("families", *families, "--plans", "--work", tmp_path / "work"))
     rows = json.loads((tmp_path / "work/rows.json").read_text())
     assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
+    sdxl = ["--families", "sdxl", "--denoisers", tmp_path / "tiny.yaml", "--work", tmp_path / "two"]
+    ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,gguf:int8_weight_only"))
+    rows = json.loads((tmp_path / "two/rows.json").read_text())
+    assert len(rows) == 2 and all(0 < row["bytes"] < 2 * row["parameters"] for row in rows.values()), rows
 
 
 @pytest.mark.soak
