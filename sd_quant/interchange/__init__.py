@@ -50,8 +50,8 @@ class ForeignFormat:
     tried: tuple[str, ...] = ()  # the packages with which a test opened it
     formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
     # the consumer's code that opens the result, with {folder}, and {absent} for the components that are missing; or the
-    # steps that a person takes
-    loading: str | tuple[str, ...] = ()
+    # steps that a person takes, by family
+    loading: str | Mapping[str, tuple[str, ...]] = ""
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -62,7 +62,8 @@ class ForeignFormat:
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
-    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
+    fused: bool = False  # whether layers that the model's authors store as one tensor are one there, of one format
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder

@@ -19,8 +19,10 @@ of two numbers, inputs stay as they are. With ``convrot`` groups of inputs are r
 ``quantization.rotation``, and the codes are of the rotated weight. A weight in eight bits without a mark is multiplied
 as it is stored. Formulas of inputs are those of ``comfy_kitchen/backends/eager/quantization.py``, in fp32.
 
-SDXL is written with Stability's keys and marks in tensors: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a
-scale for each row, and ``nvfp4``. Convolutions are fp16, because ComfyUI has no quantized ones.
+A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
+header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, and ``nvfp4``.
+Convolutions are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind the prefixes of its four
+networks. In diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -38,18 +40,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.nemo_state import network_state
+from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
-from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
+from sd_quant.interchange import AS_ASSIGNED, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
 from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape, finite
-from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized
+from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales, lazy_piece
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
     OTHER_NETWORKS,
@@ -61,11 +63,10 @@ from sd_quant.names.authors import (
     rows_of,
     told_family,
 )
-from sd_quant.names.nemo import locations
+from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to
 from sd_quant.progress import progress
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles, in_tiles
 from sd_quant.quantization.rotation import rotated
@@ -76,15 +77,50 @@ FACTS = ForeignFormat(
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
     formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
-    loading=(
-        "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
-        "Open it with the node Load Checkpoint.",
-    ),
+    loading={
+        "sdxl": (
+            "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
+            "Open it with the node Load Checkpoint.",
+        ),
+        **{
+            family: (
+                f"Copy `{part}.safetensors` to `ComfyUI/models/diffusion_models`.",
+                "Open it with the node Load Diffusion Model.",
+                f"Text encoders and VAE are not in it: open the model's own with {text} and Load VAE.",
+                *more,
+            )
+            for family, part, text, *more in (
+                ("sd15", "unet", "Load CLIP, type stable_diffusion,"),
+                (
+                    "sd21",
+                    "unet",
+                    "Load CLIP, type stable_diffusion,",
+                    "Where images are noise, add the node ModelSamplingDiscrete with v_prediction: ComfyUI guesses "
+                    "what the model predicts by the spread of a norm's bias, which smoothing=folded changes.",
+                ),
+                ("sd3", "transformer", "TripleCLIPLoader"),
+                ("flux", "transformer", "DualCLIPLoader, type flux,"),
+                ("pixart", "transformer", "Load CLIP, type pixart,"),
+            )
+        },
+    },
     multiplied=frozenset({"nvfp4"}),
     rotated=frozenset({"int8"}),
     per_channel={"fp8": False},
-    excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI tells models apart by their shape
-    families=SDXL,
+    excluded={  # by the shape of their weight ComfyUI tells models and their sizes apart
+        "nvfp4": (
+            "*.attentions.*.attn2.to_k",
+            "*.attentions.*.attn2.to_v",
+            "add_embedding.linear_1",
+            "time_text_embed.text_embedder.linear_1",
+            "context_embedder",
+            "x_embedder",
+            "caption_projection.linear_1",
+            "proj_out",
+        ),
+    },
+    fused=True,
+    families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
 )
 MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
@@ -99,7 +135,7 @@ NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
 NVFP4_MULTIPLE = 16  # of a packed weight's sides
 E8M0_BIAS, LARGEST_E8M0 = 127, 254
 MANTISSA = 23  # bits of fp32's
-WRITTEN = "sdxl.safetensors"
+WHOLE = "sdxl.safetensors"
 NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
@@ -493,46 +529,58 @@ def check_codes(codes: Codes) -> None:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes all four networks into ``folder``/sdxl.safetensors; one tensor is in memory at a time.
+    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns.
 
-    Raises ResourceError when the disk is full.
+    One tensor of the file is in memory at a time. Raises ResourceError when the disk is full.
     """
+    plain, joined = by_authors_names(checkpoint, assignment)
+    state: dict[str, Readable] = dict(plain)
+    for stored, layers in joined.items():
+        state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors_of(checkpoint, layers)}
     denoiser = denoiser_part(checkpoint).component
-    components: dict[str, Mapping[str, Readable]] = {
-        name: weights.parameters for name, weights in checkpoint.components.items()
-    }
-    places = locations(denoiser, components[denoiser])
-    components[denoiser] = high_precision(checkpoint, assignment)
-    state: dict[str, Readable] = {sgm_key(key): in_fp16(each) for key, each in network_state(components).items()}
-    for layer in quantized(assignment).values():
-        key = sgm_key(places[f"{layer.name}.weight"].key)
-        del state[key]
-        state |= {f"{key.removesuffix('weight')}{name}": each for name, each in tensors_of(checkpoint, layer)}
-    with progress(len(state), f"write {WRITTEN}") as advance:
-        write_safetensors(folder / WRITTEN, state, advance)
-    return folder / WRITTEN
+    name = f"{denoiser}.safetensors"
+    if NETWORKS.keys() <= checkpoint.components.keys():  # SDXL's
+        name = WHOLE
+        state = {PREFIX + key: each for key, each in state.items()}
+        for component in (each for each in NETWORKS if each != denoiser):
+            others = to_nemo(component, checkpoint.components[component].parameters)
+            state |= {sgm_key(key): in_fp16(each) for key, each in others.items()}
+    with progress(len(state), f"write {name}") as advance:
+        write_safetensors(folder / name, state, advance)
+    return folder / name
 
 
 def in_fp16(parameter: Readable) -> LazyTensor:
     return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
 
 
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> Iterator[tuple[str, Readable]]:
+def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[str, Readable]]:
     """The tensors of a quantized linear in place of its weight, by the ends of their names."""
+    layer, shape = layers.first, layers.shape
     method, block = METHODS[NAMES[layer.format]], FORMATS[layer.format].block
+
+    def rows(
+        index: int, shape: tuple[int, ...], dtype: torch.dtype, stored: Callable[[Tensor], Tensor] = lambda rows: rows
+    ) -> LazyTensor:
+        return LazyTensor(
+            shape, dtype, lambda: stored(layers.rows(lambda each: codes_and_scales(checkpoint, each)[index])).to(dtype)
+        )
+
     turned = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
     mark = json.dumps({"format": NAMES[layer.format]} | turned).encode()
     yield MARK, lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
     if block is None:
-        yield "weight", lazy_piece(checkpoint, layer, 0, layer.weight_shape, method.dtype)
-        scale = layer.weight_scale.float()
-        per_output = scale.expand(layer.weight_shape[0])[:, None].contiguous()
-        yield "weight_scale", lazy(scale[0] if layer.activation_format else per_output)
+        yield "weight", rows(0, shape, method.dtype)
+        per_output = layers.rows(lambda each: each.weight_scale.float().expand(each.weight_shape[0]))[:, None]
+        yield (
+            "weight_scale",
+            lazy(layer.weight_scale.float()[0] if layer.activation_format else per_output.contiguous()),
+        )
     else:
-        rows, columns = (up_to(side, NVFP4_MULTIPLE) for side in layer.weight_shape)
-        (tiled,) = tiles(rows, columns, NVFP4_MULTIPLE, block)
-        yield "weight", lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, packed)
-        yield "weight_scale", lazy_piece(checkpoint, layer, 1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3)
+        high, wide = (up_to(side, NVFP4_MULTIPLE) for side in shape)
+        (tiled,) = tiles(*shape, NVFP4_MULTIPLE, block)
+        yield "weight", rows(0, (high, wide // 2), torch.uint8, packed)
+        yield "weight_scale", rows(1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3)
         yield "weight_scale_2", lazy_piece(checkpoint, layer, 2, (), torch.float32)
     if layer.activation_format is not None:  # one static scale, or the common one of its blocks
         yield "input_scale", lazy(layer.activation_scales(torch.zeros(1, block or 1))[-1].reshape(()).float())

@@ -10,10 +10,12 @@ The header is read here, byte by byte, because it is a stranger's; blocks are de
 fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
 more.
 
-SDXL's UNet is written with linears in INT8 as Q8_0 and INT4 as Q4_0, which have a scale in fp16 for every 32 numbers: a
-scale per row or per 64 numbers is repeated, so that our codes and scales are held exactly. Keys are Stability AI's,
-without the prefix that ComfyUI-GGUF's converter strips too. Vectors are F32, as there. Convolutions are F16 and keep
-their shape: the converter reshapes them for the blocks of 256 of other formats, which nothing here has.
+A denoiser is written with linears in INT8 as Q8_0 and INT4 as Q4_0, which have a scale in fp16 for every 32 numbers: a
+scale per row or per 64 numbers is repeated, so that our codes and scales are held exactly. Keys are its authors':
+ComfyUI-GGUF refuses diffusers' of Flux and Stable Diffusion 3. UNets' have the prefix, which ComfyUI-GGUF strips and
+without which diffusers' converter finds no UNet. Vectors are F32, as ComfyUI-GGUF's converter writes them. Convolutions
+are F16 and keep their shape: that converter reshapes those of UNets for the blocks of 256 of other formats, which
+nothing here has.
 
 The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
 which chooses other scales.
@@ -39,13 +41,12 @@ from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, strides
 from sd_quant.files.tensors import size_of as bytes_of
-from sd_quant.interchange import FP16, SDXL, ForeignFormat
+from sd_quant.interchange import FP16, UNETS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.stored import finite
-from sd_quant.interchange.weights import Assignment, codes_and_scales, flat_shape, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
-from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
-from sd_quant.names.sgm import sgm_names
+from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -55,12 +56,28 @@ FACTS = ForeignFormat(
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
     formats={"int8": FP16, "int4": FP16},
-    loading=(
-        "Copy `unet_xl.gguf` to `ComfyUI/models/unet`.",
-        "Open it with the node Unet Loader (GGUF).",
-    ),
+    loading={
+        family: (
+            f"Copy `{part}.gguf` to `ComfyUI/models/unet`.",
+            "Open it with the node Unet Loader (GGUF).",
+            *more,
+        )
+        for family, part, *more in (
+            ("sdxl", "unet_xl"),
+            ("sd15", "unet"),
+            (
+                "sd21",
+                "unet",
+                "ComfyUI-GGUF has no name of its own for Stable Diffusion 2; the file has the one that its converter "
+                "gives, sd1. diffusers' from_single_file and stable-diffusion.cpp tell the model by its keys.",
+            ),
+            ("sd3", "transformer"),
+            ("flux", "transformer"),
+        )
+    },
     block=32,
-    families=SDXL,
+    fused=True,
+    families=UNETS | {"sd3", "flux"},
     others=None,
 )
 MAGIC = b"GGUF"
@@ -393,6 +410,11 @@ def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTens
 
 WRITTEN = {"int8": QUANTIZED[8], "int4": QUANTIZED[2]}
 LONGEST_NAME = 127  # of a tensor, in ggml
+# ComfyUI-GGUF's names of architectures, each with a tensor that tells it, the first that is there, and with the prefix
+ARCHITECTURES = {
+    "flux": ("double_blocks.0.img_attn.proj.weight", ""), "sd3": ("joint_blocks.0.x_block.attn.qkv.weight", ""),
+    "sdxl": ("label_emb.0.0.weight", PREFIX), "sd1": ("input_blocks.0.0.weight", PREFIX),
+}  # fmt: skip
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
@@ -403,17 +425,22 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment)
+    architecture = next(name for name, (key, _) in ARCHITECTURES.items() if key in tensors)
+    prefix = ARCHITECTURES[architecture][1]
+    assert max(map(len, tensors)) + len(prefix) <= LONGEST_NAME  # they have 100 characters at most
     kinds = [kind for kind, _ in tensors.values()]
     commonest = max(("F16", *(kind.name for kind in WRITTEN.values())), key=kinds.count)
     path = folder / f"{checkpoint.family.DENOISER}.gguf"
     with atomic_path(path) as temporary:
-        writer = GGUFWriter(temporary, "sdxl")
+        writer = GGUFWriter(temporary, architecture)
         try:
             writer.add_quantization_version(GGML_QUANT_VERSION)
             writer.add_file_type(LlamaFileType[f"MOSTLY_{commonest}"])
             for name, (kind, tensor) in tensors.items():
                 dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-                writer.add_tensor_info(name, tensor.shape, dtype, bytes_of([tensor]), GGMLQuantizationType[kind])
+                writer.add_tensor_info(
+                    prefix + name, tensor.shape, dtype, bytes_of([tensor]), GGMLQuantizationType[kind]
+                )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -425,19 +452,14 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tuple[str, LazyTensor]]:
-    """The tensors by SGM's keys, each with the name of its type; a quantized one is bytes [out, bytes of a row]."""
-    layers = quantized(assignment)
-    weights = high_precision(checkpoint, assignment)
-    keys = sgm_names(weights)
-    found: dict[str, tuple[str, LazyTensor]] = {}
-    for name, tensor in weights.items():
-        if layer := layers.get(name.removesuffix(".weight")):
-            found[keys[name]] = WRITTEN[layer.format].name, in_blocks(checkpoint, layer)
-        elif len(tensor.shape) > 1:
-            found[keys[name]] = "F16", tensor
+    """The tensors by their authors' keys, each with the name of its type; quantized: bytes [out, bytes of a row]."""
+    plain, joined = by_authors_names(checkpoint, assignment)
+    found = {key: (WRITTEN[layers.first.format].name, in_blocks(checkpoint, layers)) for key, layers in joined.items()}
+    for key, tensor in plain.items():
+        if len(tensor.shape) > 1:
+            found[key] = "F16", tensor
         else:
-            found[keys[name]] = "F32", replace(tensor, dtype=torch.float32, read=partial(in_fp32, tensor))
-    assert max(map(len, found)) <= LONGEST_NAME  # SDXL's have 77 characters at most
+            found[key] = "F32", replace(tensor, dtype=torch.float32, read=partial(in_fp32, tensor))
     return found
 
 
@@ -445,16 +467,15 @@ def in_fp32(tensor: LazyTensor) -> Tensor:
     return tensor.read().float()
 
 
-def in_blocks(checkpoint: Checkpoint, layer: LayerAssignment) -> LazyTensor:
+def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
     """The blocks of a quantized linear as bytes [out, in / 32 * bytes of a block]."""
-    (outputs, inputs), kind = flat_shape(layer), WRITTEN[layer.format]
-    shape = outputs, inputs // kind.block * kind.size
+    (outputs, inputs), kind = layers.shape, WRITTEN[layers.first.format]
 
-    def read() -> Tensor:
+    def rows(layer: LayerAssignment) -> Tensor:
         codes, scales = codes_and_scales(checkpoint, layer)
-        return blocks_of(codes, scales, kind).view(shape)
+        return blocks_of(codes, scales, kind).flatten(1)
 
-    return LazyTensor(shape, torch.uint8, read)
+    return LazyTensor((outputs, inputs // kind.block * kind.size), torch.uint8, lambda: layers.rows(rows))
 
 
 def blocks_of(codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:

@@ -2,15 +2,25 @@
 
 A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
 some would lose their branch; the message names a recipe that fits.
+
+A file with the names of a model's authors has query, key and value in one tensor, which has one format and one range
+where a format has one for a tensor: the largest of theirs. All three get it here, before anything is quantized. The
+road not taken is to scale the codes of two to the range of the third when they are written, which rounds them twice.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
+from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, nvfp4
 
 REASONS = 2  # the commonest, which a refusal gives
 
@@ -21,6 +31,9 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
     Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
+    if target.fused:
+        for names in stored_names(rows, layout_of(rows)).values():
+            rows |= {row.name: row for row in in_one_tensor([rows[name] for name in names], target)}
     wanted = [layer for layer in assignment.values() if layer.format is not None]
     kept = [layer for layer in rows.values() if layer.format is not None]
     if not kept:
@@ -50,12 +63,53 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     if layer.format is None:
         return layer
     if (reason := why_not_held(layer, target)) is not None:
-        smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
-        return replace(
-            without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
-            low_rank=None, pre_quant_scale=smoothing, rotation=0,
-        )  # fmt: skip
+        return not_held(layer, reason)
     return without_inputs(layer) if target.formats[layer.format] in OWN_INPUTS else layer
+
+
+def in_one_tensor(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[LayerAssignment]:
+    """The ``rows`` of layers that are one tensor: with one range where that has one, or none of them quantized."""
+    kept = [row for row in rows if row.format is not None]
+    if len(rows) == 1 or not kept:
+        return rows
+    first = kept[0]
+    formats = {(row.format, row.activation_format, row.rotation, row.per_token) for row in rows}
+    if len(formats) > 1:
+        return [not_held(row, f"{target.name} has it in one tensor with layers in other formats") for row in rows]
+    if not all(same(*(each.pre_quant_scale if each.multiplies else None for each in (row, first))) for row in rows):
+        reason = f"{target.name} has it in one tensor with layers whose inputs are multiplied by another vector"
+        return [not_held(row, f"{reason}; smoothing=folded has one for all") for row in rows]
+    fmt = FORMATS[first.format]
+    if first.activation_amax is not None:
+        largest = max(row.activation_amax for row in rows)
+        rows = [replace(row, activation_amax=largest) for row in rows]
+    if fmt.static_scale and target.per_channel.get(fmt.name) is not False or not fmt.needs_amax:
+        return rows  # a scale for each row, or for each block alone
+    amax = torch.cat([row.weight_amax for row in rows]).max().reshape(1)
+    return [with_range(row, amax) for row in rows]
+
+
+def same(vector: Tensor | None, other: Tensor | None) -> bool:
+    return vector is other or (vector is not None and other is not None and torch.equal(vector, other))
+
+
+def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
+    """The row with a wider range ``amax`` [1]. Codes of NVFP4 that were chosen stay; their scales are rounded again."""
+    if row.rounded is None or torch.equal(row.weight_amax, amax):
+        return replace(row, weight_amax=amax)
+    codes, scale, common = row.rounded
+    return replace(row, weight_amax=amax, rounded=(codes, *nvfp4.rebased(scale, common, nvfp4.global_scale(amax))))
+
+
+def not_held(layer: LayerAssignment, reason: str) -> LayerAssignment:
+    """The row in high precision; one that is so already keeps its own reason."""
+    if layer.format is None:
+        return layer
+    smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
+    return replace(
+        without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
+        low_rank=None, pre_quant_scale=smoothing, rotation=0,
+    )  # fmt: skip
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
@@ -92,7 +146,7 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} holds no convolutions in {fmt}"
     if layer.weight_shape[1] % target.block:
         return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
-    if layer.name.endswith(target.excluded.get(fmt, ())):
+    if any(fnmatchcase(layer.name, pattern) for pattern in target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:
         return f"{target.name} holds no rotated weights in {fmt}; quantize.rotation=0 rotates none"

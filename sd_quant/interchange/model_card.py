@@ -57,9 +57,9 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
 
 
 def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
-    """The steps by which a person opens it, or the consumer's code that does."""
+    """The steps by which a person opens it in this family, or the consumer's code that does."""
     if not isinstance(target.loading, str):
-        return [f"{number}. {step}" for number, step in enumerate(target.loading, 1)]
+        return [f"{number}. {step}" for number, step in enumerate(target.loading[figures["family"]], 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
     code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
     return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]

@@ -6,7 +6,7 @@ not taken is a network with all its weights, from which other tools save: SDXL's
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
+from sd_quant.names.authors import Pieces, assembled, pieces_of, rows_in
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
@@ -68,6 +69,50 @@ def lazy_piece(
 ) -> LazyTensor:
     """The codes, or from ``index`` 1 on the scales, of a layer's weight as a file stores them."""
     return LazyTensor(shape, dtype, lambda: stored(codes_and_scales(checkpoint, layer)[index]).to(dtype).reshape(shape))
+
+
+@dataclass(frozen=True)
+class JoinedLayers:
+    """Quantized linears that are one tensor in a file with the names of the model's authors."""
+
+    pieces: Pieces  # of their weights
+    layers: Mapping[str, LayerAssignment]  # by the weight's name
+
+    @property
+    def first(self) -> LayerAssignment:
+        """The one with the first rows. What a tensor has once, such as a format, ``holding`` made alike in all."""
+        return self.layers[self.pieces[0].name]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return rows_in(self.pieces), self.first.weight_shape[1]
+
+    def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
+        """The rows in their order of what ``of`` returns for each layer: [out of the layer, ...]."""
+        return assembled(self.pieces, lambda name: of(self.layers[name]))
+
+
+def by_authors_names(
+    checkpoint: Checkpoint, assignment: Assignment
+) -> tuple[dict[str, LazyTensor], dict[str, JoinedLayers]]:
+    """The denoiser's tensors by its authors' names, without a prefix: in high precision, and quantized weights."""
+    weights = high_precision(checkpoint, assignment)
+    layers = {f"{name}.weight": layer for name, layer in quantized(assignment).items()}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+
+    def read(pieces: Pieces) -> Tensor:
+        return assembled(pieces, lambda name: weights[name].read())
+
+    plain, joined = {}, {}
+    for stored, pieces in pieces_of(empty_denoiser(checkpoint), shapes).items():
+        first = weights[pieces[0].name]
+        if pieces[0].name in layers:
+            joined[stored] = JoinedLayers(pieces, layers)
+        elif len(pieces) == 1:
+            plain[stored] = first
+        else:
+            plain[stored] = LazyTensor((rows_in(pieces), *first.shape[1:]), first.dtype, partial(read, pieces))
+    return plain, joined
 
 
 def flat_shape(layer: LayerAssignment) -> tuple[int, int]:

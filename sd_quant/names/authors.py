@@ -7,10 +7,10 @@ enough, and the model in full precision says which of its rows there are: hostil
 
 The road not taken is to send row numbers through diffusers' own converters and to read off what became of them: they
 count blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests do
-that.
+that. Writers go the same table's other way: ``pieces_of`` says of which rows of diffusers' an authors' tensor is made.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -48,6 +48,21 @@ class Rows:
 
 
 Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; rows that are joined
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of the parameter that diffusers calls ``name``, from ``start`` to before ``stop``."""
+
+    name: str
+    start: int
+    stop: int
+
+
+Pieces = tuple[Piece, ...]  # of an authors' tensor, in the order of its rows
+
+# tensors of the authors' that diffusers computes, or does without: positions, and PixArt's caption of nothing
+UNUSED = {"PixArtTransformer2DModel": {"pos_embed", "y_embedder.y_embedding"}}
 
 # families for people, each with the beginnings of names that mark it; the first with all of them counts
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
@@ -124,7 +139,7 @@ def places_in(
             f"{path} is {told or 'a denoiser'} of another size than the full-precision model, with {len(misshapen)} "
             f"tensors of another shape ({listing(misshapen, 3)}); give a quantization of that very model"
         )
-    known = {part.name for parts in layout.values() for part in parts}
+    known = {part.name for parts in layout.values() for part in parts} | UNUSED.get(type(network).__name__, set())
     there = {name: parts for name, parts in layout.items() if all(part.name in shapes for part in parts)}
     return there, [name for name in shapes if name not in known]
 
@@ -148,6 +163,30 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
                 places[name] = Rows(stored, half, total, total), Rows(stored, 0, half, total)
             start = stop
     return places
+
+
+def pieces_of(network: nn.Module, needed: Mapping[str, Shape]) -> dict[str, Pieces]:
+    """What every tensor in a file with its authors' names is made of: ``authors_places`` the other way round."""
+    found: dict[str, dict[int, Piece]] = {}
+    for name, parts in authors_places(network, needed).items():
+        first = 0
+        for rows in parts:
+            stop = first + rows.stop - rows.start
+            found.setdefault(rows.name, {})[rows.start] = Piece(name, first, stop)
+            first = stop
+    return {stored: tuple(pieces[start] for start in sorted(pieces)) for stored, pieces in found.items()}
+
+
+def assembled(pieces: Pieces, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The ``pieces`` joined along the first axis. ``read`` returns a parameter by its name, once for each."""
+    if len(pieces) == 1:
+        return read(pieces[0].name)
+    whole = {name: read(name) for name in dict.fromkeys(piece.name for piece in pieces)}
+    return torch.cat([whole[piece.name][piece.start : piece.stop] for piece in pieces])
+
+
+def rows_in(pieces: Pieces) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
 
 
 def _rows(shape: Shape) -> int:

@@ -1,4 +1,4 @@
-"""The authors' names of transformers' layers: Black Forest Labs' of Flux, Stability AI's of Stable Diffusion 3.
+"""The authors' names of transformers' layers: Black Forest Labs' Flux, Stability AI's Stable Diffusion 3, and PixArt.
 
 One of their tensors may hold the rows of several of diffusers': each name of theirs stands with the names of diffusers
 whose rows it holds, in that order. The road not taken is diffusers' converters: they work on whole checkpoints of one
@@ -6,7 +6,7 @@ width, and LoRAs and slices of files need names alone.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
@@ -54,6 +54,24 @@ SD3_OUTER = {
     "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
     "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }  # fmt: skip
+PIXART_BLOCK = {
+    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"), "attn.proj": ("attn1.to_out.0",),
+    "cross_attn.q_linear": ("attn2.to_q",), "cross_attn.kv_linear": ("attn2.to_k", "attn2.to_v"),
+    "cross_attn.proj": ("attn2.to_out.0",), "mlp.fc1": ("ff.net.0.proj",), "mlp.fc2": ("ff.net.2",),
+    "scale_shift_table": ("scale_shift_table",),
+}  # fmt: skip
+PIXART_OUTER = {
+    "x_embedder.proj": ("pos_embed.proj",), "t_block.1": ("adaln_single.linear",),
+    "t_embedder.mlp.0": ("adaln_single.emb.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("adaln_single.emb.timestep_embedder.linear_2",),
+    "csize_embedder.mlp.0": ("adaln_single.emb.resolution_embedder.linear_1",),
+    "csize_embedder.mlp.2": ("adaln_single.emb.resolution_embedder.linear_2",),
+    "ar_embedder.mlp.0": ("adaln_single.emb.aspect_ratio_embedder.linear_1",),
+    "ar_embedder.mlp.2": ("adaln_single.emb.aspect_ratio_embedder.linear_2",),
+    "y_embedder.y_proj.fc1": ("caption_projection.linear_1",),
+    "y_embedder.y_proj.fc2": ("caption_projection.linear_2",),
+    "final_layer.linear": ("proj_out",), "final_layer.scale_shift_table": ("scale_shift_table",),
+}  # fmt: skip
 # by diffusers' name of a kind of block, "" for what is in none: the authors' name of it, and what stands in it
 Layout = Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]
 FLUX: Layout = {
@@ -62,8 +80,21 @@ FLUX: Layout = {
     "": ("", FLUX_OUTER),
 }
 SD3: Layout = {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)}
-LAYOUTS = {"FluxTransformer2DModel": FLUX, "SD3Transformer2DModel": SD3}  # by the class of the network
+PIXART: Layout = {"transformer_blocks": ("blocks", PIXART_BLOCK), "": ("", PIXART_OUTER)}
+LAYOUTS = {  # by the class of the network
+    "FluxTransformer2DModel": FLUX, "SD3Transformer2DModel": SD3, "PixArtTransformer2DModel": PIXART,
+}  # fmt: skip
+LAYERS: Sequence[tuple[Layout, tuple[str, ...]]] = (  # that tell a network; the first layout with all of them counts
+    (FLUX, ("single_transformer_blocks.0.proj_mlp", "time_text_embed.text_embedder.linear_1")),
+    (SD3, ("transformer_blocks.0.attn.add_q_proj", "pos_embed.proj")),
+    (PIXART, ("adaln_single.linear", "caption_projection.linear_1", "pos_embed.proj")),
+)
 SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
+
+
+def layout_of(layers: Collection[str]) -> Layout:
+    """Returns the layout of the network that has these ``layers``; that of a UNet is empty: nothing is joined in it."""
+    return next((layout for layout, marks in LAYERS if all(mark in layers for mark in marks)), {})
 
 
 def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:

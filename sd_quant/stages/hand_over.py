@@ -203,9 +203,10 @@ def write_target(
         described: dict[str, Any] = {
             "target": target.name,
             "part": loaded.denoiser,
+            "family": job.model.family,
             "run": run and shown(run),
             "command": command,
-            "left_out": left_out(target, loaded.checkpoint),
+            "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows)],
             "absent": absent(loaded.checkpoint),
             "licence": licence_of(loaded.checkpoint.path),
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
@@ -238,6 +239,17 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
         if (layer.format, layer.attention_amax is None) != (rows[name].format, rows[name].attention_amax is None)
     ]
     return dict(Counter(rows[name].reason for name in names))
+
+
+def widened(assignment: Rows, rows: Rows) -> list[str]:
+    """In words how many layers have a wider range than the recipe's, because their tensor has one range."""
+    wider = [
+        name for name, row in rows.items()
+        if row.format and row.weight_amax is not None and not torch.equal(row.weight_amax, assignment[name].weight_amax)
+    ]  # fmt: skip
+    if not wider:
+        return []
+    return [f"the ranges of {len(wider)} layers: query, key and value are one tensor, which has the largest of theirs"]
 
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:

@@ -23,23 +23,33 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises OverflowError when ``amax`` is infinite or NaN.
     """
+    common = global_scale(amax)
+    return block_scales(x, common, e2m1.LARGEST), common
+
+
+def global_scale(amax: Tensor) -> Tensor:
+    """The scale [] of a tensor from the largest ``amax``. Raises OverflowError when that is infinite or NaN."""
     peak = amax.float().max()
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
-    global_scale = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
-    return block_scales(x, global_scale, e2m1.LARGEST), global_scale
+    return torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
 
 
-def block_scales(x: Tensor, global_scale: Tensor, code: float) -> Tensor:
-    """The E4M3 scale of every block that maps the block's largest number to ``code``."""
-    wanted = blocks(x, BLOCK).abs().amax(-1) / code / global_scale
+def rebased(scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The block scales for the global scale ``new`` in place of ``old``, rounded to E4M3 once more, and ``new``."""
+    return (scale * (old / new)).clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float(), new
+
+
+def block_scales(x: Tensor, common: Tensor, code: float) -> Tensor:
+    """The E4M3 scale of every block that maps the block's largest number to ``code``; ``common`` is the global one."""
+    wanted = blocks(x, BLOCK).abs().amax(-1) / code / common
     return wanted.clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float()
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
     """Scales that map a block's largest number to 6, or to 4, the next smaller code."""
-    six, global_scale = scales(x, amax)
-    return (six, global_scale), (block_scales(x, global_scale, 4.0), global_scale)
+    six, common = scales(x, amax)
+    return (six, common), (block_scales(x, common, 4.0), common)
 
 
 def scale_per_number(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:

@@ -1,55 +1,99 @@
-"""The package ``gguf`` reads what is written, and diffusers' converter finds SDXL's UNet in it."""
+"""The package ``gguf`` reads what is written, and diffusers' converters and loader find their networks in it."""
 
+import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers.loaders import single_file_utils
 
 from sd_quant.interchange.weights import codes_and_scales
-from sd_quant.names.sgm import sgm_names
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
+from sd_quant.names.authors import PREFIX
+from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import recipe_of
+from .single_files import in_diffusers
+from .test_round_trip import PLAIN
 
 pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")
 from sd_quant.interchange.gguf import write  # noqa: E402
 
-UNET = "model.diffusion_model."
+INT8, INT4 = ("int8", {"per_channel": False, **PLAIN}), ("int4", PLAIN)
+CASES = [
+    ("sdxl", *INT8), ("sdxl", *INT4), ("sd15", *INT8), ("sd21", *INT4), ("sd3", *INT8), ("sd3", *INT4),
+    ("flux", *INT8), ("flux", *INT4),
+]  # fmt: skip
+ARCHITECTURES = {"sdxl": "sdxl", "sd15": "sd1", "sd21": "sd1", "sd3": "sd3", "flux": "flux"}  # of ComfyUI-GGUF
+# a tensor of each that ComfyUI-GGUF, whose ModelTemplates these are, and stable-diffusion.cpp tell the model by
+TOLD_BY = {
+    "sd15": "input_blocks.0.0.weight", "sd21": "input_blocks.0.0.weight", "sdxl": "label_emb.0.0.weight",
+    "sd3": "joint_blocks.0.x_block.attn.qkv.weight", "flux": "double_blocks.0.img_attn.proj.weight",
+}  # fmt: skip
 
 
 def read(reader) -> dict[str, torch.Tensor]:
-    """Every tensor dequantized, in torch's shape."""
+    """Every tensor dequantized, in torch's shape, without the prefix as ComfyUI-GGUF takes it off."""
     return {
-        tensor.name: torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+        tensor.name.removeprefix(PREFIX): torch.from_numpy(
+            np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        )
         .float()
         .view(*(int(size) for size in reversed(tensor.shape)))
         for tensor in reader.tensors
     }
 
 
-@pytest.mark.parametrize("fmt, options", [("int8", {"per_channel": False}), ("int4", {"alpha": None})])
-def test_codes_are_ours_and_the_network_is_the_readers(tiny, tmp_path, fmt, options):
-    case = tiny("sdxl")
+def written(tiny, folder, family: str, fmt: str, options: dict) -> tuple:
+    case = tiny(family)
     assignment = case.assignment(recipe_of(fmt, None, **options), "gguf")
-    write(case.checkpoint, assignment, tmp_path)
-    (path,) = tmp_path.iterdir()
-    assert path.name == f"{case.checkpoint.family.DENOISER}.gguf"
+    path = write(case.checkpoint, assignment, folder)
+    assert list(folder.iterdir()) == [path] and path.name == f"{case.checkpoint.family.DENOISER}.gguf"
+    return case, assignment, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, fmt, options", CASES)
+@torch.no_grad()
+def test_codes_are_ours_and_the_network_is_the_readers(tiny, tmp_path, family, fmt, options):
+    case, assignment, path = written(tiny, tmp_path, family, fmt, options)
     reader = gguf.GGUFReader(path)
-    assert reader.get_field("general.architecture").contents() == "sdxl"
-    tensors, kinds = read(reader), {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    names = sgm_names(case.checkpoint.components["unet"])
-    assert names.keys() == set(case.checkpoint.components["unet"]) and set(names.values()) == tensors.keys()
-    for name, key in names.items():
-        layer = assignment.get(name.removesuffix(".weight"))
-        if layer is not None and layer.format:
-            assert kinds[key] == {"int8": "Q8_0", "int4": "Q4_0"}[layer.format]
-            expected = FORMATS[layer.format].dequantize(*codes_and_scales(case.checkpoint, layer))
-            assert torch.equal(tensors[key], expected)
+    assert reader.get_field("general.architecture").contents() == ARCHITECTURES[family]
+    tensors = read(reader)
+    kinds = {tensor.name.removeprefix(PREFIX): tensor.tensor_type.name for tensor in reader.tensors}
+    assert TOLD_BY[family] in tensors and not any(key.startswith("comfy.gguf.orig_shape") for key in reader.fields)
+    assert {kinds[key] for key, tensor in tensors.items() if tensor.ndim == 1} == {"F32"}
+    quantized = {"int8": "Q8_0", "int4": "Q4_0"}[fmt]
+    assert {kinds[key] for key, tensor in tensors.items() if tensor.ndim > 1} == {"F16", quantized}
+
+    found, weights = in_diffusers(empty_denoiser(case.checkpoint), tensors), denoiser_weights(case.checkpoint)
+    assert found.keys() == case.denoiser().state_dict().keys()
+    count = 0
+    for name, tensor in found.items():
+        layer = assignment.get(name.rpartition(".")[0])
+        if name.endswith(".weight") and layer is not None and layer.format:
+            count += 1
+            assert torch.equal(tensor, FORMATS[fmt].dequantize(*codes_and_scales(case.checkpoint, layer))), name
         else:
-            assert kinds[key] == ("F32" if tensors[key].ndim == 1 else "F16")
+            changed = layer is not None and layer.role != "attention"
+            expected = rewritten(weights[name], layer) if changed else weights[name]
+            assert torch.equal(tensor, expected.half().float()), name
+    assert count == sum(layer.format is not None for layer in assignment.values()) > 10
 
     theirs = case.kind.from_config(case.kind.load_config(case.folder)).eval()
-    state = {UNET + key: tensor for key, tensor in tensors.items()}
-    theirs.load_state_dict(single_file_utils.convert_ldm_unet_checkpoint(state, dict(theirs.config)))
+    theirs.load_state_dict(found)
     assert case.error(case.network(case.read(path, "gguf")), theirs) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, fmt, options", [case for case in CASES if case[0] != "flux"])
+@torch.no_grad()
+def test_diffusers_opens_it_and_computes_what_is_read(tiny, tmp_path, family, fmt, options):
+    """Flux under its authors' names only in full size: the converter has the width 3072 written in."""
+    pytest.importorskip("accelerate")
+    case, _, path = written(tiny, tmp_path, family, fmt, options)
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    theirs = case.kind.from_single_file(
+        str(path), config=str(case.folder), quantization_config=config, torch_dtype=torch.float32
+    )
+    assert case.error(case.network(case.read(path, "gguf")), theirs.eval()) < 2e-3

@@ -6,7 +6,9 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
 from sd_quant.interchange.holding import adapted, held, inputs_of
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import nvfp4
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
 
@@ -47,7 +49,11 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
         ("comfyui", {"format": "fp8", "activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
-        ("comfyui", {"format": "nvfp4", "name": "down.attn2.to_k"}, "reads the model's kind off the shape"),
+        (
+            "comfyui",
+            {"format": "nvfp4", "name": "down.attentions.0.attn2.to_k"},
+            "reads the model's kind off the shape",
+        ),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
         ("diffusers_modelopt", {"per_token": True}, "holds no inputs of int8 that are scaled per token; quantize.per_"),
@@ -64,6 +70,83 @@ def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words
     found = held(replace(ROW, **change), TARGETS[target])
     assert found.format is None and found.activation_format is None and words in found.reason
     assert not found.rotation and not found.per_token
+
+
+SD3 = ("pos_embed.proj", "transformer_blocks.0.attn.add_q_proj")  # by which its layers are known
+QKV = tuple(f"transformer_blocks.0.attn.to_{each}" for each in "qkv")
+
+
+def joined(target: str, changes: dict, *ranges: float, **row: object) -> list[LayerAssignment]:
+    """Query, key and value of an SD3 with these ranges, the value changed, as the target holds them."""
+    rows = {name: replace(ROW, name=name, format=None, activation_format=None) for name in SD3}
+    for name, amax in zip(QKV, ranges, strict=True):
+        rows[name] = replace(ROW, name=name, weight_amax=torch.tensor([amax]), weight_axis=None, **row)
+    rows[QKV[2]] = replace(rows[QKV[2]], **changes)
+    rows["last"] = replace(ROW, name="last")
+    found = adapted(rows, replace(TARGETS[target], formats=dict.fromkeys(("fp8", "int8", "nvfp4"), STATIC)))
+    return [found[name] for name in QKV]
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+def test_one_tensor_has_one_range_in_formats_that_have_one(fmt):
+    """Else the scale of the last layer would multiply the codes of all."""
+    found = joined("comfyui", {"activation_amax": 2.0}, 1.0, 4.0, 2.0, format=fmt, activation_format=fmt)
+    assert [(row.format, row.weight_amax.tolist(), row.activation_amax) for row in found] == [(fmt, [4.0], 2.0)] * 3
+    apart = joined("diffusers_modelopt", {"activation_amax": 2.0}, 1.0, 4.0, 2.0, format=fmt, activation_format=fmt)
+    assert [(row.weight_amax.item(), row.activation_amax) for row in apart] == [(1.0, 1.0), (4.0, 1.0), (2.0, 2.0)]
+
+
+def test_a_scale_for_each_row_is_left_alone():
+    assert [row.weight_amax.item() for row in joined("comfyui", {}, 1.0, 4.0, 2.0)] == [1.0, 4.0, 2.0]
+
+
+@torch.no_grad()
+def test_codes_that_were_chosen_stay_with_scales_of_another_range():
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    ranges = [weight.abs().max().item() * factor for factor in (1.0, 1.7, 1.0)]
+    chosen = {}
+    for amax in set(ranges):
+        scales = nvfp4.scales(weight, torch.tensor([amax]))
+        chosen[amax] = (nvfp4.quantize(weight, *scales), *scales)
+    fmt = {"format": "nvfp4", "activation_format": "nvfp4"}
+    query, key, value = joined("comfyui", {"rounded": chosen[ranges[2]]}, *ranges, **fmt)
+    assert query.rounded is None and torch.equal(value.rounded[0], chosen[ranges[0]][0])
+    assert value.rounded[2] == nvfp4.global_scale(key.weight_amax) == nvfp4.global_scale(torch.tensor(ranges))
+    assert torch.equal(value.rounded[1], value.rounded[1].to(torch.float8_e4m3fn).float())
+    before, after = (relative_error(weight, nvfp4.dequantize(*each)) for each in (chosen[ranges[0]], value.rounded))
+    assert before < after < 1.15 * before
+
+
+@pytest.mark.parametrize(
+    "target, changes, words",
+    [
+        ("comfyui", {"format": None, "activation_format": None, "reason": "kept"}, "one tensor with layers in other"),
+        ("gguf", {"format": "nvfp4", "activation_format": "nvfp4"}, "in one tensor with layers in other formats"),
+        ("comfyui", {"rotation": 16}, "in one tensor with layers in other formats"),
+        ("comfyui", {"format": "nvfp4", "activation_format": "nvfp4", "pre_quant_scale": torch.full((64,), 2.0)},
+         "whose inputs are multiplied by another vector; smoothing=folded"),
+    ],
+)  # fmt: skip
+def test_one_tensor_has_one_format_or_none(target, changes, words):
+    both = {"format": "nvfp4", "activation_format": "nvfp4"} if "pre_quant_scale" in changes else {}
+    found = joined(target, changes, 1.0, 1.0, 1.0, **both)
+    assert [row.format for row in found] == [None] * 3 and words in found[0].reason
+    assert found[2].reason == "kept" if changes.get("reason") else words in found[2].reason
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k", "add_embedding.linear_1", "x_embedder",
+        "time_text_embed.text_embedder.linear_1", "context_embedder", "caption_projection.linear_1", "proj_out",
+    ],
+)  # fmt: skip
+def test_what_comfyui_tells_models_by_keeps_its_shape(name):
+    """Two numbers to a byte halve a width, and the file is taken for another model: of these weights alone."""
+    for layer, excluded in ((name, True), (f"single_transformer_blocks.0.{name}", False)):
+        row = replace(ROW, name=layer, format="nvfp4", activation_format="nvfp4", weight_axis=None)
+        assert (held(row, COMFYUI).format is None) == (excluded or "attn2" in name)
+        assert held(replace(row, format="int8", activation_format="int8"), COMFYUI).format == "int8"
 
 
 def test_a_shift_goes_with_the_inputs():

@@ -1,12 +1,12 @@
 import pytest
 
-from sd_quant.interchange import TARGETS
+from sd_quant.interchange import TARGETS, UNETS
 from sd_quant.interchange.model_card import model_card
 from sd_quant.metrics.intervals import mean_interval
 
 VALUES = [30.0, 32.0, 37.0]
 FIGURES = {
-    "part": "unet_xl", "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
+    "part": "unet_xl", "family": "sdxl", "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
     "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"], "absent": [],
     "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
@@ -47,6 +47,18 @@ def test_what_a_person_does_is_a_list_and_no_code():
         card = model_card(FIGURES, TARGETS[name])
         assert f"## How to open it\n\n{first}" in card and "\n2. Open it with the node " in card
         assert "```" not in card
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS.values() if not isinstance(target.loading, str)])
+def test_every_family_has_its_steps(target):
+    """A file without the other networks lies in another folder, and has to be told them."""
+    assert target.loading.keys() == target.families
+    for family in target.families - {"sdxl"}:
+        card = model_card(FIGURES | {"family": family}, target)
+        folder = {"comfyui": "diffusion_models", "gguf": "unet"}[target.name]
+        part = "unet" if family in UNETS else "transformer"
+        assert f"1. Copy `{part}." in card and f"`ComfyUI/models/{folder}`" in card
+        assert ("Load VAE" in card) == (target.name == "comfyui")
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if isinstance(target.loading, str)])

@@ -26,6 +26,14 @@ CASES = [
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 16}),
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 4, "per_channel": False}),
     ("comfyui", "sdxl", "nvfp4", PLAIN),
+    ("comfyui", "sd15", "int8", PLAIN),
+    ("comfyui", "sd21", "fp8", {"per_channel": False}),
+    ("comfyui", "sd3", "nvfp4", PLAIN),
+    ("comfyui", "sd3", "int8", {**ROTATED, "rotation": 16}),
+    ("comfyui", "flux", "fp8", {"per_channel": False, "alpha": None}),
+    ("comfyui", "flux", "nvfp4", {"scale_search": True, **PLAIN}),
+    ("comfyui", "pixart", "fp8", {"per_channel": False, "alpha": None}),
+    ("comfyui", "pixart", "int8", PLAIN),
     ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
     ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
     ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),
@@ -39,6 +47,10 @@ CASES = [
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
+    ("gguf", "sd15", "int8", {"activation": None, **PLAIN}),
+    ("gguf", "sd21", "int4", {"activation": None, "alpha": None}),
+    ("gguf", "sd3", "int8", {"activation": None}),
+    ("gguf", "flux", "int4", {"activation": None, "alpha": None}),
 ]
 
 

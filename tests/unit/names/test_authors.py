@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.names.authors import PREFIX, authors_places, denoiser_tensors, places_in, told_family
+from sd_quant.names.authors import (
+    PREFIX,
+    assembled,
+    authors_places,
+    denoiser_tensors,
+    pieces_of,
+    places_in,
+    told_family,
+)
+from sd_quant.names.transformers import LAYOUTS, layout_of
 
 from ..interchange.single_files import in_diffusers
 
@@ -75,16 +84,66 @@ def test_diffusers_moves_every_row_to_the_same_place_and_names_tell_the_family(n
     for parameter, rows in expected.items():
         found = torch.cat([stored[part.name][part.start : part.stop] for part in places[parameter]])
         assert torch.equal(found, rows), parameter
+    pieces = pieces_of(module, needed)
+    assert pieces.keys() == stored.keys()
+    for key, made_of in pieces.items():
+        assert torch.equal(assembled(made_of, expected.__getitem__), stored[key]), key
     assert told_family(needed) == told_family(stored) == KINDS[name]
     assert told_family({PREFIX + each for each in stored}) == KINDS[name]
 
 
-def test_families_without_a_table_are_known_by_name_and_no_denoiser_by_none():
+PIXART = {  # as the authors' tools/convert_pixart_to_diffusers.py has it, which diffusers' package does not contain
+    "x_embedder.proj": ["pos_embed.proj"],
+    "t_embedder.mlp.0": ["adaln_single.emb.timestep_embedder.linear_1"],
+    "t_embedder.mlp.2": ["adaln_single.emb.timestep_embedder.linear_2"],
+    "csize_embedder.mlp.0": ["adaln_single.emb.resolution_embedder.linear_1"],
+    "csize_embedder.mlp.2": ["adaln_single.emb.resolution_embedder.linear_2"],
+    "ar_embedder.mlp.0": ["adaln_single.emb.aspect_ratio_embedder.linear_1"],
+    "ar_embedder.mlp.2": ["adaln_single.emb.aspect_ratio_embedder.linear_2"],
+    "t_block.1": ["adaln_single.linear"],
+    "y_embedder.y_proj.fc1": ["caption_projection.linear_1"],
+    "y_embedder.y_proj.fc2": ["caption_projection.linear_2"],
+    "blocks.0.attn.qkv": [f"transformer_blocks.0.attn1.to_{each}" for each in "qkv"],
+    "blocks.0.attn.proj": ["transformer_blocks.0.attn1.to_out.0"],
+    "blocks.0.cross_attn.q_linear": ["transformer_blocks.0.attn2.to_q"],
+    "blocks.0.cross_attn.kv_linear": [f"transformer_blocks.0.attn2.to_{each}" for each in "kv"],
+    "blocks.0.cross_attn.proj": ["transformer_blocks.0.attn2.to_out.0"],
+    "blocks.0.mlp.fc1": ["transformer_blocks.0.ff.net.0.proj"],
+    "blocks.0.mlp.fc2": ["transformer_blocks.0.ff.net.2"],
+    "final_layer.linear": ["proj_out"],
+}
+TABLES = {"blocks.0.scale_shift_table": ["transformer_blocks.0.scale_shift_table"],
+          "final_layer.scale_shift_table": ["scale_shift_table"]}  # fmt: skip
+
+
+def test_pixart_has_its_authors_names_and_what_diffusers_computes_is_not_missed(tmp_path):
     with torch.device("meta"):
-        pixart = diffusers.PixArtTransformer2DModel(num_layers=1)
+        pixart = diffusers.PixArtTransformer2DModel(num_layers=1, sample_size=128, caption_channels=64)
     needed = shapes_of(pixart)
-    assert told_family(needed) == "a PixArt transformer"
-    assert {rows.name: name for name, (rows,) in authors_places(pixart, needed).items()} == {n: n for n in needed}
+    found = {key: [piece.name for piece in pieces] for key, pieces in pieces_of(pixart, needed).items()}
+    expected = {
+        f"{key}.{end}": [f"{name}.{end}" for name in names]
+        for key, names in PIXART.items()
+        for end in ("weight", "bias")
+    }
+    assert found == expected | TABLES
+    assert told_family(needed) == told_family(found) == "a PixArt transformer"
+    shapes = stored_shapes(authors_places(pixart, needed), needed)
+    shapes |= {"pos_embed": (1, 4096, 1152), "y_embedder.y_embedding": (300, 64)}
+    assert places_in(tmp_path, pixart, needed, shapes) == (authors_places(pixart, needed), [])
+
+
+@pytest.mark.parametrize("kind", [None, *LAYOUTS])
+def test_layers_tell_what_is_joined(kind):
+    layers = {"FluxTransformer2DModel": "flux-dev", "SD3Transformer2DModel": "sd3", None: "sd21"}
+    with torch.device("meta"):
+        module = network(layers[kind]) if kind in layers else diffusers.PixArtTransformer2DModel(
+            num_layers=1, caption_channels=64
+        )  # fmt: skip
+    assert layout_of({name for name, _ in module.named_modules()}) == LAYOUTS.get(kind, {})
+
+
+def test_families_without_a_table_are_known_by_name_and_no_denoiser_by_none():
     assert told_family(["distilled_guidance_layer.a", "double_blocks.0", "single_blocks.0"]) == "a Chroma transformer"
     assert told_family(["a.weight", "first_stage_model.decoder.conv_in.weight", "vae.encoder.down.0.weight"]) is None
 

@@ -83,7 +83,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(hand_over, "absent", lambda *_: [])
     monkeypatch.setattr(hand_over, "versions", lambda *_: {})
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path), denoiser="unet_xl")
-    model = SimpleNamespace(adapters=lambda: [])
+    model = SimpleNamespace(adapters=lambda: [], family="sdxl")
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
     rows = {"a": row("a", 32, 32)}
     make = lambda: hand_over.write_target(  # noqa: E731

@@ -1,0 +1,158 @@
+"""Files for ComfyUI of every family: comfy-kitchen decodes their linears, and diffusers' converters find their names.
+
+ComfyUI itself is no package. What it reads off a file before it opens it is written down here from its
+``model_detection.py``, ``utils.py`` and ``ops.py``.
+"""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_header
+from sd_quant.interchange.comfyui import METADATA
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
+from sd_quant.names.authors import PREFIX
+from sd_quant.names.nemo import PREFIX as NETWORKS
+from sd_quant.names.sgm import PREFIXES
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+
+from .conftest import recipe_of
+from .single_files import in_diffusers
+from .test_round_trip import PLAIN, ROTATED
+
+CASES = [
+    ("sdxl", "nvfp4", PLAIN),
+    ("sd15", "int8", PLAIN),
+    ("sd21", "fp8", {"per_channel": False}),
+    ("sd21", "nvfp4", PLAIN),
+    ("sd3", "fp8", {"per_channel": False, "alpha": None}),
+    ("sd3", "int8", {**ROTATED, "rotation": 16}),
+    ("sd3", "nvfp4", PLAIN),
+    ("flux", "fp8", {"per_channel": False}),
+    ("flux", "int8", {"per_channel": False, **PLAIN}),
+    ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
+]
+DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
+# by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
+DETECTED = {
+    "sd15": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sd21": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sdxl": ("input_blocks.0.0.weight", ["input_blocks.3.1.transformer_blocks.0.attn2.to_k.weight",
+                                         "label_emb.0.0.weight"]),
+    "sd3": ("joint_blocks.0.context_block.attn.qkv.weight",
+            ["y_embedder.mlp.0.weight", "x_embedder.proj.weight", "context_embedder.weight",
+             "final_layer.linear.weight"]),
+    "flux": ("double_blocks.0.img_attn.norm.key_norm.scale",
+             ["img_in.weight", "txt_in.weight", "vector_in.in_layer.weight"]),
+    "pixart": ("t_block.1.weight", ["y_embedder.y_proj.fc1.weight", "final_layer.linear.weight"]),
+}  # fmt: skip
+
+
+def written(tiny, folder, family: str, fmt: str, options: dict) -> tuple:
+    """The tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
+    case = tiny(family)
+    assignment = case.assignment(recipe_of(fmt, **options), "comfyui")
+    path = case.written(assignment, "comfyui", folder)
+    tensors, metadata = read_header(whole_file(path))
+    prefix = PREFIX if family == "sdxl" else ""
+    state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
+    return case, assignment, path, state, metadata
+
+
+def marks_of(state: Mapping[str, Tensor]) -> dict[str, dict]:
+    end = ".comfy_quant"
+    return {
+        name.removesuffix(end): json.loads(bytes(each.tolist())) for name, each in state.items() if name.endswith(end)
+    }
+
+
+def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The plain tensors in fp32, and the linears as comfy-kitchen decodes their codes and scales."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    marks = marks_of(state)
+    found = {name: each.float() for name, each in state.items() if name.rpartition(".")[0] not in marks}
+    for layer, mark in marks.items():
+        codes, scale = state[f"{layer}.weight"], state[f"{layer}.weight_scale"]
+        known = {"orig_dtype": torch.float32, "scale": scale, "orig_shape": tuple(codes.shape)}
+        match mark["format"]:
+            case "float8_e4m3fn":
+                layout, params = "TensorCoreFP8Layout", tensor.TensorCoreFP8Layout.Params(**known)
+            case "int8_tensorwise":
+                turned = {name: value for name, value in mark.items() if name != "format"}
+                layout, params = "TensorWiseINT8Layout", tensor.TensorWiseINT8Layout.Params(**known | turned)
+            case "nvfp4":
+                more = {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_scale_2"]}
+                layout = "TensorCoreNVFP4Layout"
+                params = tensor.TensorCoreNVFP4Layout.Params(block_scale=scale, **known | more)
+        found[f"{layer}.weight"] = tensor.QuantizedTensor(codes, layout, params).dequantize()
+        if f"{layer}.bias" in state:
+            found[f"{layer}.bias"] = state[f"{layer}.bias"].float()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.consumer
+@pytest.mark.parametrize("family, fmt, options", CASES)
+@torch.no_grad()
+def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(tiny, tmp_path, family, fmt, options):
+    """Halves in the authors' order, nibbles in ComfyUI's, scales in tiles: any other order gives other numbers."""
+    case, assignment, _, state, _ = written(tiny, tmp_path, family, fmt, options)
+    network, weights = empty_denoiser(case.checkpoint), denoiser_weights(case.checkpoint)
+    found = in_diffusers(network, by_kitchen(state))
+    assert found.keys() == set(network.state_dict())
+    quantized = [row for row in assignment.values() if row.format]
+    assert len(quantized) > 15
+    if family == "sd3" and fmt != "nvfp4":  # shift and scale are exchanged in it, and the scales of rows with them
+        assert "joint_blocks.1.context_block.adaLN_modulation.1" in marks_of(state)
+    for name, tensor in found.items():
+        row: LayerAssignment | None = assignment.get(name.rpartition(".")[0])
+        if name.endswith(".weight") and row is not None and row.format:
+            expected, near = row.rounded_weight(rewritten(weights[name], row)), 1e-3 if fmt == "nvfp4" else 1e-6
+        else:
+            changed = row is not None and row.role != "attention"
+            expected, near = rewritten(weights[name], row).half() if changed else weights[name].half(), 0
+        torch.testing.assert_close(tensor, expected.float(), rtol=near, atol=near * expected.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DETECTED)
+def test_comfyui_tells_the_model_and_finds_the_marks(tiny, tmp_path, family):
+    """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
+    case, assignment, path, state, metadata = written(tiny, tmp_path, family, "nvfp4", PLAIN)
+    marks, (told, sized) = marks_of(state), DETECTED[family]
+    assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
+    assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
+    shapes = case.denoiser().state_dict()
+    for name in sized:
+        assert state[name].dtype == torch.float16 and name.removesuffix(".weight") not in marks
+    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes.values() if each.ndim > 1}
+    packed = {name.removesuffix(".weight") for name, each in state.items()
+              if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
+    assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
+    assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_tensor_of_three_has_one_scale_where_the_format_has_one(tiny, tmp_path, family):
+    case, assignment, _, state, _ = written(tiny, tmp_path, family, "fp8", {"per_channel": False, "alpha": None})
+    name = {"sd3": "joint_blocks.0.x_block.attn.qkv", "flux": "single_blocks.0.linear1"}[family]
+    assert state[f"{name}.weight_scale"].shape == state[f"{name}.input_scale"].shape == ()
+    start = {"sd3": "transformer_blocks.0.attn.to_", "flux": "single_transformer_blocks.0.attn.to_"}[family]
+    network = case.denoiser()
+    parts = [f"{start}{each}" for each in "qkv"] + ["single_transformer_blocks.0.proj_mlp"] * (family == "flux")
+    largest = max(network.get_submodule(part).weight.abs().max().item() for part in parts)
+    assert all(assignment[part].weight_amax.item() == pytest.approx(largest) for part in parts)
+    assert state[f"{name}.weight_scale"].item() == pytest.approx(largest / 448, rel=1e-3)
+
+
+def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
+    case = tiny("sdxl")
+    assignment = case.assignment(recipe_of("int8", **PLAIN), "comfyui")
+    first, second = (case.written(assignment, "comfyui", tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    starts = [next(start for start in PREFIXES if name.startswith(start)) for name in read_header(whole_file(first))[0]]
+    assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
