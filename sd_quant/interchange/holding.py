@@ -1,16 +1,21 @@
 """Adapts an assignment to the layers that a foreign format can hold.
 
 A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
-some would lose their branch; the message names a recipe that fits.
+some would lose their branch; the message names a recipe that fits. Layers that a consumer computes at once are held
+together or not at all, with one global scale where their format has one.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
+from sd_quant.files.checks import listing
+from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat, Server
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
 
 REASONS = 2  # the commonest, which a refusal gives
 
@@ -20,7 +25,7 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
 
     Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
     """
-    rows = {name: held(layer, target) for name, layer in assignment.items()}
+    rows = together({name: held(layer, target) for name, layer in assignment.items()}, target)
     wanted = [layer for layer in assignment.values() if layer.format is not None]
     kept = [layer for layer in rows.values() if layer.format is not None]
     if not kept:
@@ -50,12 +55,16 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     if layer.format is None:
         return layer
     if (reason := why_not_held(layer, target)) is not None:
-        smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
-        return replace(
-            without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
-            low_rank=None, pre_quant_scale=smoothing, rotation=0,
-        )  # fmt: skip
+        return in_high_precision(layer, reason)
     return without_inputs(layer) if target.formats[layer.format] in OWN_INPUTS else layer
+
+
+def in_high_precision(layer: LayerAssignment, reason: str) -> LayerAssignment:
+    """The row without quantization; its weight stays divided where the layer in front multiplies."""
+    return replace(
+        without_inputs(layer), format=None, reason=reason, weight_amax=None, weight_axis=None, rounded=None,
+        low_rank=None, pre_quant_scale=layer.pre_quant_scale if layer.folded_into else None, rotation=0,
+    )  # fmt: skip
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
@@ -108,3 +117,97 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
+
+
+# Layers that a consumer computes at once
+
+
+def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[tuple[str, Sequence[str], list[str]]]:
+    """The groups of layers that ``fused`` joins: what their names begin with, the ends, and those that there are."""
+    known = dict.fromkeys(names)
+    for ends in fused:
+        for begin in dict.fromkeys(
+            name.removesuffix(end) for name in known for end in ends if name.endswith(f".{end}")
+        ):
+            yield begin, ends, [begin + end for end in ends if begin + end in known]
+
+
+def together(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
+    """``rows`` whose groups of ``target.fused`` have one format each, or none, and one global scale."""
+    found = dict(rows)
+    for _, _, names in groups_of(rows, target.fused):
+        kinds = {(rows[name].format, rows[name].activation_format) for name in names}
+        if len(kinds) == 1:
+            found |= with_one_scale([rows[name] for name in names])
+            continue
+        for name in names:
+            if rows[name].format is not None:
+                others = ", ".join(
+                    f"{other.rpartition('.')[2]} in {rows[other].format or 'high precision'}"
+                    for other in names if other != name
+                )  # fmt: skip
+                found[name] = in_high_precision(rows[name], f"{target.name} holds it in one format with {others}")
+    return found
+
+
+def with_one_scale(layers: Sequence[LayerAssignment]) -> dict[str, LayerAssignment]:
+    """Those of ``layers`` that read one tensor, and so have one range of inputs, with the largest range of weights.
+
+    It makes one global scale of the weights; layers without one stay. Chosen codes stay too, and their blocks' scales
+    become the nearest in steps of the new global scale.
+    """
+    found = {}
+    for layer in layers:
+        fmt = layer.format and FORMATS[layer.format]
+        if not fmt or len(fmt.onnx_scale_types) == 1:
+            continue
+        amax = max(
+            (each.weight_amax for each in layers if each.activation_amax == layer.activation_amax),
+            key=lambda amax: amax.max().item(),
+        )
+        rounded = layer.rounded
+        if rounded is not None and not amax.equal(layer.weight_amax):
+            codes, scales, before = rounded
+            rounded = (codes, *fmt.arithmetic.with_global_scale(scales, before, amax))
+        found[layer.name] = replace(layer, weight_amax=amax, rounded=rounded)
+    return found
+
+
+# Servers
+
+
+def servers_of(
+    target: ForeignFormat, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]
+) -> dict[str, str | None]:
+    """The target's servers by name: None for those that load ``rows`` of the checkpoint's denoiser, else why not."""
+    return {name: why_not_served(server, checkpoint, rows) for name, server in target.servers.items()}
+
+
+def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]) -> str | None:
+    """Why a server does not load ``rows``, or None."""
+    networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
+    denoiser = denoiser_part(checkpoint).component
+    if not server.pipelines & set(pipelines):
+        return f"it loads no quantized {pipelines[0]}"
+    others = [name for name, kind in networks.items() if kind == networks[denoiser] and name != denoiser]
+    if others and server.one_config:
+        return f"it takes {', '.join(others)} for quantized too"
+    quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
+    if len(formats := set(quantized.values())) > 1 and not server.mixed:
+        return f"it loads one format, and this has {' and '.join(sorted(formats))}"
+    patterns = [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]
+    if plain := [name for name in quantized if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+        return (
+            f"it loads {len(plain)} of the quantized layers as if they were not ({listing(plain, 2)}); "
+            f"quantize.exclude with {' and '.join(patterns)} keeps them in fp16"
+        )
+    return None
+
+
+def check_served(target: ForeignFormat, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a pipeline that none of the target's servers loads quantized."""
+    refusals = servers_of(target, checkpoint, {})
+    if refusals and all(refusals.values()):
+        able = ", ".join(name for name, other in TARGETS.items() if not other.servers and other.families is None)
+        told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ConfigError(f"{target.name} is for servers, and none loads this pipeline ({told}); hand over to {able}")

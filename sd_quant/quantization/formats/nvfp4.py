@@ -23,17 +23,31 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises OverflowError when ``amax`` is infinite or NaN.
     """
+    global_scale = global_scale_of(amax)
+    return block_scales(x, global_scale, e2m1.LARGEST), global_scale
+
+
+def global_scale_of(amax: Tensor) -> Tensor:
+    """The scale [] that maps the largest ``amax`` to the largest product of a code and a block's scale."""
     peak = amax.float().max()
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
-    global_scale = torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
-    return block_scales(x, global_scale, e2m1.LARGEST), global_scale
+    return torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
 
 
 def block_scales(x: Tensor, global_scale: Tensor, code: float) -> Tensor:
     """The E4M3 scale of every block that maps the block's largest number to ``code``."""
-    wanted = blocks(x, BLOCK).abs().amax(-1) / code / global_scale
-    return wanted.clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float()
+    return in_e4m3(blocks(x, BLOCK).abs().amax(-1) / code / global_scale)
+
+
+def with_global_scale(scale: Tensor, global_scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks' ``scale`` in steps of the global scale of another ``amax``, at most 1/16 away unless it is larger."""
+    other = global_scale_of(amax)
+    return in_e4m3(scale * (global_scale / other)), other
+
+
+def in_e4m3(scale: Tensor) -> Tensor:
+    return scale.clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float()
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -50,7 +50,7 @@ def test_every_target_has_a_writer(name):
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
          "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),
         (["model=flux", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds flux "
-         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq)"),
+         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq, modelopt_export)"),
     ],
 )  # fmt: skip
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):

@@ -39,6 +39,9 @@ CASES = [
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
+    ("modelopt_export", "flux", "fp8", {"per_channel": False}),
+    ("modelopt_export", "flux", "nvfp4", PLAIN),
+    ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
 ]
 
 
