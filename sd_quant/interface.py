@@ -56,7 +56,7 @@ from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import generate
-from sd_quant.stages.hand_over import measured_by, rows_of, write_target
+from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import by_torch, workload_of
@@ -288,6 +288,7 @@ class Quantized:
         one_of(TARGETS).check("target", target)
         check_targets("target", [target], self.job)
         check_consumers([target])
+        check_servers([target], self.loaded.checkpoint)
         rows, directory = rows_of([target], self.assignment)[target], output_path(folder)
         check(not directory.exists() or not any(directory.iterdir()), "folder", folder, "a new one, or an empty one")
         measure = None

@@ -30,13 +30,27 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "diffusers_bitsandbytes", "diffusers_quanto",
+    "modelopt_export", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
 SDXL = frozenset({"sdxl"})
 UNETS = SDXL | {"sd15", "sd21"}
 DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it loads nothing quantized
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that loads the folders of a target, by its source, which was read: nobody has run it."""
+
+    version: str  # whose source was read
+    command: str  # with {folder} and the denoiser's {component} in it
+    gpus: Mapping[str, str]  # that the formats need
+    pipelines: frozenset[str]  # diffusers' classes whose layers it loads quantized
+    mixed: bool = False  # whether it loads several formats together
+    one_config: bool = False  # whether it takes a denoiser's quantization_config for a second denoiser's too
+    # Patterns of layers that it makes in full precision and fills with codes; by pipeline, as far as that was read
+    plain: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,16 @@ class ForeignFormat:
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
-    fused: bool = False  # whether layers that the model's authors store as one tensor are one there, of one format
+    joined: bool = False  # whether layers that the model's authors store as one tensor are one there
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
+    servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
+    # ends of names of layers that a consumer computes at once, with its names for the joint layer: they have one
+    # format, and one global scale
+    fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def module(self) -> ModuleType:

@@ -119,7 +119,7 @@ FACTS = ForeignFormat(
             "proj_out",
         ),
     },
-    fused=True,
+    joined=True,
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
 )

@@ -1,12 +1,12 @@
-"""A folder of diffusers that NVIDIA ModelOpt saved: with its quantizers, with compressed weights, or exported.
+"""A folder of diffusers that NVIDIA ModelOpt saved, with its quantizers or with compressed weights.
 
-- With quantizers (``modelopt_state.pth`` beside the weights): a weight is stored as it was, a quantizer's range as
-  ``X.weight_quantizer._amax``, and ModelOpt rounds in every call. The file is not smaller for it.
+Both have ``modelopt_state.pth`` beside the weights; what ModelOpt exports for servers is read by ``modelopt_export``.
+
+- With quantizers: a weight is stored as it was, a quantizer's range as ``X.weight_quantizer._amax``, and ModelOpt
+  rounds in every call. The file is not smaller for it.
 - Compressed (``mtq.compress``): the weight is codes, with ``X.weight_quantizer._scale`` beside them.
-- Exported (``export_hf_checkpoint``; ``quant_method`` modelopt in the config): codes with ``X.weight_scale`` and
-  ``X.input_scale``, and for NVFP4 ``X.weight_scale_2``. Linears alone are codes there.
 
-A ``pre_quant_scale`` multiplies the input first. Two codes of NVFP4 lie in a byte, the first in the low half.
+A ``pre_quant_scale`` multiplies the input first.
 
 The first way is written: ModelOpt's checkpointing for Hugging Face inserts the quantizers that the state describes, and
 loads their ranges, which are fp16, with the weights. A weight is stored as the numbers that its codes stand for, in
@@ -32,20 +32,18 @@ from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.inputs import Multiplied, Nvfp4, StaticFloat8
+from sd_quant.interchange.modelopt_export import CODES, STATE, multiplied, with_codes
 from sd_quant.interchange.modelopt_quantizers import NVFP4, Quantizer, Ranged, quantizer_of
 from sd_quant.interchange.modelopt_state import Name, State, read_state
 from sd_quant.interchange.stored import (
     DTYPES,
     FILE,
     FLOAT_SCALES,
-    FP8,
     LayerTensors,
     Shape,
     by_layer,
     denoiser_folder,
     holds,
-    quantized_by,
     stored_tensors,
     weight_shapes,
     whole,
@@ -54,13 +52,12 @@ from sd_quant.interchange.weights import Assignment, codes_and_scales, high_prec
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import per_number
+from sd_quant.quantization.formats import FORMATS, nvfp4
 from sd_quant.simulation.modelopt import simulate
 
 FACTS = ForeignFormat(
     "diffusers_modelopt",
-    reads="a folder of diffusers with NVIDIA ModelOpt's quantizers, compressed or exported",
+    reads="a folder of diffusers with NVIDIA ModelOpt's quantizers, or compressed",
     consumer="diffusers with ModelOpt",
     tried=(*DIFFUSERS, "nvidia-modelopt==0.47.0"),
     formats={"int8": AS_ASSIGNED, "fp8": AS_ASSIGNED},
@@ -70,20 +67,20 @@ FACTS = ForeignFormat(
     convolutions=frozenset({"int8", "fp8"}),
     multiplied=frozenset({"int8", "fp8"}),
     zero_point=True,
+    left_out=(
+        "smaller files: weights are fp16; diffusers_torchao and diffusers_sdnq store codes, so does modelopt_export",
+    ),
 )
 MAKER = "ModelOpt"
-STATE = "modelopt_state.pth"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 AMAX, PRE, BIAS, SCALE, DOUBLE = "_amax", "_pre_quant_scale", "_bias_value", "_scale", "_double_scale"
 BUFFERS = [f"{WEIGHT}.{each}" for each in (AMAX, SCALE, DOUBLE)] + [f"{INPUT}.{each}" for each in (AMAX, PRE, BIAS)]
-EXPORTED = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 BLOCK = nvfp4.BLOCK
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's folder holds ModelOpt's state, or its config says that ModelOpt quantized it."""
-    return quantized_by(path, "modelopt") or holds(path, STATE)
+    """Whether a denoiser's folder holds ModelOpt's state."""
+    return holds(path, STATE)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -93,14 +90,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     anything but weights and inputs.
     """
     if not recognizes(path):
-        raise ArtifactError(f"{path} holds no {STATE} and no config of ModelOpt; expected a folder that it saved")
+        raise ArtifactError(f"{path} holds no {STATE}; expected a folder that ModelOpt saved")
     tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, EXPORTED)
-    if found:
-        layers = {name: exported(stored, shapes[name]) for name, stored in found.items()}
-        return whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
-    if not holds(path, STATE):
-        raise ArtifactError(f"{path} holds neither {STATE} nor scales of weights; fetch the whole folder")
     state = read_state(path, whole_file(denoiser_folder(path) / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}
     used = quantizers_of(path, state, shapes, leaves)
@@ -235,13 +226,6 @@ def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | 
     return multiplied(stored, factor, shape, rounding)
 
 
-def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None) -> Multiplied:
-    convolution = len(shape) == 4
-    fitting = [(shape[1], 1, 1), (1, shape[1], 1, 1)] if convolution else [(shape[1],), (1, shape[1])]
-    stored.checked(end, fitting, FLOAT_SCALES)
-    return Multiplied(stored.finite(end).flatten(), convolution, then)
-
-
 def dtype_of(stored: LayerTensors, compression: object) -> torch.dtype:
     """The dtype that a compressed weight had, and gets again. Raises ArtifactError where the state does not say it."""
     metadata = compression.get("metadata") if isinstance(compression, dict) else None
@@ -252,65 +236,6 @@ def dtype_of(stored: LayerTensors, compression: object) -> torch.dtype:
             f"{stored.path}: {STATE} does not say which dtype {listing([stored.layer])} had; fetch the whole folder"
         )
     return DTYPES[name]
-
-
-def exported(stored: LayerTensors, shape: Shape) -> QuantizedLayer:
-    """A layer of ``export_hf_checkpoint``. Raises ArtifactError for tensors that do not fit its ``shape``."""
-    kind = CODES[stored.checked("weight", None, (torch.float8_e4m3fn, torch.uint8)).dtype]
-    inputs: Inputs | None = None
-    if "input_scale" in stored:
-        number = stored.number("input_scale", positive=True)
-        inputs = Nvfp4(number) if kind == NVFP4 else StaticFloat8(number)
-    if "pre_quant_scale" in stored:
-        inputs = multiplied(stored, "pre_quant_scale", shape, inputs)
-    return with_codes(stored, shape, "weight_scale", "weight_scale_2", torch.float32, stored.size("weight"), inputs)
-
-
-def with_codes(
-    stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype, size: int, inputs: Inputs | None
-) -> QuantizedLayer:
-    """A layer whose weight is codes, with the ends of the names of its scales; NVFP4 has two.
-
-    Raises ArtifactError for tensors that do not fit its ``shape``.
-    """
-    kind = CODES[stored.checked("weight", None, CODES).dtype]
-    if (kind == NVFP4) != (double in stored):
-        raise ArtifactError(
-            f"{stored.path}: ModelOpt's {listing([stored.layer])} has codes of {kind} with other scales than these "
-            "have; give a checkpoint in FP8, INT8 or NVFP4"
-        )
-    if kind == NVFP4:
-        weight = nvfp4_weight(stored, shape, scale, double, dtype)
-        return QuantizedLayer(NVFP4, f"1 for {BLOCK} numbers", size, weight, inputs)
-    row = (shape[0], *(1 for _ in shape[1:]))
-    codes = stored.checked("weight", [shape], CODES)
-    of_rows = prod(stored.checked(scale, [(), (1,), row, (shape[0],)], FLOAT_SCALES).shape) > 1
-
-    def read() -> Tensor:  # FP8QTensor and INT8QTensor
-        factor = stored.finite(scale).to(dtype)
-        return codes.read().to(dtype) * factor.reshape(row if of_rows else ())
-
-    scales = "1 for a row" if of_rows else "1 for all"
-    return QuantizedLayer(kind, scales, size, LazyTensor(shape, dtype, read), inputs)
-
-
-def nvfp4_weight(stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype) -> LazyTensor:
-    """Codes two to a byte by a scale for 16 and one for all, in fp32 and then ``dtype``: NVFP4QTensor."""
-    if shape[-1] % BLOCK:
-        raise ArtifactError(
-            f"{stored.path}: {listing([stored.layer])} has rows of {shape[-1]} numbers, expected blocks of {BLOCK}"
-        )
-    codes = stored.checked("weight", [(*shape[:-1], shape[-1] // 2)], [torch.uint8])
-    stored.checked(scale, [(*shape[:-1], shape[-1] // BLOCK)], [torch.float8_e4m3fn])
-    stored.checked(double, [(), (1,)], FLOAT_SCALES)
-
-    def read() -> Tensor:
-        packed = codes.read()
-        numbers = torch.stack([e2m1.decode(packed & 15), e2m1.decode(packed >> 4)], dim=-1).view(shape)
-        factor = stored.finite(scale).float() * stored.finite(double).float().reshape(())
-        return (numbers * per_number(factor, shape[-1])).to(dtype)
-
-    return LazyTensor(shape, dtype, read)
 
 
 # Writing

@@ -76,7 +76,7 @@ FACTS = ForeignFormat(
         )
     },
     block=32,
-    fused=True,
+    joined=True,
     families=UNETS | {"sd3", "flux"},
     others=None,
 )

@@ -3,13 +3,14 @@
 A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
 some would lose their branch; the message names a recipe that fits.
 
-A file with the names of a model's authors has query, key and value in one tensor, which has one format and one range
-where a format has one for a tensor: the largest of theirs. All three get it here, before anything is quantized. The
-road not taken is to scale the codes of two to the range of the third when they are written, which rounds them twice.
+Some consumers join layers that read one tensor: a file with the names of a model's authors has query, key and value in
+one, and servers make one product of them. Joined layers have one format and, where that has one scale for a tensor, one
+range: the largest of theirs. They get it here, before anything is quantized. The road not taken is to scale the codes
+of two to the range of the third when they are written, which rounds them twice.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -31,9 +32,8 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
     Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
-    if target.fused:
-        for names in stored_names(rows, layout_of(rows)).values():
-            rows |= {row.name: row for row in in_one_tensor([rows[name] for name in names], target)}
+    for names in joined_in(rows, target):
+        rows |= {row.name: row for row in joined([rows[name] for name in names], target)}
     wanted = [layer for layer in assignment.values() if layer.format is not None]
     kept = [layer for layer in rows.values() if layer.format is not None]
     if not kept:
@@ -65,40 +65,6 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
     if (reason := why_not_held(layer, target)) is not None:
         return not_held(layer, reason)
     return without_inputs(layer) if target.formats[layer.format] in OWN_INPUTS else layer
-
-
-def in_one_tensor(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[LayerAssignment]:
-    """The ``rows`` of layers that are one tensor: with one range where that has one, or none of them quantized."""
-    kept = [row for row in rows if row.format is not None]
-    if len(rows) == 1 or not kept:
-        return rows
-    first = kept[0]
-    formats = {(row.format, row.activation_format, row.rotation, row.per_token) for row in rows}
-    if len(formats) > 1:
-        return [not_held(row, f"{target.name} has it in one tensor with layers in other formats") for row in rows]
-    if not all(same(*(each.pre_quant_scale if each.multiplies else None for each in (row, first))) for row in rows):
-        reason = f"{target.name} has it in one tensor with layers whose inputs are multiplied by another vector"
-        return [not_held(row, f"{reason}; smoothing=folded has one for all") for row in rows]
-    fmt = FORMATS[first.format]
-    if first.activation_amax is not None:
-        largest = max(row.activation_amax for row in rows)
-        rows = [replace(row, activation_amax=largest) for row in rows]
-    if fmt.static_scale and target.per_channel.get(fmt.name) is not False or not fmt.needs_amax:
-        return rows  # a scale for each row, or for each block alone
-    amax = torch.cat([row.weight_amax for row in rows]).max().reshape(1)
-    return [with_range(row, amax) for row in rows]
-
-
-def same(vector: Tensor | None, other: Tensor | None) -> bool:
-    return vector is other or (vector is not None and other is not None and torch.equal(vector, other))
-
-
-def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
-    """The row with a wider range ``amax`` [1]. Codes of NVFP4 that were chosen stay; their scales are rounded again."""
-    if row.rounded is None or torch.equal(row.weight_amax, amax):
-        return replace(row, weight_amax=amax)
-    codes, scale, common = row.rounded
-    return replace(row, weight_amax=amax, rounded=(codes, *nvfp4.rebased(scale, common, nvfp4.global_scale(amax))))
 
 
 def not_held(layer: LayerAssignment, reason: str) -> LayerAssignment:
@@ -162,3 +128,59 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
+
+
+# Layers that a consumer joins
+
+
+def joined_in(names: Mapping[str, LayerAssignment], target: ForeignFormat) -> Iterator[Sequence[str]]:
+    """The names of the layers in each group that the target joins."""
+    if target.joined:
+        yield from stored_names(names, layout_of(names)).values()
+    for _, _, group in groups_of(names, target.fused):
+        yield group
+
+
+def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[tuple[str, Sequence[str], list[str]]]:
+    """The groups of layers that ``fused`` joins: what their names begin with, the ends, and those that there are."""
+    known = dict.fromkeys(names)
+    for ends in fused:
+        for begin in dict.fromkeys(
+            name.removesuffix(end) for name in known for end in ends if name.endswith(f".{end}")
+        ):
+            yield begin, ends, [begin + end for end in ends if begin + end in known]
+
+
+def joined(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[LayerAssignment]:
+    """The ``rows`` of layers that are joined: with one range where that has one, or none of them quantized."""
+    kept = [row for row in rows if row.format is not None]
+    if len(rows) == 1 or not kept:
+        return rows
+    first = kept[0]
+    if len({(row.format, row.activation_format, row.rotation, row.per_token) for row in rows}) > 1:
+        return [not_held(row, f"{target.name} joins it with layers in other formats") for row in rows]
+    if not all(same(*(each.pre_quant_scale if each.multiplies else None for each in (row, first))) for row in rows):
+        reason = f"{target.name} joins it with layers whose inputs are multiplied by another vector"
+        return [not_held(row, f"{reason}; smoothing=folded has one for all") for row in rows]
+    if target.joined and first.activation_amax is not None:
+        largest = max(row.activation_amax for row in rows)
+        rows = [replace(row, activation_amax=largest) for row in rows]
+    fmt = FORMATS[first.format]
+    of_a_tensor = target.joined and fmt.static_scale and target.per_channel.get(fmt.name) is False
+    if not of_a_tensor and len(fmt.onnx_scale_types) == 1:
+        return rows  # a scale for each row, for each block alone, or for each part
+    readers = [[each for each in rows if each.activation_amax == row.activation_amax] for row in rows]  # of one tensor
+    ranges = [torch.stack([each.weight_amax.max() for each in group]).max().reshape(1) for group in readers]
+    return list(map(with_range, rows, ranges))
+
+
+def same(vector: Tensor | None, other: Tensor | None) -> bool:
+    return vector is other or (vector is not None and other is not None and torch.equal(vector, other))
+
+
+def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
+    """The row with a wider range ``amax`` [1]. Codes of NVFP4 that were chosen stay; their scales are rounded again."""
+    if row.rounded is None or torch.equal(row.weight_amax, amax):
+        return replace(row, weight_amax=amax)
+    codes, scale, common = row.rounded
+    return replace(row, weight_amax=amax, rounded=(codes, *nvfp4.rebased(scale, common, nvfp4.global_scale(amax))))

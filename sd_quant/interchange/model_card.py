@@ -57,12 +57,28 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
 
 
 def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
-    """The steps by which a person opens it in this family, or the consumer's code that does."""
+    """The steps by which a person opens it in this family, or the consumer's code that does, or servers' commands."""
+    if target.servers:
+        return serving(figures, target)
     if not isinstance(target.loading, str):
         return [f"{number}. {step}" for number, step in enumerate(target.loading[figures["family"]], 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
     code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
     return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]
+
+
+def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
+    """How each server loads it, or why not."""
+    lines = ["Nobody has run a server with it: their source was read, and tests hold such folders against its rules."]
+    for name, reason in figures["servers"].items():
+        server = target.servers[name]
+        if reason is not None:
+            lines += ["", f"{name} {server.version} does not load it: {reason}."]
+            continue
+        gpus = " and ".join(dict.fromkeys(server.gpus[fmt] for fmt in figures["inputs"]))
+        command = server.command.format(folder=figures["folder"].rpartition("/")[2], component=figures["component"])
+        lines += ["", f"{name} {server.version}, on a GPU of {gpus}:", "", f"    {command}"]
+    return lines
 
 
 def fidelity_lines(fidelity: Mapping | None) -> list[str]:

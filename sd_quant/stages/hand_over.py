@@ -43,6 +43,7 @@ from sd_quant.interchange.denoiser import with_denoiser
 from sd_quant.interchange.holding import adapted, inputs_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
+from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
 from sd_quant.metrics.images import Images, joined, score_pairs
 from sd_quant.metrics.memory import StageTimer
@@ -94,6 +95,7 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
             return images | Needs(disk={"hand_over": len(job.targets()) * sum(session.stored_bytes.values())})
 
         session = open_session(knobs.model, knobs.infer if job.images else None, needs, directory)
+        check_servers(job.targets(), session.checkpoint)
         loaded, assignment = assignment_of(knobs, run, step, session, directory)
         rows = rows_of(job.targets(), assignment)
         reference, written = None, {}
@@ -121,6 +123,12 @@ def hand_over_run(
         folder = directory / "hand_over" / name
         written[name] = write_target(TARGETS[name], loaded, assignment, held, job, folder, command, measure, directory)
     return written
+
+
+def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a target that is for servers of which none loads the checkpoint's pipeline."""
+    for name in targets:
+        check_served(TARGETS[name], checkpoint)
 
 
 def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
@@ -208,6 +216,8 @@ def write_target(
             "command": command,
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows)],
             "absent": absent(loaded.checkpoint),
+            "component": denoiser_part(loaded.checkpoint).component,
+            "servers": servers_of(target, loaded.checkpoint, rows),
             "licence": licence_of(loaded.checkpoint.path),
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},

@@ -46,7 +46,7 @@ CHECKPOINT: Any = SimpleNamespace(
 
 def folders() -> list[Reader]:
     """One for each kind."""
-    nvfp4_config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    nvfp4_config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["last*"]}
     nf4_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     int8_config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
     return [
@@ -56,7 +56,7 @@ def folders() -> list[Reader]:
         folder("bnb_int8", "diffusers_bitsandbytes", stored_by(int8), int8_config),
         folder("quanto", "diffusers_quanto", stored_by(int4), {"quant_method": "quanto", "weights_dtype": "int4"}),
         folder("modelopt", "diffusers_modelopt", stored_by(ranged), {}, state=modelopt_state("ab")),
-        folder("modelopt_hf", "diffusers_modelopt", stored_by(nvfp4), nvfp4_config),
+        folder("modelopt_hf", "modelopt_export", stored_by(nvfp4), nvfp4_config),
     ]
 
 

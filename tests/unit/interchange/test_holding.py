@@ -120,9 +120,9 @@ def test_codes_that_were_chosen_stay_with_scales_of_another_range():
 @pytest.mark.parametrize(
     "target, changes, words",
     [
-        ("comfyui", {"format": None, "activation_format": None, "reason": "kept"}, "one tensor with layers in other"),
-        ("gguf", {"format": "nvfp4", "activation_format": "nvfp4"}, "in one tensor with layers in other formats"),
-        ("comfyui", {"rotation": 16}, "in one tensor with layers in other formats"),
+        ("comfyui", {"format": None, "activation_format": None, "reason": "kept"}, "joins it with layers in other"),
+        ("gguf", {"format": "nvfp4", "activation_format": "nvfp4"}, "joins it with layers in other formats"),
+        ("comfyui", {"rotation": 16}, "joins it with layers in other formats"),
         ("comfyui", {"format": "nvfp4", "activation_format": "nvfp4", "pre_quant_scale": torch.full((64,), 2.0)},
          "whose inputs are multiplied by another vector; smoothing=folded"),
     ],

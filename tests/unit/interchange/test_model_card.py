@@ -11,7 +11,7 @@ FIGURES = {
     "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
-    "bytes": {"unet/weights.safetensors": 12_345_678},
+    "bytes": {"unet/weights.safetensors": 12_345_678}, "component": "transformer", "servers": {},
 }  # fmt: skip
 
 
@@ -61,13 +61,36 @@ def test_every_family_has_its_steps(target):
         assert ("Load VAE" in card) == (target.name == "comfyui")
 
 
-@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if isinstance(target.loading, str)])
+CODE = [name for name, target in TARGETS.items() if isinstance(target.loading, str) and not target.servers]
+
+
+@pytest.mark.parametrize("name", CODE)
 def test_the_code_of_a_card_is_python_and_says_what_a_pipeline_does_without(name):
     card = model_card(FIGURES | {"folder": f"x/{name}", "absent": ["text_encoder_3", "tokenizer_3"]}, TARGETS[name])
     code = card.split("```")[1].removeprefix("python\n")
     compile(code, name, "exec")
     told = f"from_pretrained('{name}', text_encoder_3=None, tokenizer_3=None, torch_dtype=torch." in card
     assert name in code and told == name.startswith("diffusers_")
+
+
+def test_a_card_for_servers_has_the_command_of_each_that_loads_it():
+    servers = {"SGLang": "it loads no quantized X", "vLLM-Omni": None, "TensorRT-LLM": None}
+    figures = FIGURES | {"inputs": {"nvfp4": "static"}, "folder": "x/modelopt_export", "servers": servers}
+    card = model_card(figures, TARGETS["modelopt_export"])
+    for words in (
+        "Nobody has run a server with it",
+        "\nSGLang 0.5.23 does not load it: it loads no quantized X.\n",
+        "\nvLLM-Omni 0.30.0, on a GPU of Blackwell:\n\n    vllm serve modelopt_export --omni\n",
+        "\nTensorRT-LLM of August 2026, on a GPU of SM100 or newer:\n\n    trtllm-serve modelopt_export\n",
+    ):
+        assert words in card, words
+    card = model_card(figures | {"servers": dict.fromkeys(servers)}, TARGETS["modelopt_export"])
+    assert "    sglang serve --model-path modelopt_export --transformer-path modelopt_export/transformer\n" in card
+
+
+def test_a_card_of_modelopts_quantizers_says_that_files_are_not_smaller():
+    figures = FIGURES | {"left_out": TARGETS["diffusers_modelopt"].left_out}
+    assert "- smaller files: weights are fp16" in model_card(figures, TARGETS["diffusers_modelopt"])
 
 
 def test_nothing_lost_no_images_and_no_licence():

@@ -51,6 +51,9 @@ CASES = [
     ("gguf", "sd21", "int4", {"activation": None, "alpha": None}),
     ("gguf", "sd3", "int8", {"activation": None}),
     ("gguf", "flux", "int4", {"activation": None, "alpha": None}),
+    ("modelopt_export", "flux", "fp8", {"per_channel": False}),
+    ("modelopt_export", "flux", "nvfp4", PLAIN),
+    ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
 ]
 
 

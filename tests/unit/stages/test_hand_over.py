@@ -82,7 +82,9 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
     monkeypatch.setattr(hand_over, "absent", lambda *_: [])
     monkeypatch.setattr(hand_over, "versions", lambda *_: {})
-    loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path), denoiser="unet_xl")
+    parts, family = {"unet_xl": SimpleNamespace(component="unet")}, SimpleNamespace(DENOISER="unet_xl")
+    checkpoint = SimpleNamespace(path=tmp_path, parts=lambda: parts, family=family)
+    loaded = SimpleNamespace(checkpoint=checkpoint, denoiser="unet_xl")
     model = SimpleNamespace(adapters=lambda: [], family="sdxl")
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
     rows = {"a": row("a", 32, 32)}
@@ -122,7 +124,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
     loaded = SimpleNamespace(parts={}, parameters={})
     monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
     monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
-    monkeypatch.setattr(hand_over, "open_session", lambda *_: None)
+    monkeypatch.setattr(hand_over, "open_session", lambda *_: SimpleNamespace(checkpoint=None))
     monkeypatch.setattr(hand_over, "handed_over_table", lambda written: None)
     monkeypatch.setattr(hand_over, "as_text", lambda table: [])
     for images in (True, False):

@@ -1,0 +1,362 @@
+"""A folder as ModelOpt exports it for servers (``export_hf_checkpoint``): SGLang, vLLM-Omni, TensorRT-LLM's visual_gen.
+
+Each quantized linear [N, K] has its codes and scales as tensors, all of which multiply:
+
+| ``quant_algo``            | X.weight               | X.weight_scale  | others, one number each      | inputs        |
+|---------------------------|------------------------|-----------------|------------------------------|---------------|
+| FP8                       | E4M3 [N, K]            | one number      | input_scale                  | static        |
+| FP8_PER_CHANNEL_PER_TOKEN | the same               | [N]             |                              | a scale a row |
+| NVFP4                     | E2M1 as uint8 [N, K/2] | E4M3 [N, K/16]  | weight_scale_2, input_scale  | blocks of 16  |
+| W4A16_NVFP4               | the same               | the same        | weight_scale_2               | as they are   |
+| NVFP4_AWQ                 | the same               | the same        | ..., and pre_quant_scale [K] | blocks of 16  |
+
+The even number of two in a byte is in the low half; scales of blocks lie in rows, unpadded. ``quantization_config`` in
+the network's config.json has ``quant_algo``, for MIXED_PRECISION with the one of each layer; ``config_groups``, without
+which TensorRT-LLM takes weights for unquantized and quantizes them again; and ``ignore``, patterns of linears that are
+not quantized. Nothing else of ModelOpt's is there, so diffusers does not open the folder.
+
+FP8 and NVFP4 with static inputs are written, and both together for vLLM-Omni. A block of zeros has the scale 2^-9 where
+ModelOpt has 1: both are read as zeros.
+
+The three servers match ``ignore`` differently. SGLang takes ``*`` for any characters and matches the whole name;
+vLLM-Omni takes an entry for a name, for a part of one, or for a pattern; TensorRT-LLM's patterns match a name or a
+module around it. The last two also give q, k and v one name, each its own. So every entry ends in ``*``, because the
+bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a quantized layer; and joint
+layers are listed under their names there.
+
+The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
+codes anew.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import write_json
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, lazy
+from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat, Server
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.holding import groups_of
+from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
+from sd_quant.interchange.modelopt_quantizers import NVFP4
+from sd_quant.interchange.stored import (
+    CONFIG,
+    FILE,
+    FLOAT_SCALES,
+    FP8,
+    LayerTensors,
+    Shape,
+    by_layer,
+    holds,
+    quantization_config,
+    quantized_by,
+    stored_tensors,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.progress import progress
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import e2m1, nvfp4
+from sd_quant.quantization.formats.blocks import pack_nibbles, per_number
+
+FACTS = ForeignFormat(
+    "modelopt_export",
+    reads="a folder that ModelOpt exported for servers",
+    consumer="SGLang, vLLM-Omni and TensorRT-LLM",
+    tried=DIFFUSERS,  # its BFLQuantizationConfig reads the tensors of NVFP4
+    formats={"fp8": STATIC, "nvfp4": STATIC},
+    per_channel={"fp8": False},
+    block=16,
+    families=frozenset({"flux", "diffusers"}),
+    fused={
+        ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
+        ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj"),
+        ("w1", "w3"): ("w13",),
+        ("net.0.proj",): ("up_proj",),  # single layers with another name
+        ("net.2",): ("down_proj",),
+    },
+    servers={
+        "SGLang": Server(
+            "0.5.23",
+            "sglang serve --model-path {folder} --transformer-path {folder}/{component}",
+            gpus={"fp8": "SM89 or newer", "nvfp4": "SM100 or newer"},
+            pipelines=frozenset({
+                "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline",
+                "QwenImageEditPlusPipeline", "ZImagePipeline", "WanPipeline", "WanImageToVideoPipeline",
+                "HunyuanVideoPipeline", "LTX2Pipeline", "GlmImagePipeline", "Krea2Pipeline", "Ideogram4Pipeline",
+            }),
+            # of one GPU; with more, the feed-forwards are quantized
+            plain={"FluxPipeline": ("*.norm*", "transformer_blocks.*.ff.*", "transformer_blocks.*.ff_context.*")},
+        ),
+        "vLLM-Omni": Server(
+            "0.30.0",
+            "vllm serve {folder} --omni",
+            gpus={"fp8": "SM89 or newer", "nvfp4": "Blackwell"},
+            pipelines=frozenset({
+                "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline",
+                "WanPipeline", "LTX2Pipeline", "GlmImagePipeline",
+            }),
+            mixed=True,
+        ),
+        "TensorRT-LLM": Server(
+            "of August 2026",
+            "trtllm-serve {folder}",
+            gpus={"fp8": "SM89 or newer", "nvfp4": "SM100 or newer"},
+            pipelines=frozenset({
+                "FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTX2Pipeline",
+                "HunyuanVideo15Pipeline", "Cosmos3OmniPipeline", "GlmImagePipeline",
+            }),
+            one_config=True,
+        ),
+    },
+)  # fmt: skip
+MAKER = "ModelOpt"
+METHOD = "modelopt"
+MIXED = "MIXED_PRECISION"
+STATE = "modelopt_state.pth"  # of folders that are ``diffusers_modelopt``'s
+CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
+ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+BLOCK = nvfp4.BLOCK
+KINDS = {  # of the codes of each ``quant_algo`` that is read
+    "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
+}  # fmt: skip
+PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
+
+
+# Reading
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a denoiser's config says that ModelOpt quantized it, and its state is not there."""
+    return quantized_by(path, METHOD) and not holds(path, STATE)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in a folder, a pipeline's or its own. What multiplies or rounds inputs is read, no weight.
+
+    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` that
+    is not decoded here.
+    """
+    config = quantization_config(path)
+    if config is None or not recognizes(path):
+        raise ArtifactError(f"{path} holds no config of ModelOpt; expected a folder that it exported")
+    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    found, others = by_layer(path, tensors, shapes, ENDS)
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):
+        raise ArtifactError(f"{path}: ignore is {told(ignored)}, expected a list of names; fetch the folder again")
+    if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
+        raise ArtifactError(
+            f"{path} quantizes layers that its ignore excludes ({listing(both)}), so servers would not load them; "
+            "export it again"
+        )
+    layers = {name: layer_of(stored, shapes[name], algo_of(path, config, name)) for name, stored in found.items()}
+    return whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+
+
+def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
+    """The ``quant_algo`` of a layer. Raises ArtifactError for one that is not decoded here."""
+    algo: object = config.get("quant_algo")
+    if algo == MIXED:
+        own = config.get("quantized_layers")
+        entry = own.get(layer) if isinstance(own, Mapping) else None
+        algo = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+    if not isinstance(algo, str) or algo not in KINDS:
+        raise ArtifactError(
+            f"{path}: the quant_algo of {listing([layer])} is {told(algo)}, expected one of {', '.join(KINDS)}; give "
+            "another export"
+        )
+    return algo
+
+
+def layer_of(stored: LayerTensors, shape: Shape, algo: str) -> QuantizedLayer:
+    """A layer quantized by ``algo``. Raises ArtifactError for tensors that do not fit it and ``shape``."""
+    kind = CODES[stored.checked("weight", None, (torch.float8_e4m3fn, torch.uint8)).dtype]
+    if kind != KINDS[algo]:
+        raise ArtifactError(
+            f"{stored.path}: {listing([stored.layer])} has codes of {kind}, and its quant_algo is {algo}; fetch the "
+            "whole folder again"
+        )
+    inputs: Inputs | None = None
+    if algo == PER_TOKEN:
+        inputs = RowFloat8()
+    elif algo != HALF_INPUTS:
+        if "input_scale" not in stored:
+            raise ArtifactError(
+                f"{stored.path}: {listing([stored.layer])} has no input_scale, which {algo} requires; servers refuse "
+                "it or take 1, so export it again after calibration"
+            )
+        number = stored.number("input_scale", positive=True)
+        inputs = Nvfp4(number) if kind == NVFP4 else StaticFloat8(number)
+    if "pre_quant_scale" in stored:
+        inputs = multiplied(stored, "pre_quant_scale", shape, inputs)
+    return with_codes(stored, shape, "weight_scale", "weight_scale_2", torch.float32, stored.size("weight"), inputs)
+
+
+def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None) -> Multiplied:
+    convolution = len(shape) == 4
+    fitting = [(shape[1], 1, 1), (1, shape[1], 1, 1)] if convolution else [(shape[1],), (1, shape[1])]
+    stored.checked(end, fitting, FLOAT_SCALES)
+    return Multiplied(stored.finite(end).flatten(), convolution, then)
+
+
+def with_codes(
+    stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype, size: int, inputs: Inputs | None
+) -> QuantizedLayer:
+    """A layer whose weight is codes, with the ends of the names of its scales; NVFP4 has two.
+
+    Raises ArtifactError for tensors that do not fit its ``shape``.
+    """
+    kind = CODES[stored.checked("weight", None, CODES).dtype]
+    if (kind == NVFP4) != (double in stored):
+        raise ArtifactError(
+            f"{stored.path}: ModelOpt's {listing([stored.layer])} has codes of {kind} with other scales than these "
+            "have; give a checkpoint in FP8, INT8 or NVFP4"
+        )
+    if kind == NVFP4:
+        weight = nvfp4_weight(stored, shape, scale, double, dtype)
+        return QuantizedLayer(NVFP4, f"1 for {BLOCK} numbers", size, weight, inputs)
+    row = (shape[0], *(1 for _ in shape[1:]))
+    codes = stored.checked("weight", [shape], CODES)
+    of_rows = prod(stored.checked(scale, [(), (1,), row, (shape[0],)], FLOAT_SCALES).shape) > 1
+
+    def read() -> Tensor:  # FP8QTensor and INT8QTensor
+        factor = stored.finite(scale).to(dtype)
+        return codes.read().to(dtype) * factor.reshape(row if of_rows else ())
+
+    scales = "1 for a row" if of_rows else "1 for all"
+    return QuantizedLayer(kind, scales, size, LazyTensor(shape, dtype, read), inputs)
+
+
+def nvfp4_weight(stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype) -> LazyTensor:
+    """Codes two to a byte by a scale for 16 and one for all, in fp32 and then ``dtype``: NVFP4QTensor."""
+    if shape[-1] % BLOCK:
+        raise ArtifactError(
+            f"{stored.path}: {listing([stored.layer])} has rows of {shape[-1]} numbers, expected blocks of {BLOCK}"
+        )
+    codes = stored.checked("weight", [(*shape[:-1], shape[-1] // 2)], [torch.uint8])
+    stored.checked(scale, [(*shape[:-1], shape[-1] // BLOCK)], [torch.float8_e4m3fn])
+    stored.checked(double, [(), (1,)], FLOAT_SCALES)
+
+    def read() -> Tensor:
+        packed = codes.read()
+        numbers = torch.stack([e2m1.decode(packed & 15), e2m1.decode(packed >> 4)], dim=-1).view(shape)
+        factor = stored.finite(scale).float() * stored.finite(double).float().reshape(())
+        return (numbers * per_number(factor, shape[-1])).to(dtype)
+
+    return LazyTensor(shape, dtype, read)
+
+
+# Writing
+
+GROUPS = {
+    "fp8": {
+        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+    },
+    "nvfp4": {
+        "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
+        "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
+    },
+}
+ALGOS: Mapping[str, Mapping[str, str | int]] = {
+    "fp8": {"quant_algo": "FP8"},
+    "nvfp4": {"quant_algo": "NVFP4", "group_size": BLOCK},
+}
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM-Omni knows the layout by this name too
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    All other weights are fp16; one is in memory at a time. Raises ConfigError where no ``ignore`` has one meaning for
+    all servers, ResourceError when the disk is full.
+    """
+    layers = quantized(assignment)
+    linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
+    written = config_of(layers, linears)
+    tensors: dict[str, Readable] = {}
+    for name, tensor in high_precision(checkpoint, assignment).items():
+        layer = layers.get(name.removesuffix(".weight"))
+        pieces = {"weight": tensor} if layer is None else tensors_of(checkpoint, layer)
+        tensors |= {f"{layer.name}.{end}": each for end, each in pieces.items()} if layer else {name: tensor}
+    component = denoiser_part(checkpoint).component
+    target = folder / component
+    with progress(len(tensors), f"write {component}") as advance:
+        write_safetensors(target / FILE, tensors, advance)
+    config = json.loads((target / CONFIG).read_text())
+    write_json(target / CONFIG, config | {"quantization_config": written})
+    return folder
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
+    """The tensors of a quantized linear by the ends of their names."""
+    rows, columns = flat_shape(layer)
+    tensors: dict[str, Readable] = {}
+    if layer.format == "fp8":
+        tensors["weight"] = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
+        tensors["weight_scale"] = lazy_piece(checkpoint, layer, 1, (), torch.float32)
+    else:
+        tensors["weight"] = lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, pack_nibbles)
+        tensors["weight_scale"] = lazy_piece(checkpoint, layer, 1, (rows, columns // BLOCK), torch.float8_e4m3fn)
+        tensors["weight_scale_2"] = lazy_piece(checkpoint, layer, 2, (), torch.float32)
+    scale = layer.activation_scales(torch.zeros(1, BLOCK))[-1]  # of blocks, the one that they have in common
+    return tensors | {"input_scale": lazy(scale.reshape(()).float())}
+
+
+def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -> dict[str, Any]:
+    """``quantization_config`` of the quantized ``layers`` among all ``linears`` of a network."""
+    by_format: dict[str, list[str]] = {}
+    for layer in layers.values():
+        by_format.setdefault(str(layer.format), []).append(layer.name)
+    mixed = len(by_format) > 1
+    groups = {
+        f"group_{index}": GROUPS[fmt] | {"targets": sorted(names) if mixed else ["Linear"]}
+        for index, (fmt, names) in enumerate(by_format.items())
+    }
+    found: dict[str, Any] = {"config_groups": groups}
+    if mixed:
+        found |= {"quantized_layers": {name: ALGOS[str(layer.format)] for name, layer in layers.items()}, "ignore": []}
+    else:
+        found["ignore"] = ignored(linears, layers)
+    algo = MIXED if mixed else ALGOS[next(iter(by_format))]["quant_algo"]
+    return found | {"quant_algo": algo, "producer": PRODUCER, "quant_method": METHOD}
+
+
+def ignored(linears: Collection[str], layers: Collection[str]) -> list[str]:
+    """The patterns of those ``linears`` that are not among the quantized ``layers``, as few as there can be.
+
+    ``a*`` stands for a module and what begins like it, ``a.*`` for what is in it. Raises ConfigError for a layer whose
+    name a quantized one begins with, because vLLM-Omni finds the first in the second.
+    """
+    kept, found = [name for name in linears if name not in layers], list[str]()
+    for name in kept:
+        if any(fnmatchcase(name, pattern) for pattern in found):
+            continue
+        words = name.split(".")
+        begins = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        tried = [pattern for begin in begins for pattern in (f"{begin}*", f"{begin}.*")][:-1]
+        free = [pattern for pattern in tried if not any(layer.startswith(pattern[:-1]) for layer in layers)]
+        if not free:
+            others = listing([layer for layer in layers if layer.startswith(name)], 3)
+            raise ConfigError(
+                f"{name} stays in high precision and {others} does not, which no list of exclusions says to all "
+                "servers; quantize both, or neither with quantize.exclude"
+            )
+        found.append(free[0])
+    for begin, ends, _ in groups_of(kept, FACTS.fused):
+        joint = [begin + name for name in FACTS.fused[tuple(ends)]]
+        found += [f"{name}*" for name in joint if not any(fnmatchcase(name, pattern) for pattern in found)]
+    return sorted(found)

@@ -1,0 +1,51 @@
+"""Which servers load a result quantized as it is written: rules that each has beside the format.
+
+A server knows pipelines by their class, and loads some layers of them in high precision whatever a file says. None can
+be asked here, so the rules are read off its source; ``Server`` says of which version.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
+from sd_quant.interchange import TARGETS, ForeignFormat, Server
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.quantization.assignment import LayerAssignment
+
+
+def servers_of(
+    target: ForeignFormat, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]
+) -> dict[str, str | None]:
+    """The target's servers by name: None for those that load ``rows`` of the checkpoint's denoiser, else why not."""
+    return {name: why_not_served(server, checkpoint, rows) for name, server in target.servers.items()}
+
+
+def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]) -> str | None:
+    """Why a server does not load ``rows``, or None."""
+    networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
+    denoiser = denoiser_part(checkpoint).component
+    if not server.pipelines & set(pipelines):
+        return f"it loads no quantized {pipelines[0]}"
+    others = [name for name, kind in networks.items() if kind == networks[denoiser] and name != denoiser]
+    if others and server.one_config:
+        return f"it takes {', '.join(others)} for quantized too"
+    quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
+    if len(formats := set(quantized.values())) > 1 and not server.mixed:
+        return f"it loads one format, and this has {' and '.join(sorted(formats))}"
+    patterns = [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]
+    if plain := [name for name in quantized if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+        return (
+            f"it loads {len(plain)} of the quantized layers as if they were not ({listing(plain, 2)}); "
+            f"quantize.exclude with {' and '.join(patterns)} keeps them in fp16"
+        )
+    return None
+
+
+def check_served(target: ForeignFormat, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a pipeline that none of the target's servers loads quantized."""
+    refusals = servers_of(target, checkpoint, {})
+    if refusals and all(refusals.values()):
+        able = ", ".join(name for name, other in TARGETS.items() if not other.servers and other.families is None)
+        told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ConfigError(f"{target.name} is for servers, and none loads this pipeline ({told}); hand over to {able}")

@@ -1,0 +1,537 @@
+"""What is written for servers is what ModelOpt exports, what bfl reads, and what each server's rules take.
+
+The rules are restated here from the servers' sources: SGLang 0.5.23 (``modelopt_quant.py``, ``dits/flux.py``), vLLM as
+of vLLM-Omni 0.30 (``modelopt.py``), TensorRT-LLM of August 2026 (``visual_gen/config.py``, ``transformer_flux.py``).
+"""
+
+import json
+import random
+import re
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import modelopt.torch.quantization as mtq
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.holding import adapted
+from sd_quant.interchange.modelopt_export import config_of, ignored, read
+from sd_quant.interchange.servers import check_served, servers_of
+from sd_quant.models.checkpoint import denoiser_weights
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, nvfp4
+
+from ..tiny import Tiny, changed
+from .conftest import recipe_of
+
+TARGET = TARGETS["modelopt_export"]
+PLAIN = {"smoothing": "none", "alpha": None}
+RECIPES = {
+    "fp8": recipe_of("fp8", per_channel=False, **PLAIN),
+    "nvfp4": recipe_of("nvfp4", **PLAIN),
+    "chosen": recipe_of("nvfp4", rounding="gptq", scale_search=True, **PLAIN),
+}
+QKV, ADDED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def written(request, tiny, tmp_path_factory):
+    """A tiny Flux, its assignment, and the folder of its transformer."""
+    case = tiny("flux")
+    assignment = case.assignment(RECIPES[request.param], "modelopt_export")
+    folder = case.written(assignment, "modelopt_export", tmp_path_factory.mktemp(request.param))
+    return case, {name: row for name, row in assignment.items() if row.format}, folder / "transformer"
+
+
+def tensors_in(folder) -> dict[str, Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def config_in(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def layer_tensors(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors of a layer by the ends of their names, without its bias."""
+    found = {key.removeprefix(f"{name}."): each for key, each in tensors.items() if key.startswith(f"{name}.")}
+    found.pop("bias", None)
+    return found
+
+
+# Oracles
+
+
+def exported(case: Tiny, layers: dict[str, LayerAssignment], weights: dict[str, Tensor], folder) -> tuple[dict, dict]:
+    """Tensors and config of ModelOpt's own exporter, given our ranges and these weights."""
+    from modelopt.torch.export import export_hf_checkpoint
+
+    base = mtq.FP8_DEFAULT_CFG if next(iter(layers.values())).format == "fp8" else mtq.NVFP4_DEFAULT_CFG
+    entries = [{"quantizer_name": "*", "enable": False}]
+    for name in layers:
+        entries += [
+            each | {"quantizer_name": f"{name}.{each['quantizer_name'][1:]}"} for each in base["quant_cfg"][1:3]
+        ]
+    network = mtq.quantize(case.kind.from_pretrained(case.folder), {"quant_cfg": entries, "algorithm": None})
+    for name, row in layers.items():
+        module = network.get_submodule(name)
+        module.weight.data = weights[name]
+        # of FP8, those of our scales, which fp16 holds
+        weight_amax = row.weight_scale * 448 if row.format == "fp8" else row.weight_amax
+        input_amax = row.activation_scale * 448 if row.format == "fp8" else row.activation_amax
+        module.weight_quantizer.amax = weight_amax.reshape(())
+        module.input_quantizer.amax = torch.tensor(input_amax)
+    export_hf_checkpoint(network, export_dir=folder)
+    return tensors_in(folder), config_in(folder)
+
+
+@slow
+@torch.no_grad()
+def test_it_is_what_modelopt_exports_of_the_same_numbers(written, tmp_path):
+    """All codes, scales and the config, given the numbers that our codes stand for, and their ranges."""
+    case, layers, folder = written
+    ours, read_back = tensors_in(folder), case.read(folder, "modelopt_export")
+    weights = {name: read_back.layers[name].weight.read() for name in layers}
+    signed = torch.tensor(1e-30)  # in place of zero, whose sign ModelOpt drops
+    weights = {name: each.where(each != 0, signed.copysign(each)) for name, each in weights.items()}
+    theirs, config = exported(case, layers, weights, tmp_path)
+    assert theirs.keys() == ours.keys()
+    for name in layers:
+        mine, their = layer_tensors(ours, name), layer_tensors(theirs, name)
+        for end, tensor in mine.items():
+            assert tensor.dtype == their[end].dtype and tensor.shape == their[end].shape, f"{name}.{end}"
+            if layers[name].rounded is None or tensor.ndim == 0:  # of chosen codes, 4 may be a block's largest
+                assert torch.equal(tensor.float(), their[end].float()), f"{name}.{end}"
+    mine = config_in(folder)
+    assert mine | {"ignore": None} == config | {"ignore": None} and list(mine) == list(config)
+    linears = [name for name in case.roles]
+    for name in linears:  # theirs are spelt without a star where they are whole names
+        assert matches(name, mine["ignore"]) == matches(name, config["ignore"]) == (name not in layers), name
+
+
+@slow
+@torch.no_grad()
+def test_codes_of_the_weights_themselves_are_modelopts_but_for_ties(tiny, tmp_path):
+    """Ours are rounded by a product of scales in fp16, as in graphs, which decides otherwise only within 2^-11."""
+    case = tiny("flux")
+    for fmt in ("fp8", "nvfp4"):
+        layers = {name: row for name, row in case.assignment(RECIPES[fmt], "modelopt_export").items() if row.format}
+        original = denoiser_weights(case.checkpoint)
+        weights = {name: original[f"{name}.weight"].float() for name in layers}
+        theirs, _ = exported(case, layers, weights, tmp_path / fmt)
+        ours = tensors_in(case.written(layers, "modelopt_export", tmp_path / f"ours_{fmt}") / "transformer")
+        differing = total = 0
+        for name in layers:
+            mine, their = layer_tensors(ours, name), layer_tensors(theirs, name)
+            for end in mine.keys() - {"weight"}:
+                assert torch.equal(mine[end].float(), their[end].float()), f"{name}.{end}"
+            differing += int((mine["weight"].view(torch.uint8) != their["weight"].view(torch.uint8)).sum())
+            total += mine["weight"].numel()
+        assert differing <= (0 if fmt == "fp8" else 1e-3 * total), (fmt, differing, total)
+
+
+@slow
+@torch.no_grad()
+def test_bfls_decoder_reads_the_same_weights(written):
+    """The even number is in the low nibble, and both scales multiply: the other order decodes something else."""
+    from diffusers.quantizers.bfl.utils import dequantize_nvfp4
+
+    case, layers, folder = written
+    ours, tensors = case.read(folder, "modelopt_export"), tensors_in(folder)
+    for name, row in layers.items():
+        found, original = layer_tensors(tensors, name), denoiser_weights(case.checkpoint)[f"{name}.weight"].float()
+        if row.format == "fp8":
+            decoded = found["weight"].float() * found["weight_scale"]
+        else:
+            codes, scales = found["weight"], (found["weight_scale"], found["weight_scale_2"])
+            decoded = dequantize_nvfp4(codes, *scales)
+            assert torch.dist(dequantize_nvfp4(codes >> 4 | codes << 4, *scales), original) > 0.9 * original.norm()
+        torch.testing.assert_close(decoded, ours.layers[name].weight.read(), rtol=1e-6, atol=0)
+        assert torch.dist(decoded, original) < 0.2 * original.norm()
+
+
+@slow
+@pytest.mark.consumer
+@torch.no_grad()
+def test_bfl_opens_the_file(tiny, tmp_path):
+    pytest.importorskip("accelerate")
+    from diffusers import BFLQuantizationConfig
+
+    case = tiny("flux")
+    folder = (
+        case.written(case.assignment(RECIPES["nvfp4"], "modelopt_export"), "modelopt_export", tmp_path) / "transformer"
+    )
+    ours = case.read(folder, "modelopt_export")
+    (file,) = folder.glob("*.safetensors")
+    theirs = case.kind.from_single_file(
+        str(file), config=str(case.folder), quantization_config=BFLQuantizationConfig(compute_dtype=torch.float32),
+        torch_dtype=torch.float32, local_files_only=True,
+    )  # fmt: skip
+    weights_alone = replace(ours, layers={name: replace(each, inputs=None) for name, each in ours.layers.items()})
+    assert case.error(case.network(weights_alone), theirs.eval()) < 1e-5
+
+
+# Servers' rules
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def by_sglang(name: str, ignore: list[str]) -> bool:
+    return any(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name) for pattern in ignore)
+
+
+def by_vllm(name: str, ignore: list[str], parts: tuple[str, ...] = ()) -> bool:
+    """A joint layer asks by its own name, and by its parts' for names that are listed whole; these have to agree."""
+    begin, _, _ = name.rpartition(".")
+    listed = {f"{begin}.{part}" in ignore for part in parts} or {name in ignore}
+    if len(listed) > 1:
+        raise ValueError(f"some but not all parts of {name}")
+    return listed == {True} or any(pattern in name for pattern in ignore) or matches(name, ignore)
+
+
+def by_tensorrt(name: str, ignore: list[str]) -> bool:
+    """The name, or any module around it."""
+    words = name.split(".")
+    return any(matches(".".join(words[:count]), ignore) for count in range(1, len(words) + 1))
+
+
+def disagreements(ignore: list[str], quantized: set[str], linears: list[str]) -> list[str]:
+    """Layers that a server would take for what they are not, as the servers name them in FLUX.1."""
+    found = []
+    for name in linears:
+        begin, _, last = name.rpartition(".")
+        joint = {"to_q": ("to_qkv", "qkv_proj", QKV), "add_q_proj": ("add_kv_proj", "add_qkv_proj", ADDED)}
+        taken = {"SGLang": by_sglang(name, ignore)}
+        if last in (*QKV, *ADDED):
+            if last in joint:
+                vllm, tensorrt, parts = joint[last]
+                taken["vLLM-Omni"] = by_vllm(f"{begin}.{vllm}", ignore, parts)
+                taken["TensorRT-LLM"] = by_tensorrt(f"{begin}.{tensorrt}", ignore)
+        else:
+            theirs = name.replace(".net.0.proj", ".up_proj").replace(".net.2", ".down_proj")
+            taken |= {"vLLM-Omni": by_vllm(name, ignore), "TensorRT-LLM": by_tensorrt(theirs, ignore)}
+        found += [f"{server}: {name}" for server, excluded in taken.items() if excluded == (name in quantized)]
+    return found
+
+
+def flux_linears(double: int = 12, single: int = 12) -> list[str]:
+    """FLUX.1's linears, of at least as many blocks that one number begins another."""
+    ends = [f"attn.{end}" for end in (*QKV, *ADDED, "to_out.0", "to_add_out")]
+    ends += [f"{ff}.net.{end}" for ff in ("ff", "ff_context") for end in ("0.proj", "2")]
+    ends += ["norm1.linear", "norm1_context.linear"]
+    names = [f"transformer_blocks.{block}.{end}" for block in range(double) for end in ends]
+    ends = ["norm.linear", "proj_mlp", "proj_out", *(f"attn.{end}" for end in QKV)]
+    names += [f"single_transformer_blocks.{block}.{end}" for block in range(single) for end in ends]
+    embedders = [f"time_text_embed.{each}_embedder.linear_{n}" for each in ("timestep", "text") for n in (1, 2)]
+    return [*embedders, "context_embedder", "x_embedder", *names, "norm_out.linear", "proj_out"]
+
+
+def units(linears: list[str]) -> list[list[str]]:
+    """The linears in groups that are quantized together."""
+    groups: dict[str, list[str]] = {}
+    for name in linears:
+        begin, _, last = name.rpartition(".")
+        groups.setdefault(f"{begin} q" if last in QKV else f"{begin} add" if last in ADDED else name, []).append(name)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_exclusions_mean_the_same_to_every_server(seed):
+    """Of any choice of layers, whole blocks among them."""
+    linears, chance = flux_linears(), random.Random(seed)
+    share = chance.choice((0.02, 0.3, 0.7, 0.98))
+    quantized = {name for unit in units(linears) if chance.random() < share for name in unit}
+    whole = [f"{kind}.{chance.randrange(12)}." for kind in ("transformer_blocks", "single_transformer_blocks")]
+    quantized = {name for name in quantized if not name.startswith(tuple(whole))} | {
+        "single_transformer_blocks.3.proj_out"
+    }
+    assert disagreements(ignored(linears, quantized), quantized, linears) == []
+
+
+def test_what_each_server_would_make_of_other_lists():
+    """A list without a layer, one with a quantized layer, and the traps of each rule."""
+    linears = flux_linears()
+    quantized = {name for name in linears if "block" in name and "norm" not in name}
+    right = ignored(linears, quantized)
+    assert disagreements(right, quantized, linears) == []
+    for server in ("SGLang", "vLLM-Omni", "TensorRT-LLM"):
+        missing = disagreements([each for each in right if each != "x_embedder*"], quantized, linears)
+        assert f"{server}: x_embedder" in missing
+        struck = disagreements([*right, "transformer_blocks.3.attn.to_out.0"], quantized, linears)
+        assert f"{server}: transformer_blocks.3.attn.to_out.0" in struck
+    bare = disagreements(["proj_out" if each == "proj_out*" else each for each in right], quantized, linears)
+    assert bare and {each.split(".")[0] for each in bare} == {"vLLM-Omni: single_transformer_blocks"}
+    quantized -= {name for name in linears if name.startswith("transformer_blocks.1.")}
+    right = ignored(linears, quantized)
+    assert "transformer_blocks.1.*" in right and disagreements(right, quantized, linears) == []
+    loose = ["transformer_blocks.1*" if each == "transformer_blocks.1.*" else each for each in right]
+    assert any("transformer_blocks.10." in each for each in disagreements(loose, quantized, linears))
+    quantized -= {f"transformer_blocks.2.attn.{end}" for end in ADDED}
+    right = ignored(linears, quantized)
+    own_names = [each for each in right if not each.endswith(("add_kv_proj*", "add_qkv_proj*"))]
+    assert disagreements(own_names, quantized, linears) == [
+        "vLLM-Omni: transformer_blocks.2.attn.add_q_proj", "TensorRT-LLM: transformer_blocks.2.attn.add_q_proj"
+    ]  # fmt: skip
+
+
+def test_parts_of_a_joint_layer_that_disagree_raise_in_vllm():
+    with pytest.raises(ValueError, match="some but not all"):
+        by_vllm("a.attn.to_qkv", ["a.attn.to_q"], QKV)
+
+
+def test_a_name_that_begins_a_quantized_one_is_refused():
+    with pytest.raises(ConfigError, match=r"layers\.1 stays in high precision and layers\.10 does not"):
+        ignored(["layers.1", "layers.10"], {"layers.10"})
+
+
+@slow
+def test_names_dtypes_shapes_and_directions_are_those_that_servers_register(written):
+    """All scales multiply: TensorRT-LLM and bfl invert input_scale themselves. Joint layers have equal scales."""
+    case, layers, folder = written
+    tensors = tensors_in(folder)
+    for name, row in layers.items():
+        found, (rows, columns) = layer_tensors(tensors, name), row.weight_shape
+        number = (torch.float32, ())
+        expected = {"weight": (torch.float8_e4m3fn, (rows, columns)), "weight_scale": number, "input_scale": number}
+        if row.format == "nvfp4":
+            expected["weight"] = (torch.uint8, (rows, columns // 2))
+            expected["weight_scale"] = (torch.float8_e4m3fn, (rows, columns // 16))
+            expected["weight_scale_2"] = number
+        assert {end: (each.dtype, tuple(each.shape)) for end, each in found.items()} == expected, name
+        whole = 448 if row.format == "fp8" else 6 * 448
+        assert found["input_scale"].item() == pytest.approx(row.activation_amax / whole, rel=1e-3)
+        scale = found["weight_scale" if row.format == "fp8" else "weight_scale_2"]
+        assert scale.item() == pytest.approx(row.weight_amax.max().item() / whole, rel=1e-3)
+        begin, _, last = name.rpartition(".")
+        for part in QKV if last in QKV else ADDED if last in ADDED else ():
+            other = layer_tensors(tensors, f"{begin}.{part}")
+            for end in ("input_scale", "weight_scale_2"):
+                assert end not in found or torch.equal(found[end], other[end]), f"{begin}.{part}.{end}"
+    assert {each.dtype for key, each in tensors.items() if key.endswith("bias")} == {torch.float16}
+
+
+def quantized_at_load(config: dict) -> bool:
+    """TensorRT-LLM: without groups weights are taken for unquantized."""
+    groups = list(config.get("config_groups", {}).values())
+    return groups[0]["weights"]["dynamic"] if groups else True
+
+
+@slow
+def test_tensorrt_takes_the_weights_for_quantized(written):
+    config = config_in(written[2])
+    assert not quantized_at_load(config)
+    assert quantized_at_load({name: each for name, each in config.items() if name != "config_groups"})
+
+
+# Holding
+
+
+@slow
+def test_one_global_scale_moves_a_chosen_scale_by_one_sixteenth_at_most(tiny):
+    case = tiny("flux")
+    joint = case.assignment(RECIPES["chosen"], "modelopt_export")
+    name = "transformer_blocks.0.attn.to_k"
+    own = nvfp4.rebased(*joint[name].rounded[1:], nvfp4.global_scale(joint[name].weight_amax / 1.7))
+    ratio = own[0] * own[1] / (joint[name].rounded[1] * joint[name].rounded[2])
+    inside = (joint[name].rounded[1] > 0.02) & (joint[name].rounded[1] < 200)
+    assert (ratio[inside] - 1).abs().max() <= 1 / 16 and (ratio[inside] != 1).any()
+
+
+def row(name: str, fmt: str | None = "nvfp4", amax: float = 1.0, inputs: float = 2.0) -> LayerAssignment:
+    if fmt is None:
+        return LayerAssignment(name, "qkv", (16, 32), reason="among the most sensitive layers")
+    return LayerAssignment(name, "qkv", (16, 32), fmt, fmt, weight_amax=torch.tensor([amax]), activation_amax=inputs)
+
+
+@pytest.mark.parametrize("other", [None, "fp8"])
+def test_a_joint_layer_is_held_whole_or_not_at_all(other):
+    rows = {each.name: each for each in (row("a.to_q"), row("a.to_k", other), row("a.to_v"), row("b.to_q"))}
+    found = adapted(rows, TARGET)
+    assert [name for name, each in found.items() if each.format] == ["b.to_q"]
+    assert found["a.to_q"].reason == "modelopt_export joins it with layers in other formats"
+    assert found["a.to_q"].weight_amax is None
+
+
+def test_queries_of_another_tensor_keep_their_own_scale():
+    rows = {each.name: each for each in (row("a.to_q", amax=3, inputs=9), row("a.to_k", amax=1), row("a.to_v", amax=2))}
+    found = adapted(rows, TARGET)
+    assert [each.weight_amax.item() for each in found.values()] == [3, 2, 2]
+    codes = {name: replace(each, format="fp8", activation_format="fp8") for name, each in rows.items()}
+    assert [each.weight_amax.item() for each in adapted(codes, TARGET).values()] == [3, 1, 2]  # FP8 has no global scale
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"activation_format": None, "activation_amax": None}, "wants a scale of the inputs of nvfp4"),
+        ({"format": "fp8", "activation_format": "fp8", "weight_axis": 0}, "holds only one scale for a weight in fp8"),
+        ({"per_token": True}, "no inputs of nvfp4 that are scaled per token"),
+        ({"weight_shape": (16, 24)}, "whose inputs are a multiple of 16"),
+        ({"weight_shape": (16, 32, 3, 3)}, "holds no convolutions in nvfp4"),
+        ({"pre_quant_scale": torch.ones(32)}, "cannot multiply the inputs of nvfp4"),
+    ],
+)
+def test_what_is_not_held(change, words):
+    rows = {"a": replace(row("a"), **change), "b": row("b")}
+    assert words in adapted(rows, TARGET)["a"].reason
+
+
+@slow
+@torch.no_grad()
+def test_two_formats_are_said_by_layer_and_read_so(tiny, tmp_path):
+    case = tiny("flux")
+    fp8, nvfp4_rows = (case.assignment(RECIPES[fmt], "modelopt_export") for fmt in ("fp8", "nvfp4"))
+    rows = {name: (fp8 if ".0." in name else nvfp4_rows)[name] for name in fp8}
+    folder = case.written(rows, "modelopt_export", tmp_path) / "transformer"
+    config, read_back = config_in(folder), case.read(folder, "modelopt_export")
+    assert config["quant_algo"] == "MIXED_PRECISION" and config["ignore"] == []
+    held = {name: each.format for name, each in rows.items() if each.format}
+    algos = {name: each["quant_algo"].lower() for name, each in config["quantized_layers"].items()}
+    assert algos == held and len(set(held.values())) == 2
+    targets = [set(group["targets"]) for group in config["config_groups"].values()]
+    assert targets == [{name for name, fmt in held.items() if fmt == each} for each in ("fp8", "nvfp4")]
+    assert {name: each.format.replace("float8_e4m3fn", "fp8") for name, each in read_back.layers.items()} == held
+    refusals = servers_of(TARGET, case.checkpoint, rows)
+    assert refusals["vLLM-Omni"] is None
+    assert refusals["TensorRT-LLM"] == refusals["SGLang"] == "it loads one format, and this has fp8 and nvfp4"
+
+
+# Servers and pipelines
+
+
+class Checkpoint:
+    """Of a pipeline with these networks."""
+
+    def __init__(self, pipeline: str, networks: tuple[str, ...] = ("transformer",)):
+        self.family = type("Family", (), {})()
+        self.family.PIPELINES, self.family.DENOISER = (pipeline,), "transformer"
+        self.family.NETWORKS = dict.fromkeys(networks, "WanTransformer3DModel")
+
+    def parts(self) -> dict:
+        return {"transformer": type("Part", (), {"component": "transformer"})()}
+
+
+def test_each_server_says_why_it_does_not_load_a_pipeline():
+    known = servers_of(TARGET, Checkpoint("Krea2Pipeline"), {})
+    assert known == {
+        "SGLang": None, "vLLM-Omni": "it loads no quantized Krea2Pipeline",
+        "TensorRT-LLM": "it loads no quantized Krea2Pipeline",
+    }  # fmt: skip
+    two = servers_of(TARGET, Checkpoint("WanPipeline", ("transformer", "transformer_2")), {})
+    assert two == {"SGLang": None, "vLLM-Omni": None, "TensorRT-LLM": "it takes transformer_2 for quantized too"}
+
+
+def test_what_sglang_fills_with_codes_although_it_is_in_full_precision():
+    """Its FLUX.1 has diffusers' own feed-forwards on one GPU, and diffusers' modulations."""
+    name = "transformer_blocks.0.ff.net.2"
+    rows = {each: row(each) for each in (name, "transformer_blocks.0.attn.to_out.0")}
+    refusals = servers_of(TARGET, Checkpoint("FluxPipeline"), rows)
+    assert f"it loads 1 of the quantized layers as if they were not ({name})" in refusals["SGLang"]
+    assert refusals["vLLM-Omni"] is None and refusals["TensorRT-LLM"] is None
+    rows.pop(name)
+    assert servers_of(TARGET, Checkpoint("FluxPipeline"), rows)["SGLang"] is None
+
+
+def test_a_pipeline_that_no_server_loads_is_refused_with_the_targets_that_could():
+    words = (
+        r"none loads this pipeline \(SGLang: it loads no quantized SanaPipeline; .*to diffusers_modelopt, diffusers_t"
+    )
+    with pytest.raises(ConfigError, match=words):
+        check_served(TARGET, Checkpoint("SanaPipeline"))
+    check_served(TARGETS["diffusers_torchao"], Checkpoint("SanaPipeline"))
+    check_served(TARGET, Checkpoint("FluxPipeline"))
+
+
+def test_every_pipeline_is_diffusers():
+    import diffusers
+
+    known = set().union(*(server.pipelines for server in TARGET.servers.values()))
+    assert [name for name in known if not hasattr(diffusers, name)] == []
+
+
+# Reading
+
+
+@slow
+@pytest.mark.parametrize("config", ["FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"])
+@torch.no_grad()
+def test_what_modelopt_exports_is_read(tiny, tmp_path, config):
+    """By the classes of ModelOpt's stored tensors, from what the file holds."""
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    case = tiny("flux")
+    network = case.kind.from_pretrained(case.folder).eval()
+    network = mtq.quantize(network, getattr(mtq, config), lambda each: case.output(each, seed=1))
+    export_hf_checkpoint(network, export_dir=tmp_path)
+    candidate = case.read(tmp_path, "modelopt_export")
+    tensors = tensors_in(tmp_path)
+    assert len(candidate.layers) > 15 and candidate.bits < 12
+    for name, layer in candidate.layers.items():
+        codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+        if config.startswith("FP8"):
+            per_row = scale[:, None] if scale.ndim else scale
+            expected = FP8QTensor(codes.shape, torch.float32, codes).dequantize(scale=per_row)
+            assert str(layer.inputs) == f"float8_e4m3fn, {'a scale a row' if scale.ndim else 'one scale'}"
+        else:
+            whole = NVFP4QTensor(layer.weight.shape, torch.float32, codes)
+            double = tensors[f"{name}.weight_scale_2"]
+            expected = whole.dequantize(scale=scale, double_scale=double, block_sizes={-1: 16})
+        assert torch.equal(layer.weight.read(), expected), name
+        lost = torch.dist(expected, case.checkpoint.components["transformer"][f"{name}.weight"])
+        assert 0 < lost < 0.2 * expected.norm() and layer.inputs is not None
+
+
+@slow
+@pytest.mark.parametrize("written", ["nvfp4"], indirect=True)
+def test_a_folder_that_breaks_its_layout_is_refused(written, tmp_path):
+    case, layers, folder = written
+    name = min(layers)
+
+    def without(end: str):
+        return lambda tensors: tensors.pop(f"{name}.{end}")
+
+    for change, config, words in [
+        (without("input_scale"), {}, "has no input_scale, which NVFP4 requires"),
+        (without("weight_scale_2"), {}, "with other scales"),
+        (without("weight_scale"), {}, "no 'weight_scale' beside"),
+        (lambda tensors: tensors[f"{name}.input_scale"].fill_(0), {}, "expected a number above 0"),
+        (lambda tensors: None, {"quant_algo": "FP8"}, "has codes of nvfp4, and its quant_algo is FP8"),
+        (lambda tensors: None, {"quant_algo": "NVFP4_SVD"}, "is NVFP4_SVD, expected one of FP8, "),
+        (lambda tensors: None, {"quant_algo": "MIXED_PRECISION"}, "quant_algo of .* is None"),
+        (lambda tensors: None, {"ignore": [f"{name}*"]}, "quantizes layers that its ignore excludes"),
+        (lambda tensors: None, {"ignore": {"a": 1}}, "ignore is a dict"),
+    ]:
+        changed(folder, tmp_path, change)
+        whole = json.loads((folder / "config.json").read_text())
+        whole["quantization_config"] |= config
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        with pytest.raises(ArtifactError, match=words):
+            read(tmp_path, case.checkpoint)
+
+
+def test_a_block_of_zeros_has_a_scale_that_divides():
+    """ModelOpt writes 1 there, bfl's own quantizer 0; all decode zeros."""
+    from diffusers.quantizers.bfl.utils import dequantize_nvfp4
+
+    weight = torch.zeros(2, 32)
+    weight[1, 16:] = torch.linspace(-1, 1, 16)
+    fmt = FORMATS["nvfp4"]
+    scales = fmt.scales(weight, weight.abs().max())
+    packed = fmt.pack(fmt.quantize(weight, *scales)).view(2, 16)
+    stored = scales[0].to(torch.float8_e4m3fn)
+    assert (stored.float() > 0).all()
+    assert torch.equal(dequantize_nvfp4(packed, stored, scales[1])[weight == 0], weight[weight == 0])
+
+
+def test_the_config_names_what_servers_look_for():
+    config = config_of({"a": row("a")}, ["a", "b"])
+    assert config["ignore"] == ["b*"] and config["config_groups"]["group_0"]["weights"]["group_size"] == 16
+    assert config["quant_method"] == config["producer"]["name"] == "modelopt"
