@@ -20,6 +20,7 @@ from .conftest import recipe_of
 
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}
+PER_ROW_FP8 = PLAIN | {"per_channel": True, "per_token": True}
 CASES = [
     ("comfyui", "sdxl", "fp8", {"per_channel": False}),
     ("comfyui", "sdxl", "int8", {"per_token": True}),
@@ -37,6 +38,8 @@ CASES = [
     ("diffusers_torchao", "sd21", "int8", {}),
     ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
+    ("diffusers_torchao", "flux", "fp8", PER_ROW_FP8),
+    ("diffusers_torchao", "sdxl", "fp8", PLAIN | {"per_channel": False}),  # with static inputs, which are by row here
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
 ]
@@ -78,7 +81,8 @@ def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, opt
 def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
     """An input is moved half-way to what its codes stand for: it has the same, and 1 / scale may be rounded."""
     if row.activation_format is None or inputs_of(row, TARGETS[name]) == PER_ROW:
-        told = f"int8, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
+        code = "float8_e4m3fn" if row.format == "fp8" else "int8"
+        told = f"{code}, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
         assert inputs is None or str(inputs).removeprefix("smoothed, ") == told
         return
     factor = row.pre_quant_scale.half().float() if row.multiplies else torch.ones(row.weight_shape[1])
