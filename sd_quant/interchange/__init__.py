@@ -30,7 +30,7 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "diffusers_bitsandbytes", "diffusers_quanto",
+    "diffusers_bitsandbytes", "diffusers_quanto", "diffusers_bfl",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says

@@ -19,7 +19,8 @@ Written are Int8Tensors, which hold all that SmoothQuant needs: inputs with a st
 front. A static scale has as many axes as the input, else torchao asserts. Float8Tensors are written with a scale for
 each row of the weight and inputs scaled by row while the network runs: they have no static scale for inputs and no
 factors. torchao's own quantizer computes scales in the weight's dtype, in bfloat16 up to 0.3 % away from ours, which
-are fp32 and stay so. CUDA multiplies FP8 only where both sides are multiples of 16. No convolution can be held.
+are fp32 and stay so. It divides a row of zeros, such as SDXL's empty prompt, by its scale of zero, and images are black;
+a bound for the largest magnitude, ``hp_value_lb``, is written against that. CUDA multiplies FP8 only where both sides are multiples of 16. No convolution can be held.
 
 The roads not taken: torchao makes no tensors here, because it imports for seconds, looks names of a file up in torch,
 and would hold the whole network; and its ``quantize_`` chooses other codes.
@@ -65,7 +66,7 @@ from sd_quant.interchange.weights import Assignment, flat_shape, high_precision,
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.numbers import up_to
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
@@ -392,10 +393,12 @@ def float8_inputs(value: Any) -> RowFloat8 | None:
         ("float8_dtype", "granularity", "mm_config", "hp_value_lb", "hp_value_ub", "kernel_preference"),
     )
     dtype_of(options["float8_dtype"], {FP8: torch.float8_e4m3fn})
-    bounds = [options.get(name) for name in ("hp_value_lb", "hp_value_ub")]
-    if options["granularity"] not in (BY_ROW, BY_TENSOR) or bounds != [None, None]:
-        raise ValueError(f"inputs with {BOUNDED.repr(options['granularity'])}, bounds {BOUNDED.repr(bounds)}")
-    return RowFloat8(whole=options["granularity"] == BY_TENSOR)
+    least, most = (options.get(name) for name in ("hp_value_lb", "hp_value_ub"))
+    bounded = least is None or type(least) is float and 0 <= least < float("inf")
+    if options["granularity"] not in (BY_ROW, BY_TENSOR) or most is not None or not bounded:
+        told = BOUNDED.repr(options["granularity"]), BOUNDED.repr([least, most])
+        raise ValueError(f"inputs with {told[0]}, bounds {told[1]}")
+    return RowFloat8(whole=options["granularity"] == BY_TENSOR, least=least or 0.0)
 
 
 def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
@@ -455,7 +458,7 @@ CONFIGS = {
     "fp8": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}},
 }
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# a Float8Tensor's fields as torchao's own quantizer sets them
+# a Float8Tensor's fields as torchao's own quantizer sets them, but for the bound
 PRODUCT = {
     "_type": "Float8MMConfig",
     "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False},
@@ -467,7 +470,7 @@ INPUTS_BY_ROW = {
         "float8_dtype": {"_type": "torch.dtype", "_data": FP8},
         "granularity": BY_ROW,
         "mm_config": None,
-        "hp_value_lb": None,
+        "hp_value_lb": SMALLEST_TOKEN,  # holds in fp16 too, and 1 / 448 of it
         "hp_value_ub": None,
         "kernel_preference": KERNEL,
     },

@@ -203,6 +203,8 @@ def write_target(
         described: dict[str, Any] = {
             "target": target.name,
             "part": loaded.denoiser,
+            "component": (component := denoiser_part(loaded.checkpoint).component),
+            "network": loaded.checkpoint.family.NETWORKS[component],
             "run": run and shown(run),
             "command": command,
             "left_out": left_out(target, loaded.checkpoint),

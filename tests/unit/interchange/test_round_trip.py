@@ -40,6 +40,11 @@ CASES = [
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
     ("diffusers_torchao", "flux", "fp8", PER_ROW_FP8),
     ("diffusers_torchao", "sdxl", "fp8", PLAIN | {"per_channel": False}),  # with static inputs, which are by row here
+    ("diffusers_bfl", "flux", "fp8", PER_ROW_FP8),
+    ("diffusers_bfl", "sd3", "fp8", PLAIN | {"per_channel": False}),
+    ("diffusers_bfl", "sd21", "fp8", PER_ROW_FP8),
+    ("diffusers_bfl", "sdxl", "nvfp4", PLAIN),
+    ("diffusers_bfl", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
 ]
