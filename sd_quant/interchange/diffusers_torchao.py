@@ -19,8 +19,9 @@ Written are Int8Tensors, which hold all that SmoothQuant needs: inputs with a st
 front. A static scale has as many axes as the input, else torchao asserts. Float8Tensors are written with a scale for
 each row of the weight and inputs scaled by row while the network runs: they have no static scale for inputs and no
 factors. torchao's own quantizer computes scales in the weight's dtype, in bfloat16 up to 0.3 % away from ours, which
-are fp32 and stay so. It divides a row of zeros, such as SDXL's empty prompt, by its scale of zero, and images are black;
-a bound for the largest magnitude, ``hp_value_lb``, is written against that. CUDA multiplies FP8 only where both sides are multiples of 16. No convolution can be held.
+are fp32 and stay so. It divides a row of zeros, such as SDXL's empty prompt, by a scale of zero, and images are black;
+against that a bound of the largest magnitude is written, ``hp_value_lb``. CUDA multiplies FP8 only where both sides are
+multiples of 16. No convolution can be held.
 
 The roads not taken: torchao makes no tensors here, because it imports for seconds, looks names of a file up in torch,
 and would hold the whole network; and its ``quantize_`` chooses other codes.
