@@ -30,7 +30,7 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "modelopt_export", "diffusers_bitsandbytes", "diffusers_quanto",
+    "modelopt_export", "diffusers_bfl", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
@@ -63,8 +63,8 @@ class ForeignFormat:
     consumer: str = ""  # the tool that opens what is written
     tried: tuple[str, ...] = ()  # the packages with which a test opened it
     formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
-    # the consumer's code that opens the result, with {folder}, and {absent} for the components that are missing; or the
-    # steps that a person takes, by family
+    # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
+    # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
@@ -76,6 +76,7 @@ class ForeignFormat:
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
+    multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
     joined: bool = False  # whether layers that the model's authors store as one tensor are one there
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs

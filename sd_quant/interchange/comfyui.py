@@ -30,7 +30,7 @@ ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kerne
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -130,6 +130,7 @@ HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"} 
 FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
 LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
+SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without a mark
 INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
 NVFP4_MULTIPLE = 16  # of a packed weight's sides
@@ -324,8 +325,14 @@ def recognizes(path: Path) -> bool:
         return False
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
-    marked = METADATA in metadata or any(name.endswith((f".{MARK}", OLD_MARK)) for name in tensors)
-    return marked or told_family(denoiser_tensors(tensors)[0]) is not None
+    if is_marked(tensors, metadata):
+        return True
+    return not any(name.endswith(SCALE) for name in tensors) and told_family(denoiser_tensors(tensors)[0]) is not None
+
+
+def is_marked(tensors: Collection[str], metadata: Collection[str]) -> bool:
+    """Whether a file with these names of tensors and of metadata has ComfyUI's marks."""
+    return METADATA in metadata or any(name.endswith((f".{MARK}", OLD_MARK)) for name in tensors)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:

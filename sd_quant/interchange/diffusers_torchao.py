@@ -16,8 +16,12 @@ Where codes are multiplied, a weight is given in fp32; where torchao dequantizes
 it does. Formulas are those of torchao 0.18 (BSD licence).
 
 Written are Int8Tensors, which hold all that SmoothQuant needs: inputs with a static scale or one a row, and factors in
-front. A static scale has as many axes as the input, else torchao asserts. No convolution can be held, and no other
-format of ours: torchao's FP8 tensor has no static scale for inputs.
+front. A static scale has as many axes as the input, else torchao asserts. Float8Tensors are written with a scale for
+each row of the weight and inputs scaled by row while the network runs: they have no static scale for inputs and no
+factors. torchao's own quantizer computes scales in the weight's dtype, in bfloat16 up to 0.3 % away from ours, which
+are fp32 and stay so. It divides a row of zeros, such as SDXL's empty prompt, by a scale of zero, and images are black;
+against that a bound of the largest magnitude is written, ``hp_value_lb``. CUDA multiplies FP8 only where both sides are
+multiples of 16. No convolution can be held.
 
 The roads not taken: torchao makes no tensors here, because it imports for seconds, looks names of a file up in torch,
 and would hold the whole network; and its ``quantize_`` chooses other codes.
@@ -36,7 +40,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing, write_json
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
-from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat
+from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.interchange.denoiser import (
     FLOATS,
     Inputs,
@@ -63,7 +67,7 @@ from sd_quant.interchange.weights import Assignment, flat_shape, high_precision,
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.numbers import up_to
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
@@ -72,11 +76,12 @@ FACTS = ForeignFormat(
     reads="a diffusers folder quantized with torchao",
     consumer="diffusers with torchao",
     tried=(*DIFFUSERS, "torchao==0.18.0"),
-    formats={"int8": STATIC},
+    formats={"int8": STATIC, "fp8": PER_ROW},
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.bfloat16)",
     multiplied=frozenset({"int8"}),
     per_token=frozenset({"int8"}),
+    multiples={"fp8": 16},
     broken={"torchao<0.18": "its tensors take no description of static inputs"},
 )
 METHOD = "torchao"
@@ -84,8 +89,8 @@ NAMES = "tensor_names"  # of the metadata
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 16  # numbers of NVFP4 to a scale
 SMALLEST_NVFP4 = 2.0**-6  # of a block's scale for inputs: E4M3's smallest normal number
-PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
-PER_TENSOR = {"_type": "PerTensor", "_data": {}}
+BY_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
+BY_TENSOR = {"_type": "PerTensor", "_data": {}}
 ZERO_POINTS = (torch.int8, torch.int32, torch.int64, *FLOAT_SCALES)
 OTHERS = {
     "Int4Tensor": "which mslk packs for NVIDIA GPUs",
@@ -322,7 +327,7 @@ def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
         return None
     options = options_of(value, "QuantizeTensorToInt8Kwargs", ("granularity", "mapping_type", "reduce_range"))
     granularity, mapping = options["granularity"], named(options["mapping_type"], "MappingType")
-    if granularity not in (PER_ROW, PER_TENSOR) or mapping not in ("SYMMETRIC", "ASYMMETRIC"):
+    if granularity not in (BY_ROW, BY_TENSOR) or mapping not in ("SYMMETRIC", "ASYMMETRIC"):
         raise ValueError(f"inputs with {BOUNDED.repr(granularity)}, {BOUNDED.repr(mapping)}")
     half, static = options["reduce_range"], None
     if not isinstance(half, bool):
@@ -333,7 +338,7 @@ def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
     return Affine(
         low=-64 if half else -128,
         high=63 if half else 127,
-        whole=granularity == PER_TENSOR,
+        whole=granularity == BY_TENSOR,
         symmetric=mapping == "SYMMETRIC",
         smallest=torch.finfo(torch.float32).eps,
         scale=static,
@@ -389,10 +394,12 @@ def float8_inputs(value: Any) -> RowFloat8 | None:
         ("float8_dtype", "granularity", "mm_config", "hp_value_lb", "hp_value_ub", "kernel_preference"),
     )
     dtype_of(options["float8_dtype"], {FP8: torch.float8_e4m3fn})
-    bounds = [options.get(name) for name in ("hp_value_lb", "hp_value_ub")]
-    if options["granularity"] not in (PER_ROW, PER_TENSOR) or bounds != [None, None]:
-        raise ValueError(f"inputs with {BOUNDED.repr(options['granularity'])}, bounds {BOUNDED.repr(bounds)}")
-    return RowFloat8(whole=options["granularity"] == PER_TENSOR)
+    least, most = (options.get(name) for name in ("hp_value_lb", "hp_value_ub"))
+    bounded = least is None or type(least) is float and 0 <= least < float("inf")
+    if options["granularity"] not in (BY_ROW, BY_TENSOR) or most is not None or not bounded:
+        told = BOUNDED.repr(options["granularity"]), BOUNDED.repr([least, most])
+        raise ValueError(f"inputs with {told[0]}, bounds {told[1]}")
+    return RowFloat8(whole=options["granularity"] == BY_TENSOR, least=least or 0.0)
 
 
 def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
@@ -447,22 +454,39 @@ DECODERS: Mapping[str, Callable[[Mapping[str, Any], LayerTensors, tuple[int, int
 # Writing
 
 # diffusers asks for some config; the tensors in the file say everything, so it has no values.
-WRITTEN_CONFIG = {
-    "quant_method": METHOD,
-    "quant_type": {"default": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}}},
-    "modules_to_not_convert": None,
+CONFIGS = {
+    "int8": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}},
+    "fp8": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}},
+}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# a Float8Tensor's fields as torchao's own quantizer sets them, but for the bound
+PRODUCT = {
+    "_type": "Float8MMConfig",
+    "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False},
+}
+KERNEL = {"_type": "KernelPreference", "_data": "AUTO"}
+INPUTS_BY_ROW = {
+    "_type": "QuantizeTensorToFloat8Kwargs",
+    "_data": {
+        "float8_dtype": {"_type": "torch.dtype", "_data": FP8},
+        "granularity": BY_ROW,
+        "mm_config": None,
+        "hp_value_lb": SMALLEST_TOKEN,  # holds in fp16 too, and 1 / 448 of it
+        "hp_value_ub": None,
+        "kernel_preference": KERNEL,
+    },
 }
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    Per quantized layer there are codes int8 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...] unless it
-    is scaled per token and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
+    Per quantized layer there are codes int8 or E4M3 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...]
+    if it has a static one and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
     Raises ResourceError when the disk is full.
     """
     layers = quantized(assignment)
-    ranks = input_ranks(checkpoint) if any(not layer.per_token for layer in layers.values()) else {}
+    ranks = input_ranks(checkpoint) if any(has_static_input(layer) for layer in layers.values()) else {}
     tensors: dict[str, LazyTensor] = {}
     metadata: dict[str, str] = {}
     for name, tensor in high_precision(checkpoint, assignment).items():
@@ -470,30 +494,37 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         if layer is None:
             tensors[name], metadata[name] = tensor, json.dumps({"_type": "Tensor"})
             continue
-        pieces = pieces_of(checkpoint, layer, None if layer.per_token else ranks[layer.name])
+        pieces = pieces_of(checkpoint, layer, ranks[layer.name] if has_static_input(layer) else None)
         tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
         metadata[name] = json.dumps(description_of(layer, list(pieces)))
     metadata[NAMES] = json.dumps(list(metadata))
     target = folder / denoiser_part(checkpoint).component
     write_safetensors(target / FILE, tensors, metadata=FORMAT | metadata)
-    config = json.loads((target / CONFIG).read_text())
-    write_json(target / CONFIG, config | {"quantization_config": WRITTEN_CONFIG})
+    kind = next(CONFIGS[layer.format] for layer in layers.values())
+    written = {"quant_method": METHOD, "quant_type": {"default": kind}, "modules_to_not_convert": None}
+    write_json(target / CONFIG, json.loads((target / CONFIG).read_text()) | {"quantization_config": written})
     return folder
 
 
+def has_static_input(layer: LayerAssignment) -> bool:
+    """Whether the file has a scale for the layer's input."""
+    return layer.activation_format is not None and not layer.per_token
+
+
 def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int | None) -> dict[str, LazyTensor]:
-    """The tensors that make up a layer's ``Int8Tensor``, by torchao's names.
+    """The tensors that make up a layer's ``Int8Tensor`` or ``Float8Tensor``, by torchao's names.
 
     ``rank`` is that of the layer's input, None where the input has no static scale.
     """
     shape = flat_shape(layer)
     per_output = (shape[0], 1)
     pieces = {
-        "qdata": lazy_piece(checkpoint, layer, 0, shape, torch.int8),
+        "qdata": lazy_piece(checkpoint, layer, 0, shape, CODES[layer.format]),
         # one per output, also where the weight has one alone: torchao takes it for either
         "scale": lazy_piece(checkpoint, layer, 1, per_output, torch.float32, lambda scale: scale.expand(per_output)),
-        "zero_point": lazy(torch.zeros(per_output, dtype=torch.int8)),
     }
+    if layer.format == "int8":
+        pieces["zero_point"] = lazy(torch.zeros(per_output, dtype=torch.int8))
     if rank is not None:
         pieces["act_quant_scale"] = lazy(torch.full([1] * rank, layer.activation_scale))
     if layer.multiplies:
@@ -504,17 +535,20 @@ def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int | None) 
 def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
     """The metadata of a layer's weight: the class to make of its pieces, and its other fields.
 
-    The dtype is the one that diffusers loads by default and advises for integers.
+    The dtype is the one that diffusers loads by default and advises for integers, and the only one in which CUDA
+    multiplies FP8 by rows.
     """
-    inputs = {
-        "granularity": PER_ROW if layer.per_token else PER_TENSOR,
-        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
-        "reduce_range": False,
-    }
-    fields = {
-        "act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs},
-        "reduce_range": False,
+    fields: dict[str, object] = {
         "block_size": [1, flat_shape(layer)[1]],
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
     }
+    if layer.format == "fp8":
+        fields |= {"mm_config": PRODUCT, "act_quant_kwargs": INPUTS_BY_ROW, "kernel_preference": KERNEL}
+        return {"_type": "Float8Tensor", "_data": fields, "_tensor_data_names": pieces}
+    inputs = {
+        "granularity": BY_ROW if layer.per_token else BY_TENSOR,
+        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+        "reduce_range": False,
+    }
+    fields |= {"act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs}, "reduce_range": False}
     return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}

@@ -112,6 +112,9 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} holds no convolutions in {fmt}"
     if layer.weight_shape[1] % target.block:
         return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
+    multiple = target.multiples.get(fmt, 1)
+    if any(side % multiple for side in layer.weight_shape[:2]):
+        return f"{target.name} holds weights in {fmt} whose sides are multiples of {multiple}"
     if any(fnmatchcase(layer.name, pattern) for pattern in target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:

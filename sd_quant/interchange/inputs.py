@@ -159,10 +159,11 @@ class RowFloat8:
     """E4M3 with a scale for each row of the input [..., in], or for all of it: the largest magnitude is 448."""
 
     whole: bool = False
+    least: float = 0.0  # of what counts as the largest magnitude
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.float().abs().amax() if self.whole else x.float().abs().amax(-1, keepdim=True)
-        scale = (largest / LARGEST_FP8).clamp(min=1e-12)
+        scale = (largest.clamp(min=self.least) / LARGEST_FP8).clamp(min=1e-12)
         codes = (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
         return (codes.float() * scale).to(x)
 

@@ -128,12 +128,24 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
                     target.weight_quantizer.register_buffer(f"{ROUNDED}{index}", part)
             amax = per_channel(amax, weight) if layer.weight_axis == 0 else amax[0]
             target.weight_quantizer.amax = like(amax, weight)
+            if layer.weight_axis == 0 and not FORMATS[layer.format].equal_levels and not weight.is_meta:
+                weight.copy_(without_ties(weight, layer.rounded_weight(weight).to(weight), target.weight_quantizer))
         if layer.activation_format is not None:
             amax = made["input_quantizer"].amax(layer.activation_amax, layer.activation_scale)
             target.input_quantizer.amax = like(torch.tensor(amax), weight)
             if layer.activation_zero_point:
                 target.input_quantizer.bias_value = like(torch.tensor(layer.shift), weight)
     return module
+
+
+def without_ties(weight: Tensor, rounded: Tensor, quantizer) -> Tensor:
+    """``weight`` with the values in ``rounded`` where ModelOpt's ``quantizer`` takes another code.
+
+    It multiplies by the reciprocal of a scale, so a weight half-way between two codes may get the other one. In FP8
+    that moves it by an eighth, and a channel with one scale and few large weights by as much as a wrong scale would.
+    """
+    other = (quantizer(weight) - rounded).abs() > rounded.abs() / 64  # less than a step, and more than fp32's rounding
+    return torch.where(other, rounded, weight)
 
 
 def like(number: Tensor, weight: Tensor) -> Tensor:

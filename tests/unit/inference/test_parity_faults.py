@@ -48,6 +48,7 @@ RECIPES = {
     "int4": ("int4", "int4", None, False, 0, False, 0),
     "int8_dynamic": ("int8", "int8", "int8", True, 0, True, 0),
     "int8_rotated": ("int8", "int8", "int8", True, 0, True, 16),
+    "fp8_per_row": ("fp8", "fp8", "fp8", True, 0, True, 0),
     "int4_rotated": ("int4", "int4", None, False, 0, False, 64),
 }
 RUNS = [

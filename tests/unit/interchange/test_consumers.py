@@ -52,6 +52,9 @@ def check_sdnq(layer, module, codes, scales) -> None:
 def check_torchao(layer, module, codes, scales) -> None:
     weight = module.weight
     assert torch.equal(weight.qdata, codes) and torch.equal(weight.scale, scales.expand_as(weight.scale))
+    if layer.format == "fp8":
+        assert type(weight.act_quant_kwargs.granularity).__name__ == "PerRow"
+        return
     assert (weight.act_pre_scale is not None) == layer.multiplies
     assert (weight.act_quant_scale is None) == layer.per_token
     granularity = type(weight.act_quant_kwargs.granularity).__name__
@@ -69,3 +72,34 @@ def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
     dtypes = torch.float32, torch.float16, torch.bfloat16
     expected, half, brain = (case.loaded(folder, dtype).get_submodule(name).scale for dtype in dtypes)
     assert torch.equal(half, expected) and not torch.equal(brain, expected)
+
+
+@consumer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_zeros_stays_zeros_in_torchao(tiny, tmp_path, dtype):
+    """SDXL's empty prompt is one. torchao by itself divides it by a scale of zero, and images are black."""
+    options = {"smoothing": "none", "alpha": None, "per_channel": True, "per_token": True}
+    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "sdxl", "fp8", options)
+    layer = case.loaded(folder, dtype).get_submodule(next(name for name, row in assignment.items() if row.format))
+    x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0] = 0
+    bias = 0 if layer.bias is None else layer.bias
+    assert torch.equal(layer(x)[0], torch.zeros_like(layer(x)[0]) + bias) and layer(x).isfinite().all()
+    layer.weight.act_quant_kwargs.hp_value_lb = None
+    assert layer(x)[0].isnan().all()
+
+
+@consumer
+def test_bfloat16_keeps_every_scale_of_torchao_and_its_own_quantizer_does_not(tiny, tmp_path):
+    """It computes a scale in the weight's dtype; that of a file stays fp32, whatever dtype is loaded."""
+    options = {"smoothing": "none", "alpha": None, "per_channel": True, "per_token": True}
+    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "flux", "fp8", options)
+    from torchao.quantization.quantize_.workflows import Float8Tensor
+
+    name = next(name for name, layer in assignment.items() if layer.format)
+    dtypes = torch.float32, torch.bfloat16
+    expected, brain = (case.loaded(folder, dtype).get_submodule(name).weight for dtype in dtypes)
+    assert torch.equal(brain.scale, expected.scale) and brain.scale.dtype == torch.float32
+    theirs = Float8Tensor.from_hp(case.denoiser().get_submodule(name).weight.detach().bfloat16()).scale
+    assert torch.equal(theirs, theirs.bfloat16().float()) and not torch.equal(expected.scale, theirs)
+    assert 5e-4 < ((theirs - expected.scale).abs() / expected.scale).max() < 8e-3

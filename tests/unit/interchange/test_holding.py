@@ -28,7 +28,7 @@ PLAIN = {"smoothing": "none", "alpha": None}
         ("fp8", {"per_channel": True}, COMFYUI, "none of the layers in fp8"),
         ("nvfp4", {**PLAIN, "rank": 4}, COMFYUI, "layers have a low-rank branch, which comfyui cannot hold"),
         ("int8", {**PLAIN, "per_token": True, "rotation": 16}, TARGETS["diffusers_torchao"],
-         r"holds int8 and none .* quantize\.rotation=0 rotates none"),
+         r"holds int8, fp8 and none .* quantize\.rotation=0 rotates none"),
     ],
     ids=["format", "scale", "branch", "rotation"],
 )  # fmt: skip
@@ -40,7 +40,9 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
 @pytest.mark.parametrize(
     "target, change, words",
     [
-        ("diffusers_torchao", {"format": "fp8"}, "holds no weights in fp8"),
+        ("diffusers_torchao", {"format": "int4"}, "holds no weights in int4"),
+        ("diffusers_torchao", {"format": "fp8", "weight_shape": (64, 56)}, "in fp8 whose sides are multiples of 16"),
+        ("diffusers_torchao", {"format": "fp8", "pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs"),
         ("diffusers_torchao", {"activation_format": None}, "wants a scale of the inputs of int8"),
         ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),

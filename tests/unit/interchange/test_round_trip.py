@@ -20,6 +20,7 @@ from .conftest import recipe_of
 
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}
+PER_ROW_FP8 = PLAIN | {"per_channel": True, "per_token": True}
 CASES = [
     ("comfyui", "sdxl", "fp8", {"per_channel": False}),
     ("comfyui", "sdxl", "int8", {"per_token": True}),
@@ -45,6 +46,13 @@ CASES = [
     ("diffusers_torchao", "sd21", "int8", {}),
     ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
+    ("diffusers_torchao", "flux", "fp8", PER_ROW_FP8),
+    ("diffusers_torchao", "sdxl", "fp8", PLAIN | {"per_channel": False}),  # with static inputs, which are by row here
+    ("diffusers_bfl", "flux", "fp8", PER_ROW_FP8),
+    ("diffusers_bfl", "sd3", "fp8", PLAIN | {"per_channel": False}),
+    ("diffusers_bfl", "sd21", "fp8", PER_ROW_FP8),
+    ("diffusers_bfl", "sdxl", "nvfp4", PLAIN),
+    ("diffusers_bfl", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("gguf", "sd15", "int8", {"activation": None, **PLAIN}),
@@ -93,7 +101,8 @@ def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, opt
 def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
     """An input is moved half-way to what its codes stand for: it has the same, and 1 / scale may be rounded."""
     if row.activation_format is None or inputs_of(row, TARGETS[name]) == PER_ROW:
-        told = f"int8, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
+        code = "float8_e4m3fn" if row.format == "fp8" else "int8"
+        told = f"{code}, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
         assert inputs is None or str(inputs).removeprefix("smoothed, ") == told
         return
     factor = row.pre_quant_scale.half().float() if row.multiplies else torch.ones(row.weight_shape[1])

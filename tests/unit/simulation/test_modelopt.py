@@ -128,3 +128,19 @@ def test_attention_that_is_spread_over_many_tokens_is_not_rounded_to_nothing():
     )
     attention.set_processor(QuantizedAttention(layer))
     assert relative_error(expected, attention(tokens)) < 0.05
+
+
+@torch.no_grad()
+def test_fp8_weights_half_way_between_two_codes_get_those_of_the_export():
+    """ModelOpt multiplies by 1 / scale; a large weight with another code looks like another scale of its channel."""
+    layer = nn.Sequential(nn.Linear(64, 400, bias=False))
+    scales = torch.linspace(1e-3, 2e-3, 400).half().float()
+    layer[0].weight.copy_(scales[:, None] * (torch.arange(64) % 8 + 8.5))  # 8.5, 9.5, ... are half-way
+    layer[0].weight[:, 0] = 448 * scales
+    row = LayerAssignment(
+        "0", "linear", (400, 64), "fp8", "fp8", weight_axis=0, weight_amax=448 * scales, activation_amax=1.0,
+        per_token=True,
+    )  # fmt: skip
+    expected = row.rounded_weight(layer[0].weight.clone())
+    simulated = simulate(layer, {"0": row})
+    torch.testing.assert_close(simulated[0].weight_quantizer(simulated[0].weight), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,223 @@
+"""Black Forest Labs' FP8 by row and NVFP4: one safetensors file, which diffusers' ``BFLQuantizationConfig`` reads.
+
+A linear is quantized if it has a ``weight_scale``, and in NVFP4 if it has a ``weight_scale_2`` (diffusers 0.42,
+``quantizers/bfl``). All scales multiply; the tensors of NVFP4 are those that ModelOpt exports:
+
+| kind  | X.weight                                   | X.weight_scale           | others                               |
+|-------|--------------------------------------------|--------------------------|--------------------------------------|
+| fp8r  | E4M3 [out, in]                             | fp32 [out]               | none                                 |
+| nvfp4 | uint8 [out, in / 2], first in the low half | E4M3 [out, in / 16]      | weight_scale_2, input_scale: fp32 [] |
+
+On GPUs of compute capability 8.9 rows of inputs are scaled to 448 if both sides of the weight are multiples of 16; on
+Blackwell with FlashInfer inputs are NVFP4, whose scale of all is ``input_scale``. Anywhere else, on a processor too,
+weights are dequantized and inputs stay. What is read here computes as the GPU does; the tests hold the weights against
+diffusers itself.
+
+Names are diffusers' or the authors', whose stacked query, key and value are taken apart row by row. Written are
+diffusers' names: of the authors' names diffusers knows Flux in its full width alone. The class has to be one that
+diffusers opens from a single file, which PixArt's is not. There is no place for a pre_quant_scale or a branch.
+
+The road not taken is diffusers' own two quantizers: they take no codes that were chosen.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import read_header, write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
+from sd_quant.interchange.comfyui import is_marked
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.inputs import Nvfp4, RowFloat8
+from sd_quant.interchange.stored import FP8, LayerTensors, Shape, finite, shown
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
+
+FACTS = ForeignFormat(
+    "diffusers_bfl",
+    reads="a safetensors file in Black Forest Labs' FP8 by row or NVFP4",
+    consumer="diffusers",
+    tried=DIFFUSERS,
+    formats={"fp8": PER_ROW, "nvfp4": STATIC},
+    loading="import torch\nfrom diffusers import BFLQuantizationConfig, DiffusionPipeline, {network}\n\n"
+    "folder, config = {folder!r}, BFLQuantizationConfig(compute_dtype=torch.bfloat16)\n"
+    "denoiser = {network}.from_single_file(\n"
+    "    f'{{folder}}/{component}.safetensors', config=f'{{folder}}/{component}', quantization_config=config\n)\n"
+    "pipeline = DiffusionPipeline.from_pretrained(\n"
+    "    folder{absent}, torch_dtype=torch.bfloat16, {component}=denoiser\n)",
+    families=UNETS | {"flux", "sd3"},
+)
+SCALE, COMMON, OF_INPUTS = "weight_scale", "weight_scale_2", "input_scale"
+BLOCK = nvfp4.BLOCK
+MULTIPLE = 16  # of both sides of a weight whose product diffusers has in FP8
+NUMBER = [(), (1,)]
+
+
+def recognizes(path: Path) -> bool:
+    """Whether ``path`` is a safetensors file with scales of weights and without ComfyUI's marks."""
+    try:
+        tensors, metadata = read_header(whole_file(path))
+    except (SdQuantError, OSError, ValueError):
+        return False
+    return any(name.endswith(f".{SCALE}") for name in tensors) and not is_marked(tensors, metadata)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser of ``checkpoint`` in a file of Black Forest Labs' layout; no weight is read.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, a layer's tensors are not those
+    of one of the two kinds, or it holds any other denoiser.
+    """
+    names, unknown = denoiser_tensors(stored := read_header(whole_file(path))[0])
+    found = {name: stored[full] for name, full in names.items()}
+    layers_in_file = scaled_layers(path, found)
+    used = {f"{layer}.{end}" for layer, own in layers_in_file.items() for end in own.tensors if end != "weight"}
+    rest = {name: tensor for name, tensor in found.items() if name not in used}
+    network = empty_denoiser(checkpoint)
+    modules = dict(network.named_modules())
+    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
+    packed = {f"{layer}.weight" for layer, own in layers_in_file.items() if COMMON in own}
+    places, others = places_in(
+        path, network, shapes, {name: unpacked(each) if name in packed else each.shape for name, each in rest.items()}
+    )
+    layers: dict[str, QuantizedLayer] = {}
+    parameters: dict[str, Readable] = {}
+    for name, parts in places.items():
+        own = layers_in_file.get(parts[0].name.removesuffix(".weight"))
+        if own is None or not name.endswith(".weight"):
+            parameters[name] = joined([rows_of(rest[rows.name], rows) for rows in parts])
+            continue
+        layer = name.removesuffix(".weight")
+        if not isinstance(modules[layer], nn.Linear):
+            raise ArtifactError(
+                f"{path} has a scale of {shown(own.layer)}, which is no linear; diffusers quantizes linears only, so "
+                "give a file that it opens"
+            )
+        layers[layer] = quantized_layer(own, parts, shapes[name])
+    if not layers:
+        raise ArtifactError(f"{path} holds no quantized layer of the full-precision model; check the path")
+    denoiser = QuantizedDenoiser(
+        path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size_of(found.values())
+    )
+    check_whole(denoiser, checkpoint, [*unknown, *others])
+    return denoiser
+
+
+def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, LayerTensors]:
+    """The tensors of each layer that has a scale, by the ends of their names.
+
+    Raises ArtifactError where one is missing, or is of another shape or dtype.
+    """
+    ends = ("weight", SCALE, COMMON, OF_INPUTS)
+    scaled = [name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")]
+    found = {
+        layer: LayerTensors(path, layer, {end: tensors[key] for end in ends if (key := f"{layer}.{end}") in tensors})
+        for layer in scaled
+    }
+    others = [name for name in tensors if name.endswith((f".{COMMON}", f".{OF_INPUTS}"))]
+    if alone := [name for name in others if name.rpartition(".")[0] not in found]:
+        raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
+    for own in found.values():
+        check_tensors(own)
+    return found
+
+
+def check_tensors(own: LayerTensors) -> None:
+    """Raises ArtifactError unless the tensors are those of FP8 by row, or of NVFP4."""
+    if "weight" not in own:
+        own.checked("weight", None, [torch.float8_e4m3fn])
+    shape: Shape = own.tensors["weight"].shape
+    if len(shape) != 2:
+        raise ArtifactError(
+            f"{own.path}: {own.name('weight')} is {list(shape)} and has a scale, expected [out, in]; diffusers "
+            "quantizes linears only, so give a file that it opens"
+        )
+    if COMMON not in own:
+        own.checked("weight", None, [torch.float8_e4m3fn])
+        own.checked(SCALE, [(shape[0],)], [torch.float32])
+        return
+    own.checked("weight", None, [torch.uint8])
+    if 2 * shape[1] % BLOCK:
+        raise ArtifactError(
+            f"{own.path}: {own.name('weight')} has {2 * shape[1]} inputs, expected a multiple of {BLOCK}; quantize "
+            "the model again"
+        )
+    own.checked(SCALE, [(shape[0], 2 * shape[1] // BLOCK)], [torch.float8_e4m3fn])
+    own.checked(COMMON, NUMBER, [torch.float32])
+    own.checked(OF_INPUTS, NUMBER, [torch.float32])  # without which diffusers raises
+
+
+def unpacked(tensor: StoredTensor) -> Shape:
+    """The shape of the numbers of which two share a byte."""
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+
+
+def quantized_layer(own: LayerTensors, parts: tuple[Rows, ...], shape: Shape) -> QuantizedLayer:
+    """A linear [out, in] of these rows of a stored weight; bytes of all that is stored are prorated by rows."""
+    blocks = COMMON in own
+    rows = [rows_of_weight(own, each, shape[1]) for each in parts]
+    size = own.size() * shape[0] // parts[0].of
+    inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
+    if blocks:
+        inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
+    told = ("nvfp4", f"1 for {BLOCK} numbers") if blocks else (FP8, "1 for a row")
+    return QuantizedLayer(*told, size, joined(rows), inputs)
+
+
+def rows_of_weight(own: LayerTensors, rows: Rows, inputs: int) -> LazyTensor:
+    """These rows of a weight [out, in], fp32."""
+    codes, scale = (rows_of(own.tensors[end], replace(rows, name=end)) for end in ("weight", SCALE))
+
+    def read() -> Tensor:
+        if COMMON not in own:
+            return finite(codes.read().float() * scale.read()[:, None], own.path, own.layer)
+        stored = codes.read()
+        numbers = e2m1.decode(torch.stack([stored & 0xF, stored >> 4], -1).flatten(1))
+        scales = scale.read().float() * own.number(COMMON)
+        return finite((numbers.unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1), own.path, own.layer)
+
+    return LazyTensor((rows.stop - rows.start, inputs), torch.float32, read)
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config.
+
+    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
+    """
+    tensors: dict[str, Readable] = dict(high_precision(checkpoint, assignment))
+    for layer in quantized(assignment).values():
+        tensors |= tensors_of(checkpoint, layer)
+    path = folder / f"{denoiser_part(checkpoint).component}.safetensors"
+    write_safetensors(path, tensors)
+    return path
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
+    """The tensors of a quantized linear by their names."""
+    outputs, inputs = flat_shape(layer)
+    weight, scale = f"{layer.name}.weight", f"{layer.name}.{SCALE}"
+    if layer.format == "fp8":
+        return {
+            weight: lazy_piece(checkpoint, layer, 0, (outputs, inputs), torch.float8_e4m3fn),
+            scale: lazy_piece(checkpoint, layer, 1, (outputs,), torch.float32, lambda each: each.expand(outputs, 1)),
+        }
+    packed = FORMATS["nvfp4"].pack
+    return {
+        weight: lazy_piece(checkpoint, layer, 0, (outputs, inputs // 2), torch.uint8, packed),
+        scale: lazy_piece(checkpoint, layer, 1, (outputs, inputs // BLOCK), torch.float8_e4m3fn),
+        f"{layer.name}.{COMMON}": lazy_piece(checkpoint, layer, 2, (), torch.float32),
+        f"{layer.name}.{OF_INPUTS}": lazy(layer.activation_scales(torch.zeros(1, BLOCK))[-1].reshape(()).float()),
+    }
