@@ -61,8 +61,10 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     if not isinstance(target.loading, str):
         return [f"{number}. {step}" for number, step in enumerate(target.loading, 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
-    code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
-    return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]
+    folder = figures["folder"].rpartition("/")[2]
+    code, also = target.loading.format(folder=folder, absent=absent), target.also.format(folder=folder)
+    install = f"    {shlex.join(['pip', 'install', *target.tried])}"
+    return [install, "", "```python", code, "```", *(["", also] if also else [])]
 
 
 def fidelity_lines(fidelity: Mapping | None) -> list[str]:
