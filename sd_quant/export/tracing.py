@@ -22,7 +22,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.export.nodes import insert
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.empty import replace_buffers, replace_parameters, without_weights
-from sd_quant.models.parts import Contract, axes
+from sd_quant.models.parts import Contract
 
 if TYPE_CHECKING:
     from onnxscript.rewriter import RewriteRule
@@ -48,7 +48,7 @@ def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
     if contract.example is not None:
         return contract.shapes(**contract.example)
     smaller = 1 if contract.latents is None else 1 + EXAMPLE["width"] // LATENT_FACTOR // contract.latents
-    return contract.shapes(**axes(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller))
+    return contract.shapes_for(EXAMPLE["batch"], EXAMPLE["width"] // smaller, EXAMPLE["height"] // smaller)
 
 
 def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:

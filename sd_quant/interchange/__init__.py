@@ -66,6 +66,7 @@ class ForeignFormat:
     # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
+    also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -124,8 +125,8 @@ def with_graphs(facts: ForeignFormat) -> ForeignFormat:
     return replace(
         facts, formats=dict.fromkeys(formats.FORMATS, AS_ASSIGNED), convolutions=every, multiplied=every,
         low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True,
-        families=UNETS, others=False, pads=True,
-        left_out=("the autoencoder's encoder, for images to begin with", "prompts of more than 77 tokens"),
+        families=UNETS | {"sd3", "flux"}, others=False, pads=True,
+        left_out=("texts of more than CLIP's 77 tokens, but for a T5",),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The networks of a Stable Diffusion pipeline as optimum's pipelines call them, each exported to an ONNX file.
+"""The networks of a pipeline as optimum's pipelines and OpenVINO GenAI call them, each exported to an ONNX file.
 
 They are the networks of a run's own files, with the same weights and the same assignment, but called otherwise: sizes
 as ids, all hidden states of a text encoder, and fp32 at every boundary, so that the sampler's arithmetic between two
@@ -6,20 +6,30 @@ calls keeps its precision (diffusers casts latents to what the network returns).
 The road not taken is to rename the inputs and outputs of a run's own files: NeMo's UNet takes sizes already embedded,
 and a text encoder there has one of its states.
 
-| folder           | inputs                                                  | outputs                                 |
-|------------------|---------------------------------------------------------|-----------------------------------------|
-| `unet`           | sample [B,4,H/8,W/8], timestep [],                      | out_sample [B,4,H/8,W/8]                |
-|                  | encoder_hidden_states [B,77,C];                         |                                         |
-|                  | of SDXL also text_embeds [B,P], time_ids [B,6]          |                                         |
-| `vae_decoder`    | latent_sample [B,4,H/8,W/8], already divided by the     | sample [B,3,H,W]                        |
-|                  | scaling factor                                          |                                         |
-| `text_encoder`   | input_ids [B,77]                                        | last_hidden_state [B,77,C],             |
-|                  |                                                         | pooler_output [B,C], hidden_states.i    |
-| `text_encoder_2` | input_ids [B,77]                                        | text_embeds [B,P], last_hidden_state,   |
-|                  |                                                         | hidden_states.i                         |
+| folder               | inputs                                              | outputs                                 |
+|----------------------|-----------------------------------------------------|-----------------------------------------|
+| `unet`               | sample [B,4,H/8,W/8], timestep [],                  | out_sample [B,4,H/8,W/8]                |
+|                      | encoder_hidden_states [B,77,C];                     |                                         |
+|                      | of SDXL also text_embeds [B,P], time_ids [B,6]      |                                         |
+| `transformer`        | hidden_states [B,C,H/8,W/8],                        | out_hidden_states [B,C,H/8,W/8]         |
+| of SD3               | encoder_hidden_states [B,L,J],                      |                                         |
+|                      | pooled_projections [B,P], timestep [B] or [1]       |                                         |
+| of Flux              | the same, with packed hidden_states [B,N,64];       | out_hidden_states [B,N,64]              |
+|                      | img_ids [N,3], txt_ids [L,3], and if it embeds      |                                         |
+|                      | guidance, guidance [B]; timestep is below 1         |                                         |
+| `vae_decoder`        | latent_sample [B,C,H/8,W/8], already divided by the | sample [B,3,H,W]                        |
+|                      | scaling factor                                      |                                         |
+| `vae_encoder`        | sample [B,3,H,W], from -1 to 1                      | latent_parameters [B,2C,H/8,W/8]        |
+| `text_encoder*`      | input_ids [B,77]                                    | last_hidden_state [B,77,C],             |
+| of CLIP              |                                                     | pooler_output [B,C], hidden_states.i    |
+| of CLIP, projecting  | input_ids [B,77]                                    | text_embeds [B,P], last_hidden_state,   |
+|                      |                                                     | hidden_states.i                         |
+| of T5                | input_ids [B,T]                                     | last_hidden_state [B,T,J]               |
 
 input_ids are int64, everything else is fp32. hidden_states.0 is the embedding and hidden_states.N what the last of N
-layers gives, before the last norm: the order in which optimum's own exporter has them.
+layers gives, before the last norm: the order in which optimum's own exporter has them, and in which GenAI, which reads
+outputs by their number, takes the last but one. L and T are any length: optimum passes as many tokens as its caller
+asks for, and GenAI 77 zeros in place of a T5 that is missing. GenAI passes one time for a whole batch.
 """
 
 import shutil
@@ -29,24 +39,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
-from sd_quant.files import temporary_folder, write_json
-from sd_quant.files.folders import read_json
+from sd_quant.files import temporary_folder
+from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part, VaePart
+from sd_quant.models.parts import Axis, Contract, Part, VaeEncoderPart, VaePart
 from sd_quant.models.sdxl import unet_part
-from sd_quant.models.text_encoders import padded, positions
+from sd_quant.models.text_encoders import T5Part, padded, positions
+from sd_quant.models.transformer import TransformerPart
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.modelopt import simulate
 
 CONFIG = "config.json"
+# A text of any length, traced with one that no other axis has, and times of a batch, which may be one for all of it.
+AXES = (("text", Axis("", 0, 1, 91)), ("times", Axis("batch", 1, 1, 0)))
+# Axes of outputs in those of inputs: optimum-onnx, on a GPU, allocates outputs by them. A denoiser's it knows.
+SIZES = {
+    "sample": {2: f"height * {LATENT_FACTOR}", 3: f"width * {LATENT_FACTOR}"},
+    "latent_parameters": {2: f"image_height / {LATENT_FACTOR}", 3: f"image_width / {LATENT_FACTOR}"},
+    "last_hidden_state": {1: "text"},  # of T5
+}
 
 
 class ConsumedUnet(nn.Module):
@@ -74,11 +93,36 @@ class ConsumedUnet(nn.Module):
         return output.float()
 
 
+class ConsumedTransformer(TransformerPart):
+    """The transformer of Stable Diffusion 3 or Flux, in fp32 outside and in the dtype of its weights inside."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor | None = None,
+        txt_ids: Tensor | None = None,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        latents, text, pooled = (x.to(dtype) for x in (hidden_states, encoder_hidden_states, pooled_projections))
+        return super().forward(latents, text, pooled, timestep, img_ids, txt_ids, guidance).float()
+
+
 class ConsumedVae(VaePart):
     """The autoencoder's decoder, whose input has optimum's name."""
 
     def forward(self, latent_sample: Tensor) -> Tensor:
         return super().forward(latent_sample)
+
+
+class ConsumedVaeEncoder(VaeEncoderPart):
+    """The autoencoder's encoder, whose input has optimum's name."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return super().forward(sample)
 
 
 class ConsumedTextEncoder(nn.Module):
@@ -112,43 +156,75 @@ def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
     )
 
 
-def consumed_vae(part: Part) -> Part:
-    """The run's own decoder under other names."""
-    (shape,), (dtype,) = part.contract.inputs.values(), part.contract.dtypes.values()
-    contract = replace(
-        part.contract, inputs={"latent_sample": shape}, outputs=("sample",), dtypes={"latent_sample": dtype}
-    )
-    return replace(part, contract=contract, wrap=ConsumedVae)
+def consumed_transformer(part: Part) -> Part:
+    """The run's own transformer, whose text may have any length and whose times are one or as many as samples."""
+    inputs = part.contract.inputs
+    text = ("batch", "text", inputs["encoder_hidden_states"][2])
+    changed = {"encoder_hidden_states": text, "txt_ids": ("text", 3), "timestep": ("times",)}
+    inputs = {name: changed.get(name, shape) for name, shape in inputs.items()}
+    dtypes = dict.fromkeys(inputs, torch.float32)
+    contract = replace(part.contract, inputs=inputs, outputs=("out_hidden_states",), dtypes=dtypes, axes=AXES)
+
+    def wrap(network: nn.Module) -> ConsumedTransformer:
+        return ConsumedTransformer(part.wrap(network).get_submodule("transformer"))  # with what the family replaces
+
+    return replace(part, contract=contract, wrap=wrap)
 
 
-def consumed_text_encoder(component: str, layers: int, projects: bool) -> Part:
-    """A text encoder of so many ``layers`` as a part. What a pipeline reads by index comes first."""
+def consumed_vae(part: Part) -> dict[str, Part]:
+    """The run's own decoder under other names, and the encoder beside it."""
+    (latents,), single = part.contract.inputs.values(), torch.float32
+    image = ("batch", 3, "image_height", "image_width")
+    decoder = Contract({"latent_sample": latents}, ("sample",), {"latent_sample": single}, part.contract.weights)
+    encoder = Contract({"sample": image}, ("latent_parameters",), {"sample": single}, part.contract.weights)
+    return {
+        "vae_decoder": replace(part, contract=decoder, wrap=ConsumedVae),
+        "vae_encoder": replace(part, contract=encoder, wrap=ConsumedVaeEncoder),
+    }
+
+
+def consumed_clip(component: str, layers: int, projects: bool) -> Part:
+    """A CLIP text encoder of so many ``layers`` as a part. What a pipeline reads by index comes first."""
     named = ("text_embeds", "last_hidden_state") if projects else ("last_hidden_state", "pooler_output")
     outputs = (*named, *(f"hidden_states.{layer}" for layer in range(layers + 1)))
     contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int64}, torch.float16)
     return Part(component, "text_encoder.", contract, partial(ConsumedTextEncoder, named=named))
 
 
+def consumed_t5(component: str) -> Part:
+    """T5's encoder as a part, in fp32 as the run's own, for texts of any length."""
+    contract = Contract(
+        {"input_ids": ("batch", "text")}, ("last_hidden_state",), {"input_ids": torch.int64}, torch.float32, axes=AXES
+    )
+    return Part(component, "text_encoder.", contract, T5Part)
+
+
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """The parts by the consumer's folder, the UNet first, of SDXL or Stable Diffusion 1 or 2."""
-    family = checkpoint.family
+    """The parts by the consumer's folder, the denoiser first, of a UNet or a transformer that consumers know."""
+    family, part = checkpoint.family, denoiser_part(checkpoint)
     configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
-    parts = {
-        "unet": consumed_unet(checkpoint, configs["unet"]),
-        "vae_decoder": consumed_vae(checkpoint.parts()["vae"]),
-    }
+    is_unet = part.component == "unet"
+    denoiser = consumed_unet(checkpoint, configs["unet"]) if is_unet else consumed_transformer(part)
+    parts = {part.component: denoiser, **consumed_vae(checkpoint.parts()["vae"])}
     for component, kind in family.NETWORKS.items():
-        if component.startswith("text_encoder"):
+        if kind == "T5EncoderModel" and component in configs:
+            parts[component] = consumed_t5(component)
+        elif kind.startswith("CLIPTextModel"):
             layers = configs[component].num_hidden_layers
-            parts[component] = consumed_text_encoder(component, layers, kind.endswith("WithProjection"))
+            parts[component] = consumed_clip(component, layers, kind.endswith("WithProjection"))
     return parts
 
 
 def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: Mapping[str, LayerAssignment]) -> None:
     """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time."""
     weights = checkpoint.components[part.component]
+    model = trace(lambda: part.wrap(checkpoint.build()[part.component]), part.contract)
+    for output in model.graph.outputs:
+        sizes = SIZES.get(output.name, {})
+        known = [size if isinstance(size, int) else sizes.get(axis, size) for axis, size in enumerate(output.shape)]
+        output.shape = ir.Shape(known)
     write_onnx(
-        trace(lambda: part.wrap(checkpoint.build()[part.component]), part.contract),
+        model,
         path,
         inputs=len(part.contract.inputs),
         prefix=part.prefix,
@@ -162,27 +238,24 @@ def write_folder(
     assignment: Mapping[str, LayerAssignment],
     folder: Path,
     *,
-    pipelines: str,
     convert: Callable[[Path, Path], None],
 ) -> Path:
     """Add the networks to the pipeline ``folder``, which has everything else, the UNet quantized by ``assignment``.
 
     ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
-    which has the config already. ``pipelines`` stands in front of diffusers' class in the consumer's name of its own.
+    which has the config already. The index keeps diffusers' name of the pipeline, the only one that all consumers know.
     One network at a time is on the disk twice. Raises what ``write_onnx`` raises.
     """
-    parts = consumed_parts(checkpoint)
+    parts, denoiser = consumed_parts(checkpoint), denoiser_part(checkpoint).component
     for component, part in parts.items():
         place = folder / component
         place.mkdir(exist_ok=True)
-        if component != part.component:  # the VAE's config in the folder of its decoder
+        if component != part.component:  # the VAE's config in the folders of its halves
             shutil.copyfile(folder / part.component / CONFIG, place / CONFIG)
         with temporary_folder(folder) as temporary:
             path = Path(temporary) / "model.onnx"
-            write_consumed(checkpoint, part, path, assignment if component == "unet" else {})
+            write_consumed(checkpoint, part, path, assignment if component == denoiser else {})
             convert(path, place)
-    index = read_json(folder, INDEX)
-    write_json(folder / INDEX, index | {"_class_name": f"{pipelines}{index['_class_name'].removeprefix(pipelines)}"})
     return folder
 
 

@@ -63,13 +63,13 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     if not isinstance(target.loading, str):
         return [f"{number}. {step}" for number, step in enumerate(target.loading[figures["family"]], 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
+    folder = figures["folder"].rpartition("/")[2]
     code = target.loading.format(
-        folder=figures["folder"].rpartition("/")[2],
-        absent=absent,
-        component=figures["component"],
-        network=figures["network"],
+        folder=folder, absent=absent, component=figures["component"], network=figures["network"]
     )
-    return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]
+    install = f"    {shlex.join(['pip', 'install', *target.tried])}"
+    also = ["", target.also.format(folder=folder)] if target.also else []
+    return [install, "", "```python", code, "```", *also]
 
 
 def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:

@@ -1,4 +1,4 @@
-"""A folder that optimum-onnx loads: ``ORTStableDiffusionXLPipeline.from_pretrained(folder)``, or that of SD 1 and 2.
+"""A folder that optimum-onnx loads: ``ORTDiffusionPipeline.from_pretrained(folder)``, of SDXL, SD 1, 2 and 3, and Flux.
 
 Each network is exported to ONNX as a run exports it. ONNX Runtime's CPU provider runs most of the quantizers in
 floating point, so there the folder is for correctness; its GPU providers decide for themselves.
@@ -29,7 +29,7 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
 
     The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
     """
-    return write_folder(checkpoint, assignment, folder, pipelines="ORT", convert=move)
+    return write_folder(checkpoint, assignment, folder, convert=move)
 
 
 def move(onnx: Path, place: Path) -> None:

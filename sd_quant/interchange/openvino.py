@@ -1,13 +1,21 @@
-"""A folder that optimum-intel loads: ``OVStableDiffusionXLPipeline.from_pretrained(folder)``, or that of SD 1 and 2.
+"""A folder that optimum-intel and OpenVINO GenAI load, of SDXL, Stable Diffusion 1, 2 and 3, and Flux.
 
 Each network is exported to ONNX as a run exports it, and OpenVINO's own reader makes its format of that: codes and
 their quantizers come through, and OpenVINO multiplies the codes on processors with VNNI. On others its sums of
 INT8 products saturate; the consumer then passes ``ov_config={"LP_TRANSFORMS_MODE": "NO"}``, see ``engines.openvino``.
+
+optimum-intel takes inputs and most outputs by name and casts what it passes. GenAI takes text by the number of the
+output, casts nothing, and gives a UNet's time as int64 [1]: a sampler whose times have fractions loses them, as in
+optimum-intel's own files. GenAI's tokenizers are graphs too; a command of theirs makes them of the tokenizers here.
+
 The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from sd_quant.errors import ArtifactError
 from sd_quant.interchange import ForeignFormat
@@ -24,6 +32,12 @@ FACTS = ForeignFormat(
     'settings = {{"INFERENCE_PRECISION_HINT": "f32"}}\n'
     "pipeline = OVDiffusionPipeline.from_pretrained({folder!r}, ov_config=settings)",
     runtime="openvino",
+    also="OpenVINO GenAI opens it too, once its tokenizers are made of the ones here. In place of a T5 that is missing "
+    "it passes 77 zeros.\n\n"
+    "    pip install openvino-genai==2026.4.1.0 'openvino-tokenizers[transformers]==2026.4.1.0'\n"
+    '    for tokenizer in {folder}/tokenizer*; do convert_tokenizer "$tokenizer" --output "$tokenizer"; done\n\n'
+    "```python\nimport openvino_genai\n\n"
+    'pipeline = openvino_genai.Text2ImagePipeline({folder!r}, "CPU", INFERENCE_PRECISION_HINT="f32")\n```',
 )
 MODEL = "openvino_model.xml"  # beside its .bin
 
@@ -35,7 +49,7 @@ def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], fol
     pages of mapped files, which the kernel can drop.
     Raises ArtifactError when OpenVINO cannot read an exported network.
     """
-    return write_folder(checkpoint, assignment, folder, pipelines="OV", convert=convert)
+    return write_folder(checkpoint, assignment, folder, convert=convert)
 
 
 def convert(onnx: Path, place: Path) -> None:
@@ -46,4 +60,18 @@ def convert(onnx: Path, place: Path) -> None:
         model = openvino.Core().read_model(onnx)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot read the exported {place.name}: {one_line(error)}") from error
+    if place.name == "unet":
+        take_whole_time(model)
     openvino.save_model(model, place / MODEL, compress_to_fp16=False)  # fp32 is there on purpose
+
+
+def take_whole_time(model: Any) -> None:
+    """Change the input ``timestep`` of a UNet, in place, from fp32 [] to int64 [1]."""
+    from openvino import opset13
+
+    index = [port.any_name for port in model.inputs].index("timestep")
+    number, time = model.get_parameters()[index], opset13.parameter([1], np.int64, name="timestep")
+    time.output(0).set_names({"timestep"})
+    number.output(0).replace(opset13.squeeze(opset13.convert(time, "f32"), [0]).output(0))
+    model.replace_parameter(index, time)
+    model.validate_nodes_and_infer_types()

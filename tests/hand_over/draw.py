@@ -24,20 +24,24 @@ PACKAGES = {
 }
 
 
+def denoiser_of(pipe) -> str:
+    return "unet" if getattr(pipe, "unet", None) is not None else "transformer"
+
+
 def openvino_facts(pipe) -> dict:
-    """Convolutions and matrix products of the compiled UNet, by the precision of their kernels."""
+    """Convolutions and matrix products of the compiled denoiser, by the precision of their kernels."""
     kinds = ("Convolution", "FullyConnected", "MatMul")
-    infos = [layer.get_rt_info() for layer in pipe.unet.request.get_runtime_model().get_ops()]
+    infos = [layer.get_rt_info() for layer in getattr(pipe, denoiser_of(pipe)).request.get_runtime_model().get_ops()]
     infos = [info for info in infos if info["layerType"].astype(str) in kinds]
     return {
-        "UNet's layers by kernel": Counter(
+        "the denoiser's layers by kernel": Counter(
             info["primitiveType"].astype(str).rpartition("_")[2].lower() for info in infos
         )
     }
 
 
 def onnx_facts(pipe) -> dict:
-    """The nodes of the UNet as ONNX Runtime optimizes it, by their kind."""
+    """The nodes of the denoiser as ONNX Runtime optimizes it, by their kind."""
     import onnx
     from onnxruntime import InferenceSession, SessionOptions
 
@@ -45,11 +49,11 @@ def onnx_facts(pipe) -> dict:
     options.log_severity_level = 3  # it warns that a file optimized for this processor is for no other
     with TemporaryDirectory() as temporary:
         options.optimized_model_filepath = str(Path(temporary) / "optimized.onnx")
-        InferenceSession("onnx/unet/model.onnx", options, providers=["CPUExecutionProvider"])
+        InferenceSession(f"onnx/{denoiser_of(pipe)}/model.onnx", options, providers=["CPUExecutionProvider"])
         nodes = onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
     counted = INTEGER_KERNELS | {"Conv", "MatMul", "FusedConv", "FusedMatMul", "Gemm", "NhwcFusedConv"}
-    return {"UNet's layers by kernel": {kind: count for kind, count in kinds.items() if kind in counted}}
+    return {"the denoiser's layers by kernel": {kind: count for kind, count in kinds.items() if kind in counted}}
 
 
 FACTS = {"openvino": openvino_facts, "onnx": onnx_facts}
@@ -66,7 +70,10 @@ def main() -> None:
     options = {"output_type": "np", **request["options"]}
 
     def draw() -> np.ndarray:
-        latents = torch.from_numpy(np.load(request["latents"])).to(getattr(pipe.unet, "dtype", torch.float32))
+        dtype = getattr(getattr(pipe, denoiser_of(pipe)), "dtype", torch.float32)
+        latents = torch.from_numpy(np.load(request["latents"])).to(dtype)
+        if hasattr(pipe, "_pack_latents"):  # Flux's
+            latents = pipe._pack_latents(latents, *latents.shape)
         return pipe(request["prompts"], latents=latents, **options).images
 
     pictures = draw()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline
 
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import with_denoiser
@@ -30,38 +30,52 @@ SIMULATOR = "diffusers_modelopt"  # whose library simulates assignments too, so 
 LATENTS = np.random.default_rng(0).standard_normal((len(PROMPTS), 4, 8, 8), np.float32)
 
 
-def printed_code(folder: Path) -> str:
-    """The code of a result's README."""
-    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+def printed_code(folder: Path, number: int = 0) -> str:
+    """The code of a result's README, or that of another tool behind it."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", card, re.DOTALL)[number]
 
 
-def by_consumer(python: Path | str, code: str, folder: Path, work: Path) -> tuple[np.ndarray, dict[str, object]]:
+def by_consumer(
+    python: Path | str,
+    code: str,
+    folder: Path,
+    work: Path,
+    call: Mapping = CALL,
+    latents: np.ndarray = LATENTS,
+    script: str = "draw.py",
+) -> tuple[np.ndarray, dict[str, object]]:
     """Pictures, uint8 [N, H, W, 3], by what the ``code`` opens, and what that told of itself.
 
     Raises CalledProcessError when it fails.
     """
-    np.save(work / "latents.npy", LATENTS)
+    np.save(work / "latents.npy", latents)
     request = {
-        "code": code, "target": folder.name, "folder": str(folder.parent), "prompts": PROMPTS, "options": CALL,
+        "code": code, "target": folder.name, "folder": str(folder.parent), "prompts": PROMPTS, "options": dict(call),
         **{name: str(work / f"{name}.npy") for name in ("latents", "pictures")}, "facts": str(work / "facts.json"),
     }  # fmt: skip
     path = work / "request.json"
     path.write_text(json.dumps(request), encoding="utf-8")
-    subprocess.run([python, HERE / "draw.py", path], check=True, cwd=work)
+    subprocess.run([python, HERE / script, path], check=True, cwd=work)
     return np.load(request["pictures"]), json.loads(Path(request["facts"]).read_text(encoding="utf-8"))
 
 
 @torch.inference_mode()
 def in_torch(
-    checkpoint: Checkpoint, folder: Path, pads: bool, rows: Mapping[str, LayerAssignment] = {}, target: str = ""
+    checkpoint: Checkpoint,
+    folder: Path,
+    pads: bool,
+    rows: Mapping[str, LayerAssignment] = {},
+    target: str = "",
+    call: Mapping = CALL,
+    latents: np.ndarray = LATENTS,
 ) -> np.ndarray:
-    """The same images by torch in diffusers' pipeline of the ``folder``, whose UNet is a target's, with its ``rows``.
+    """The same images by torch in the ``folder``'s pipeline, whose denoiser is a target's, with its ``rows``.
 
     ``pads`` says whether the text is padded as the checkpoint was trained.
     """
     networks = {component: build_module(checkpoint, component) for component in checkpoint.components}
     part = denoiser_part(checkpoint)
-    tokens = part.contract.inputs["context"][1]
     network = networks[part.component]
     if target and (TARGETS[target].runtime or target == SIMULATOR):
         simulate_graph(network, rows)
@@ -74,13 +88,16 @@ def in_torch(
         network.add_time_proj = embedding
 
     def pad(unet, arguments, named):
+        tokens = part.contract.inputs["context"][1]
         return arguments, named | {"encoder_hidden_states": padded(named["encoder_hidden_states"], tokens)}
 
-    if pads:
+    if pads and checkpoint.family.PADDED:
         networks[part.component].register_forward_pre_hook(pad, with_kwargs=True)
-    pipe = StableDiffusionXLPipeline.from_pretrained(folder, **networks, add_watermarker=False)
+    pipe = DiffusionPipeline.from_pretrained(folder, **networks)
     pipe.set_progress_bar_config(disable=True)
-    pictures = pipe(PROMPTS, latents=torch.from_numpy(LATENTS), output_type="np", **CALL).images
+    noise = torch.from_numpy(latents)
+    packed = pipe._pack_latents(noise, *noise.shape) if hasattr(pipe, "_pack_latents") else noise
+    pictures = pipe(PROMPTS, latents=packed, output_type="np", **call).images
     return (pictures * 255).round().astype(np.uint8)
 
 

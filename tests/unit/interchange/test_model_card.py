@@ -95,6 +95,14 @@ def test_a_card_of_modelopts_quantizers_says_that_files_are_not_smaller():
     assert "- smaller files: weights are fp16" in model_card(figures, TARGETS["diffusers_modelopt"])
 
 
+def test_a_card_names_the_other_tool_that_opens_it():
+    card = model_card(FIGURES | {"folder": "x/openvino"}, TARGETS["openvino"])
+    assert 'for tokenizer in openvino/tokenizer*; do convert_tokenizer "$tokenizer" --output "$tokenizer"; done' in card
+    code = card.split("```")[3].removeprefix("python\n")
+    compile(code, "genai", "exec")
+    assert "Text2ImagePipeline('openvino', " in code
+
+
 def test_nothing_lost_no_images_and_no_licence():
     card = model_card(FIGURES | {"lost": {}, "left_out": [], "fidelity": None, "licence": None}, TARGETS["onnx"])
     assert "is not in it\n\nNothing.\n" in card and "No images were made of it" in card and "which names none" in card

@@ -27,7 +27,7 @@ from sd_quant.places import HOME
 from ....pipelines import sd15
 
 pytestmark = pytest.mark.slow  # the tracing
-COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
+COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder"]
 TARGETS = {"onnx": onnx_target, "openvino": openvino_target}
 
 
@@ -60,7 +60,7 @@ CONVERT = {"onnx": onnx_target.move, "openvino": openvino_target.convert}
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "vae_decoder"])
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "vae_decoder", "vae_encoder"])
 def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, target, component):
     """The tolerances are those of every part: fp16 weights in a text encoder, fp32 in the VAE."""
     dtype = handed_over.parts[component].contract.weights
@@ -99,6 +99,8 @@ def test_the_state_that_pipelines_read_is_the_last_but_one(handed_over):
     states = [value for name, value in outputs.items() if name.startswith("hidden_states")]
     assert torch.equal(states[-2], expected.hidden_states[-2])
     assert names[0] == "text_embeds" and torch.equal(outputs["text_embeds"], expected.text_embeds)
+    layers = build_module(handed_over.checkpoint, "text_encoder_2").config.num_hidden_layers
+    assert outputs[names[layers + 1]] is states[-2]  # GenAI's number
 
 
 def test_nemo_text_is_padded_inside(handed_over):
@@ -118,7 +120,7 @@ def test_stable_diffusion_1(tmp_path):
     sd15(tmp_path / "sd15")
     checkpoint = open_checkpoint(tmp_path / "sd15", "sd15", io=None, max_sequence_length=None)
     parts = exported_parts.consumed_parts(checkpoint)
-    assert list(parts) == ["unet", "vae_decoder", "text_encoder"]
+    assert list(parts) == ["unet", "vae_decoder", "vae_encoder", "text_encoder"]
     assert list(parts["unet"].contract.inputs) == ["sample", "timestep", "encoder_hidden_states"]
     assert parts["text_encoder"].contract.outputs[:2] == ("last_hidden_state", "pooler_output")
     unet = parts["unet"].wrap(build_module(checkpoint, "unet"))
@@ -128,17 +130,17 @@ def test_stable_diffusion_1(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "target, kind, files",
-    [("onnx", "ORT", {"model.onnx"}), ("openvino", "OV", {"openvino_model.xml", "openvino_model.bin"})],
+    "target, files", [("onnx", {"model.onnx"}), ("openvino", {"openvino_model.xml", "openvino_model.bin"})]
 )
-def test_files(folders, target, kind, files):
-    """No more than these, so nothing of the way is left."""
+def test_files(folders, target, files):
+    """No more than these, so nothing of the way is left. The pipeline's name is diffusers', as GenAI wants it."""
     folder = folders[target]
     found = {path.parent.name for name in files for path in folder.rglob(name)}
     assert sorted(found) == COMPONENTS and not list(folder.glob(".*"))
     assert all({path.name for path in (folder / place).iterdir()} == {"config.json", *files} for place in COMPONENTS)
-    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == f"{kind}StableDiffusionXLPipeline"
-    assert json.loads((folder / "vae_decoder/config.json").read_text())["scaling_factor"] == 0.13025
+    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
+    for half in ("vae_decoder", "vae_encoder"):
+        assert json.loads((folder / half / "config.json").read_text())["scaling_factor"] == 0.13025
     for graph in folder.rglob("*.onnx"):
         onnx.checker.check_model(graph, full_check=True)
 
@@ -149,6 +151,9 @@ def test_large_weights_lie_beside_the_graph(handed_over, tmp_path, monkeypatch):
     (tmp_path / "vae_decoder").mkdir()
     part, file = handed_over.parts["vae_decoder"], tmp_path / "made/model.onnx"
     exported_parts.write_consumed(handed_over.checkpoint, part, file, {})
+    (output,) = onnx.load(file, load_external_data=False).graph.output  # by which optimum-onnx allocates it on a GPU
+    sizes = [axis.dim_param or axis.dim_value for axis in output.type.tensor_type.shape.dim]
+    assert sizes == ["batch", 3, "height * 8", "width * 8"]
     onnx_target.move(file, tmp_path / "vae_decoder")
     assert not list((tmp_path / "made").iterdir())
     assert {path.name for path in (tmp_path / "vae_decoder").iterdir()} == {"model.onnx", "model.onnx.data"}
@@ -160,6 +165,8 @@ def test_codes_and_quantizers_come_through(handed_over, folders):
     constants = [op.output(0) for op in ops if op.get_type_name() == "Constant"]
     codes = [port for port in constants if port.element_type.get_type_name() == "i8" and len(port.shape) > 1]
     quantized = sum(layer.format is not None for layer in handed_over.assignment().values())
+    (time,) = (port for port in read(folders["openvino"] / "unet").inputs if port.any_name == "timestep")
+    assert (time.element_type.get_type_name(), list(time.shape)) == ("i64", [1])  # GenAI's
     assert len([port for port in codes if max(port.shape) > 1]) >= quantized > 10
     assert sum(op.get_type_name() == "FakeQuantize" for op in ops) > 5
 
