@@ -31,8 +31,10 @@ from sd_quant.quantization import formats
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
     "diffusers_bitsandbytes", "diffusers_quanto",
+    "diffusers_nunchaku_lite",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
+IN_BLOCKS = "in blocks, while the network runs"
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
 SDXL = frozenset({"sdxl"})
 UNETS = SDXL | {"sd15", "sd21"}
@@ -52,6 +54,7 @@ class ForeignFormat:
     # the consumer's code that opens the result, with {folder}, and {absent} for the components that are missing; or the
     # steps that a person takes
     loading: str | tuple[str, ...] = ()
+    untried: str = ""  # where no test opens the result with the tool: what was read instead, and what it needs
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -62,6 +65,7 @@ class ForeignFormat:
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
+    sides: int = 1  # both sides of a weight are a multiple of it
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all

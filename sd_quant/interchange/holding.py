@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
+from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.quantization.assignment import LayerAssignment
 
 REASONS = 2  # the commonest, which a refusal gives
@@ -92,6 +92,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} holds no convolutions in {fmt}"
     if layer.weight_shape[1] % target.block:
         return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
+    if any(side % target.sides for side in layer.weight_shape):
+        return f"{target.name} holds weights whose sides are multiples of {target.sides}"
     if layer.name.endswith(target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:
@@ -102,9 +104,10 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    if layer.activation_format != fmt and target.formats[fmt] == STATIC:
-        found = layer.activation_format or "high precision"
-        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in {found}"
+    if layer.activation_format != fmt and target.formats[fmt] in (STATIC, IN_BLOCKS):
+        found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
+        wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized as weights in"
+        return f"{target.name} wants {wanted} {fmt}, and the recipe leaves them in {found}"
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None

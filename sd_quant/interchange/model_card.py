@@ -33,7 +33,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        f"Tried with {', '.join(target.tried)}.",
+        target.untried or f"Tried with {', '.join(target.tried)}.",
         "",
         "## What it computes, against full precision",
         "",
@@ -62,7 +62,8 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
         return [f"{number}. {step}" for number, step in enumerate(target.loading, 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
     code = target.loading.format(folder=figures["folder"].rpartition("/")[2], absent=absent)
-    return [f"    {shlex.join(['pip', 'install', *target.tried])}", "", "```python", code, "```"]
+    install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
+    return [*install, "```python", code, "```"]
 
 
 def fidelity_lines(fidelity: Mapping | None) -> list[str]:
