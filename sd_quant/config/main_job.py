@@ -18,7 +18,7 @@ from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, ta
 from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.interchange import TARGETS, UNETS
+from sd_quant.interchange import IN_BLOCKS, TARGETS, UNETS
 from sd_quant.knobs import check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
@@ -180,6 +180,9 @@ def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:
     facts = {
         family: lambda target: target.families is None or family in target.families,
         f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
+        f"{linear} with inputs in {enable.linear.activation or 'high precision'}": lambda target: (
+            target.formats.get(linear) != IN_BLOCKS or enable.linear.activation == linear
+        ),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
         f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (
             job.quantize.rotation == 0 or linear in target.rotated or conv in target.convolutions

@@ -30,9 +30,10 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "modelopt_export", "diffusers_bfl", "diffusers_bitsandbytes", "diffusers_quanto",
+    "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
+IN_BLOCKS = "in blocks, while the network runs"
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
 SDXL = frozenset({"sdxl"})
 UNETS = SDXL | {"sd15", "sd21"}
@@ -67,6 +68,7 @@ class ForeignFormat:
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
+    untried: str = ""  # where no test opens the result with the tool: what was read instead, and what it needs
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale

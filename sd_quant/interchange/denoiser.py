@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
+from sd_quant.interchange.inputs import smoothed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_call, empty_denoiser
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
@@ -41,7 +42,7 @@ class QuantizedLayer:
     stored_bytes: int  # of all that is stored for the weight: codes, scales, a low-rank branch
     weight: Readable  # the floating-point weight that is multiplied, in diffusers' shape, with the branch added
     inputs: Inputs | None = None  # None: inputs stay as they are
-    # up [out, rank] and down [rank, in]; part of ``weight``, but multiplied with inputs that are not rounded
+    # up [out, rank] and down [rank, in]; part of ``weight``, but multiplied with smoothed inputs that are not rounded
     branch: tuple[Readable, Readable] | None = None
 
     @property
@@ -138,7 +139,7 @@ def quantize_inputs(
     def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = inputs(arguments[0])
         if branch is not None:
-            taken.append(arguments[0] - x)
+            taken.append(smoothed(inputs, arguments[0]) - x)
         return (x, *arguments[1:])
 
     def after(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sd_quant.interchange.denoiser import QuantizedLayer, quantize_inputs
 from sd_quant.interchange.folding import plain_weight
+from sd_quant.interchange.inputs import smoothed
 from sd_quant.numbers import finite, relative_error
 
 
@@ -42,7 +43,7 @@ def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) 
     if layer.branch is None:
         return output
     up, down = (each.read().to(weight) for each in layer.branch)
-    return output + F.linear(F.linear(x - rounded, down), up)
+    return output + F.linear(F.linear(smoothed(layer.inputs, x) - rounded, down), up)
 
 
 @torch.no_grad()

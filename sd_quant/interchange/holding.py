@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
+from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, nvfp4
@@ -125,9 +125,10 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    if layer.activation_format != fmt and target.formats[fmt] == STATIC:
-        found = layer.activation_format or "high precision"
-        return f"{target.name} wants a scale of the inputs of {fmt}, and the recipe leaves them in {found}"
+    if layer.activation_format != fmt and target.formats[fmt] in (STATIC, IN_BLOCKS):
+        found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
+        wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized as weights in"
+        return f"{target.name} wants {wanted} {fmt}, and the recipe leaves them in {found}"
     if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None

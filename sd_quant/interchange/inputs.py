@@ -4,13 +4,13 @@ Each is the formula of the library that computes so, which the format's module n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.quantization.formats import e2m1, nvfp4
+from sd_quant.quantization.formats import e2m1, int4, nvfp4
 from sd_quant.quantization.rotation import rotation_matrix
 
 LARGEST_FP8 = 448.0  # of E4M3
@@ -32,6 +32,26 @@ class Multiplied:
 
     def __str__(self) -> str:
         return f"smoothed, {self.then or 'high precision'}"
+
+
+def smoothed(inputs: Rounding | None, x: Tensor) -> Tensor:
+    """``x`` as ``inputs`` rounds it, before it does."""
+    return x if not isinstance(inputs, Multiplied) else smoothed(inputs.then, replace(inputs, then=None)(x))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of inputs [..., in], ``widths`` of them, each rounded in its own way."""
+
+    parts: tuple[Rounding, ...]
+    widths: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        pieces = x.split(self.widths, -1)
+        return torch.cat([part(piece) for part, piece in zip(self.parts, pieces, strict=True)], -1)
+
+    def __str__(self) -> str:
+        return " and ".join(dict.fromkeys(map(str, self.parts)))
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,28 @@ class Affine:
     def __str__(self) -> str:
         often = "one scale" if self.scale is not None else f"a scale {'each time' if self.whole else 'a row'}"
         return f"int{(self.high - self.low).bit_length()}, {often}{'' if self.symmetric else ' and zero point'}"
+
+
+@dataclass(frozen=True)
+class BlockInteger:
+    """INT4 in blocks of 64 of the input [..., in], each with a scale: nunchaku's.
+
+    The largest magnitude of a block is 7. With an ``offset`` [in], which makes all inputs positive, it is the unsigned
+    15, and the offset is subtracted again.
+    """
+
+    offset: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        offset = 0.0 if self.offset is None else self.offset.to(x.device)
+        low, high = (-7, 7) if self.offset is None else (0, 15)
+        blocks = in_blocks(x.float() + offset, int4.BLOCK)
+        scale = blocks.abs().amax(-1, keepdim=True) / high
+        codes = torch.where(scale > 0, blocks / scale, 0.0).round().clamp(low, high)
+        return ((codes * scale).flatten(-2)[..., : x.shape[-1]] - offset).to(x)
+
+    def __str__(self) -> str:
+        return f"{'int4' if self.offset is None else 'uint4'}, a scale for {int4.BLOCK} numbers"
 
 
 @dataclass(frozen=True)

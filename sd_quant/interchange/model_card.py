@@ -33,7 +33,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        f"Tried with {', '.join(target.tried)}.",
+        target.untried or f"Tried with {', '.join(target.tried)}.",
         "",
         "## What it computes, against full precision",
         "",
@@ -67,9 +67,9 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     code = target.loading.format(
         folder=folder, absent=absent, component=figures["component"], network=figures["network"]
     )
-    install = f"    {shlex.join(['pip', 'install', *target.tried])}"
+    install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
     also = ["", target.also.format(folder=folder)] if target.also else []
-    return [install, "", "```python", code, "```", *also]
+    return [*install, "```python", code, "```", *also]
 
 
 def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:

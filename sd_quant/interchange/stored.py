@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files.checks import listing
 from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
-from sd_quant.files.tensors import LazyTensor, StoredTensor, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.diffusers import DENOISERS
@@ -136,7 +136,7 @@ def whole(
     checkpoint: Checkpoint,
     layers: Mapping[str, QuantizedLayer],
     tensors: Mapping[str, StoredTensor],
-    others: Mapping[str, StoredTensor],
+    others: Mapping[str, Readable],
     ignored: Collection[str] = (),
     **more: Any,
 ) -> QuantizedDenoiser:

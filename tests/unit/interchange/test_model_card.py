@@ -36,6 +36,11 @@ def test_a_card_says_everything():
         assert words in card, words
 
 
+def test_what_nobody_has_run_is_said_in_place_of_what_was_tried():
+    card = model_card(FIGURES, TARGETS["diffusers_nunchaku_lite"])
+    assert "\nNobody has run it: " in card and "Tried with" not in card and "\n    pip install" not in card
+
+
 def test_ends_of_an_interval_are_those_of_the_score_or_unknown():
     scores = {"lpips": {"values": [0.001, 0.09]}, "ssim": {"values": [0.8, 0.99]}, "psnr": {"values": [30.0, None]}}
     card = model_card(FIGURES | {"fidelity": scores}, TARGETS["comfyui"])

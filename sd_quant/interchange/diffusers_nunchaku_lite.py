@@ -1,0 +1,174 @@
+"""diffusers with nunchaku_lite: SVDQuant's linears under diffusers' own names, for nunchaku's kernels.
+
+The config lists by exact names which linears are replaced; every other parameter has diffusers' name, and keys that are
+missing or too many are refused (``check_strict_state_dict_match``):
+
+    {"quant_method": "nunchaku_lite", "compute_dtype": "float16",
+     "svdq_w4a4": {"precision": "int4", "group_size": 64, "rank": 32, "targets": [...]},
+     "awq_w4a16": {"precision": "int4", "group_size": 64, "targets": [...]}}
+
+A linear's tensors are those of ``nunchaku_linears``, without ``smooth_factor_orig``; NVFP4's have both ``wcscales`` and
+``wtscale``. One rank holds for all, so shorter branches are padded with zeros, and both sides of a weight are multiples
+of 128, because diffusers' module has the sizes of the model's linear. Nothing is fused, and no input is shifted. As the
+source of diffusers 0.42.1 says (``quantizers/nunchaku``); its kernels need a GPU, and are fetched from a repository of
+code that runs (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
+
+Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only: no recipe of ours has it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files import refusing, write_json
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import Readable, lazy
+from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.nunchaku_linears import (
+    BLOCKS,
+    bias_of,
+    common_format,
+    common_rank,
+    linears_of,
+    stored_w4a4,
+    w4a4_layer,
+    w4a4_tensors,
+    w4a16_layer,
+    written,
+)
+from sd_quant.interchange.stored import (
+    CONFIG,
+    FILE,
+    quantization_config,
+    quantized_by,
+    shown,
+    stored_tensors,
+    weight_shapes,
+    whole,
+)
+from sd_quant.interchange.weights import Assignment, high_precision, quantized
+from sd_quant.knobs import BOUNDED
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+
+FACTS = ForeignFormat(
+    "diffusers_nunchaku_lite",
+    reads="a diffusers folder quantized for nunchaku_lite",
+    consumer="diffusers with nunchaku's kernels",
+    formats={"int4": IN_BLOCKS, "nvfp4": IN_BLOCKS},
+    loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16).to('cuda')",
+    untried="Nobody has run it: it follows the source of diffusers 0.42.1 and nunchaku 1.2.0dev, and passes diffusers' "
+    "check of names and shapes. It needs `pip install diffusers==0.42.1 accelerate kernels` and "
+    "`DIFFUSERS_TRUST_REMOTE_KERNELS=true`, which runs code of rootonchair/nunchaku-lite-kernels. INT4 needs an NVIDIA "
+    "GPU of SM75, 80, 86 or 89, so no Hopper, NVFP4 one of SM120 or 121.",
+    multiplied=frozenset({"int4", "nvfp4"}),
+    low_rank=True,
+    multiples={"int4": 128, "nvfp4": 128},
+)
+METHOD = "nunchaku_lite"
+W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in ``path`` as nunchaku's kernels compute it.
+
+    Raises ArtifactError for a damaged folder, a config that its tensors contradict, and any other denoiser than that of
+    ``checkpoint``.
+    """
+    targets = targets_of(path)
+    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    linears = linears_of(path, tensors)
+    layers: dict[str, QuantizedLayer] = {}
+    rest: dict[str, Readable] = dict(tensors)
+    for name, target in targets.items():
+        if name not in linears or len(shapes.get(name, ())) != 2:
+            raise ArtifactError(
+                f"{path} lists {shown(name)} as a target of {target.kind}, which is no quantized linear of the model; "
+                "give a quantization of that very model"
+            )
+        rows, columns = shapes[name]
+        for end in linears[name].tensors:
+            rest.pop(f"{name}.{end}")
+        if target.kind == W4A16:
+            layers[name] = w4a16_layer(linears[name], rows, columns)
+            bias: Readable | None = linears[name].tensors.get("bias")
+        else:
+            stored = stored_w4a4(linears[name], rows, columns)
+            if (stored.format, stored.rank) != (target.precision, target.rank):
+                raise ArtifactError(
+                    f"{path} has {shown(name)} as {target.precision} with rank {target.rank} in its config, and as "
+                    f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
+                )
+            layers[name] = w4a4_layer([stored], slice(None))
+            bias = bias_of([stored], slice(None))
+        rest |= {} if bias is None else {f"{name}.bias": bias}
+    return whole(path, FACTS.name, METHOD, checkpoint, layers, tensors, rest)
+
+
+@dataclass(frozen=True)
+class Target:
+    """How the config says that a linear is stored."""
+
+    kind: str
+    precision: str
+    rank: int | None
+
+
+def targets_of(path: Path) -> dict[str, Target]:
+    """The linears that the config lists, by name. Raises ArtifactError for a config that is not diffusers'."""
+    config, found = quantization_config(path) or {}, dict[str, Target]()
+    advice = "expected the config that diffusers 0.42.1 reads"
+    with refusing(f"{path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
+        for kind, known in ((W4A4, BLOCKS), (W4A16, {"int4": BLOCKS["int4"]})):
+            section: Any = config.get(kind)
+            if section is None:
+                continue
+            precision, rank, names = section["precision"], section["rank"] if kind == W4A4 else None, section["targets"]
+            if known.get(precision) != section["group_size"]:
+                raise ValueError(f"{BOUNDED.repr(precision)} in groups of {BOUNDED.repr(section['group_size'])}")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"targets {BOUNDED.repr(names)}")
+            for name in names:
+                if name in found:
+                    raise ValueError(f"{shown(name)} is listed twice")
+                found[name] = Target(kind, precision, rank)
+    return found
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    Raises ConfigError for layers in two formats, because the config holds one, and ResourceError when the disk is full.
+    """
+    weights = high_precision(checkpoint, assignment)
+    linears = {
+        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
+    }
+    precision, rank = common_format(FACTS.name, linears), common_rank(linears.values())
+    tensors: dict[str, Readable] = {
+        name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] not in linears
+    }
+    for name, linear in linears.items():
+        own: dict[str, Readable] = dict(w4a4_tensors(linear, rank, torch.float16))
+        if precision == "nvfp4":
+            own["wtscale"] = lazy(torch.ones(1, dtype=torch.float16))
+        tensors |= {f"{name}.{end}": each for end, each in own.items()}
+    target = folder / denoiser_part(checkpoint).component
+    write_safetensors(target / FILE, tensors)
+    config = json.loads((target / CONFIG).read_text())
+    section = {"precision": precision, "group_size": BLOCKS[precision], "rank": rank, "targets": list(linears)}
+    quantization = {"quant_method": METHOD, "compute_dtype": "float16", W4A4: section}
+    write_json(target / CONFIG, config | {"quantization_config": quantization})
+    return folder

@@ -1,0 +1,314 @@
+"""Linears as nunchaku's kernels compute them, read and written: SVDQuant's W4A4 with a branch, and AWQ's W4A16.
+
+    y = Q(x / smooth_factor) W^T + (x proj_down) proj_up^T + bias
+
+The kernel divides by ``smooth_factor``, where a ``pre_quant_scale`` multiplies, and its branch reads the input as it
+comes, not the smoothed one. Inputs are INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and
+none for all, while the network runs. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before it divides
+them, and rounds to 0..15. The bias takes the shift back, of the product with W alone, because the branch reads inputs
+that are not shifted (``EpilogueLoraDown`` comes before ``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
+
+| tensor                     | W4A4 in INT4         | in NVFP4                                | W4A16            |
+|----------------------------|----------------------|-----------------------------------------|------------------|
+| qweight                    | int8 [N, K / 2]      | the same, E2M1                          | int32 [N/4, K/2] |
+| wscales                    | 16 bits [K / 64, N]  | E4M3 [K / 16, N]                        | [K / 64, N]      |
+| wcscales, wtscale          |                      | [N] and one number, which both multiply |                  |
+| wzeros                     |                      |                                         | [K / 64, N]      |
+| smooth_factor              | [K]                  | [K]                                     |                  |
+| proj_down, proj_up         | [K, R] and [N, R]    | [K, R] and [N, R]                       |                  |
+| bias                       | [N]                  | [N]                                     | [N]              |
+
+All but W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 is ``q * wscales + wzeros``.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.interchange import nunchaku_tiles as tiles
+from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
+from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape
+from sd_quant.interchange.weights import codes_and_scales
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.numbers import up_to
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import e2m1, int4, nvfp4
+from sd_quant.quantization.formats.blocks import per_number
+
+ENDS = (
+    "qweight", "wscales", "wcscales", "wtscale", "wzeros", "smooth_factor", "smooth_factor_orig",
+    "proj_down", "proj_up", "bias",
+)  # fmt: skip
+SHIFT = 0.171875  # SHIFT_GELU in gemm_w4a4_launch_impl.cuh; the smallest number that a GELU makes is -0.17
+MAX_RANK = 1024
+BLOCKS = {"int4": int4.BLOCK, "nvfp4": nvfp4.BLOCK}
+
+
+def linears_of(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, LayerTensors]:
+    """The tensors of each linear that has a ``qweight``, its bias among them."""
+    names = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    found: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}
+    for key, tensor in tensors.items():
+        name, _, end = key.rpartition(".")
+        if name in names and end in ENDS:
+            found[name][end] = tensor
+    return {name: LayerTensors(path, name, own) for name, own in found.items()}
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A linear [rows, columns] of W4A4 in a file."""
+
+    tensors: LayerTensors
+    rows: int
+    columns: int
+    format: str  # of ``BLOCKS``
+    rank: int
+    shift: float = 0.0  # of the inputs
+
+    def smooth(self) -> Tensor:
+        """The factors that divide the inputs, fp32 [columns]. Raises ArtifactError where one is not above 0."""
+        factors = tiles.vector_from_tiles(self.tensors.finite("smooth_factor").float())
+        if not bool((factors > 0).all() and (1 / factors).isfinite().all()):
+            raise ArtifactError(
+                f"{self.tensors.path}: {self.tensors.name('smooth_factor')} has numbers that are not above 0, by which "
+                "inputs are divided; fetch the file again"
+            )
+        return factors
+
+    def residual(self) -> Tensor:
+        """The weight without the branch, for smoothed inputs: fp32 [rows, columns]."""
+        codes = tiles.unpacked(tiles.codes(self.rows, self.columns), self.tensors.tensors["qweight"].read())
+        groups = self.columns // BLOCKS[self.format]
+        scales = self.tensors.finite("wscales")
+        if self.format == "int4":
+            numbers = ((codes.view(torch.int8) ^ 8) - 8).float()
+            return numbers * per_number(tiles.scales(self.rows, groups).natural(scales).float(), self.columns)
+        natural = tiles.micro_scales(self.rows, groups).natural(scales.view(torch.uint8))
+        common = self.tensors.number("wtscale") if "wtscale" in self.tensors else 1.0
+        weight = e2m1.decode(codes) * per_number(natural.view(torch.float8_e4m3fn).float() * common, self.columns)
+        if "wcscales" in self.tensors:
+            weight *= tiles.vector_from_tiles(self.tensors.finite("wcscales").float())[:, None]
+        return weight
+
+    def up(self) -> Tensor:
+        """fp32 [rows, rank]"""
+        return tiles.up(self.rows, self.rank).natural(self.tensors.finite("proj_up").float())
+
+    def down(self) -> Tensor:
+        """For smoothed inputs: fp32 [rank, columns]."""
+        return tiles.down(self.rank, self.columns).natural(self.tensors.finite("proj_down").float()) * self.smooth()
+
+    def rounding(self) -> Inputs:
+        """Of smoothed inputs."""
+        if self.format == "nvfp4":
+            return Nvfp4(1.0, smallest=0.0)
+        return BlockInteger(self.shift / self.smooth() if self.shift else None)
+
+    def bias(self) -> Tensor:
+        """The bias of inputs that are not shifted, fp32 [rows]; zeros where there is none."""
+        if "bias" not in self.tensors:
+            return torch.zeros(self.rows)
+        bias = tiles.vector_from_tiles(self.tensors.finite("bias").float())
+        return bias + self.residual() @ (self.shift / self.smooth()) if self.shift else bias
+
+
+def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0.0) -> Stored:
+    """Raises ArtifactError for ``tensors`` that make up no linear [rows, columns] of W4A4."""
+    if rows % tiles.SIDE or columns % tiles.SIDE:
+        raise ArtifactError(
+            f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected multiples of "
+            f"{tiles.SIDE}, as nunchaku's kernels need them; give a quantization of the very model it is compared with"
+        )
+    shapes = {name: (columns // block, rows) for name, block in BLOCKS.items()}
+    tensors.checked("qweight", [(rows, columns // 2)], [torch.int8])
+    found = tensors.checked("wscales", list(shapes.values()), (*FLOAT_SCALES, torch.float8_e4m3fn))
+    fmt = "int4" if tuple(found.shape) == shapes["int4"] else "nvfp4"
+    tensors.checked("wscales", [shapes[fmt]], FLOAT_SCALES if fmt == "int4" else [torch.float8_e4m3fn])
+    others: dict[str, Shape] = {"smooth_factor": (columns,), "smooth_factor_orig": (columns,), "bias": (rows,)}
+    if fmt == "nvfp4":
+        others["wcscales"] = (rows,)
+    for end, shape in others.items():
+        if end in tensors or end == "smooth_factor":
+            tensors.checked(end, [shape], FLOAT_SCALES)
+    tensors.refuse({"wzeros"} | ({"wcscales", "wtscale"} if fmt == "int4" else set()), "which W4A4 has not")
+    shape = tuple(tensors.checked("proj_down", None, FLOAT_SCALES).shape)
+    rank = shape[-1] if shape and 0 < shape[-1] <= MAX_RANK and shape[-1] % tiles.RANK == 0 else tiles.RANK
+    tensors.checked("proj_down", [(columns, rank)], FLOAT_SCALES)
+    tensors.checked("proj_up", [(rows, rank)], FLOAT_SCALES)
+    return Stored(tensors, rows, columns, fmt, rank, shift)
+
+
+def w4a4_layer(parts: Sequence[Stored], rows: slice) -> QuantizedLayer:
+    """The layer whose weight is these ``rows`` of ``parts`` side by side."""
+    first, widths = parts[0], tuple(part.columns for part in parts)
+    count, columns, rank = len(range(*rows.indices(first.rows))), sum(widths), sum(part.rank for part in parts)
+
+    def weight() -> Tensor:
+        return torch.cat([torch.addmm(part.residual(), part.up(), part.down())[rows] for part in parts], 1)
+
+    factor, roundings = 1 / torch.cat([part.smooth() for part in parts]), tuple(part.rounding() for part in parts)
+    rounding: Inputs = roundings[0] if len(parts) == 1 else Columns(roundings, widths)
+    up = LazyTensor((count, rank), torch.float32, lambda: torch.cat([part.up()[rows] for part in parts], 1))
+    down = LazyTensor((rank, columns), torch.float32, lambda: torch.block_diag(*(part.down() for part in parts)))
+    return QuantizedLayer(
+        format=f"svdquant {first.format}",
+        scales=f"1 for {BLOCKS[first.format]} numbers",
+        stored_bytes=sum(bytes_without_bias(part.tensors) for part in parts) * count // first.rows,
+        weight=first.tensors.decoded((count, columns), weight),
+        inputs=rounding if bool((factor == 1).all()) else Multiplied(factor, False, rounding),
+        branch=(up, down),
+    )
+
+
+def bytes_without_bias(tensors: LayerTensors) -> int:
+    return size_of(tensor for end, tensor in tensors.tensors.items() if end != "bias")
+
+
+def bias_of(parts: Sequence[Stored], rows: slice) -> LazyTensor | None:
+    """The bias of the layer of ``w4a4_layer``; None where no part has one."""
+    if not any("bias" in part.tensors for part in parts):
+        return None
+    count = len(range(*rows.indices(parts[0].rows)))
+    return LazyTensor((count,), torch.float32, lambda: torch.stack([part.bias()[rows] for part in parts]).sum(0))
+
+
+def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1) -> QuantizedLayer:
+    """A linear [rows, columns] of W4A16, whose rows are ``chunks`` in turn.
+
+    Raises ArtifactError for ``tensors`` that make up no such linear.
+    """
+    block, groups = int4.BLOCK, columns // int4.BLOCK
+    if columns % block or rows % (4 * chunks):
+        raise ArtifactError(
+            f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected blocks of {block} "
+            "inputs and rows by fours; give a quantization of the very model it is compared with"
+        )
+    tensors.checked("qweight", [(rows // 4, columns // 2)], [torch.int32])
+    for end in ("wscales", "wzeros"):
+        tensors.checked(end, [(groups, rows), (up_to(groups, 16), rows)], FLOAT_SCALES)  # some pad groups
+    tensors.refuse(set(ENDS) - {"qweight", "wscales", "wzeros", "bias"}, "which W4A16 has not")
+
+    def weight() -> Tensor:
+        codes = tiles.unpacked(tiles.awq_codes(rows, columns), tensors.tensors["qweight"].read()).float()
+        scale, zero = (per_number(tensors.finite(end)[:groups].float().T, columns) for end in ("wscales", "wzeros"))
+        return in_chunks(torch.addcmul(zero, codes, scale), chunks)
+
+    return QuantizedLayer(
+        "awq int4", f"1 for {block} numbers", bytes_without_bias(tensors), tensors.decoded((rows, columns), weight)
+    )
+
+
+def in_chunks(interleaved: Tensor, chunks: int) -> Tensor:
+    """Rows in natural order, of rows of which each of ``chunks`` has one in turn."""
+    return interleaved.unflatten(0, (-1, chunks)).transpose(0, 1).flatten(0, 1)
+
+
+def interleaved(natural: Tensor, chunks: int) -> Tensor:
+    return natural.unflatten(0, (chunks, -1)).transpose(0, 1).flatten(0, 1)
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class Written:
+    """A linear [rows, columns] of W4A4 to be written, in natural order."""
+
+    rows: int
+    columns: int
+    format: str  # of ``BLOCKS``
+    read: Callable[[], tuple[Tensor, ...]]  # codes [rows, columns], scales [rows, blocks], common scales [rows, 1]
+    pre_quant_scale: Tensor | None = None  # [columns], multiplies inputs
+    branch: tuple[Tensor, Tensor] | None = None  # up [rows, rank] and down [rank, columns], for smoothed inputs
+    bias: Readable | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.branch is None else len(self.branch[1])
+
+
+def written(checkpoint: Checkpoint, layer: LayerAssignment, bias: Readable | None) -> Written:
+    """A linear of an assignment."""
+    rows, columns = layer.weight_shape
+
+    def read() -> tuple[Tensor, ...]:
+        codes, scales, *common = codes_and_scales(checkpoint, layer)
+        return codes, scales, common[0].expand(rows, 1) if common else torch.ones(rows, 1)
+
+    scale = layer.pre_quant_scale if layer.multiplies else None
+    return Written(rows, columns, layer.format or "", read, scale, layer.low_rank, bias)
+
+
+def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """The tensors of a linear by the ends of their names; branches are padded to ``rank``, a multiple of 16.
+
+    Floating-point ones have the ``dtype``.
+    """
+    rows, columns, groups = linear.rows, linear.columns, linear.columns // BLOCKS[linear.format]
+    smooth = torch.ones(columns) if linear.pre_quant_scale is None else 1 / linear.pre_quant_scale.half().float()
+    smooth = smooth.to(dtype)
+    up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
+    if linear.branch is not None:
+        up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
+
+    def codes() -> Tensor:
+        return tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(torch.int8).view(rows, columns // 2)
+
+    def scales() -> Tensor:
+        natural = linear.read()[1]
+        if linear.format == "int4":
+            return tiles.scales(rows, groups).tiled(natural.to(dtype)).view(groups, rows)
+        bits = tiles.micro_scales(rows, groups).tiled(natural.to(torch.float8_e4m3fn).view(torch.uint8))
+        return bits.view(torch.float8_e4m3fn).view(groups, rows)
+
+    tensors = {
+        "qweight": LazyTensor((rows, columns // 2), torch.int8, codes),
+        "wscales": LazyTensor((groups, rows), dtype if linear.format == "int4" else torch.float8_e4m3fn, scales),
+        "smooth_factor": lazy(tiles.vector_in_tiles(smooth)),
+        "proj_down": lazy(tiles.down(rank, columns).tiled(down.to(dtype)).view(columns, rank)),
+        "proj_up": lazy(tiles.up(rows, rank).tiled(up.to(dtype)).view(rows, rank)),
+    }
+    if linear.format == "nvfp4":
+        tensors["wcscales"] = in_tiles(rows, dtype, lambda: linear.read()[2][:, 0])
+    if linear.bias is not None:
+        tensors["bias"] = in_tiles(rows, dtype, linear.bias.read)
+    return tensors
+
+
+def in_tiles(count: int, dtype: torch.dtype, vector: Callable[[], Tensor]) -> LazyTensor:
+    return LazyTensor((count,), dtype, lambda: tiles.vector_in_tiles(vector().to(dtype)))
+
+
+def balanced(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """A branch with powers of two moved between its matrices, so that 16 bits hold either.
+
+    Dividing by smoothing factors has moved the input's magnitudes into ``down``.
+    """
+    up, down = up.float(), down.float()
+    ratio = (down.abs().amax(1) / up.abs().amax(0)).log2() / 2
+    power = 2.0 ** torch.where(ratio.isfinite(), ratio.round(), 0.0)
+    return up * power, down / power[:, None]
+
+
+def common_rank(linears: Collection[Written]) -> int:
+    """The rank that every branch of a file is padded to."""
+    return up_to(max(1, *(linear.rank for linear in linears)), tiles.RANK)
+
+
+def common_format(target: str, linears: Mapping[str, Written]) -> str:
+    """The one format of all linears. Raises ConfigError where they have two."""
+    found = {linear.format: name for name, linear in linears.items()}
+    if len(found) > 1:
+        told = " and ".join(f"{name} in {fmt}" for fmt, name in found.items())
+        raise ConfigError(f"{target} holds one format for all layers, and the run has {told}; hand over a run with one")
+    return next(iter(found))
