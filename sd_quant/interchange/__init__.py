@@ -29,8 +29,8 @@ from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.quantization import formats
 
 NAMES = (
-    "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "diffusers_bitsandbytes", "diffusers_quanto",
+    "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
+    "onnx", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
@@ -62,6 +62,7 @@ class ForeignFormat:
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
+    outputs: int = 1  # and its outputs of this
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all

@@ -92,6 +92,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} holds no convolutions in {fmt}"
     if layer.weight_shape[1] % target.block:
         return f"{target.name} holds weights whose inputs are a multiple of {target.block}"
+    if layer.weight_shape[0] % target.outputs:
+        return f"{target.name} holds weights whose outputs are a multiple of {target.outputs}"
     if layer.name.endswith(target.excluded.get(fmt, ())):
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:

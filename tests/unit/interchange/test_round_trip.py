@@ -34,6 +34,8 @@ CASES = [
     ("diffusers_sdnq", "flux", "fp8", {"activation": None, "alpha": None, "per_channel": True}),
     ("diffusers_sdnq", "sd21", "int4", {"activation": None, "alpha": None, "rank": 0.1}),  # with convolutions in int8
     ("diffusers_sdnq", "sd3", "int8", {"alpha": None, "per_token": True}),  # whose inputs are fp16 here
+    ("diffusers_autoround", "sd21", "int4", {"activation": None, "alpha": None}),
+    ("diffusers_autoround", "flux", "int8", {"activation": None, "per_channel": False}),
     ("diffusers_torchao", "sd21", "int8", {}),
     ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
