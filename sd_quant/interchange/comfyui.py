@@ -7,7 +7,8 @@ header's ``_quantization_metadata``; ``comfyui_marks`` has what each stands for.
 stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
 
 SDXL is written with Stability's keys and marks in tensors: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a
-scale for each row, and ``nvfp4``. Convolutions are fp16, because ComfyUI has no quantized ones.
+scale for each row, ``nvfp4``, and ``int4`` of weights alone as awq_w4a16, whose zeros are 0. Convolutions are
+fp16, because ComfyUI has no quantized ones.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -31,7 +32,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
-from sd_quant.interchange import AS_ASSIGNED, PER_ROW, SDXL, STATIC, ForeignFormat
+from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, SDXL, STATIC, ForeignFormat
 from sd_quant.interchange.comfyui_marks import (
     FLOAT8,
     HARMLESS,
@@ -63,14 +64,14 @@ from sd_quant.numbers import up_to
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import in_tiles
+from sd_quant.quantization.formats.blocks import in_tiles, pack_nibbles
 
 FACTS = ForeignFormat(
     "comfyui",
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
-    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
+    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED, "int4": FP16},
     loading=(
         "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
         "Open it with the node Load Checkpoint.",
@@ -78,7 +79,7 @@ FACTS = ForeignFormat(
     multiplied=frozenset({"nvfp4"}),
     rotated=frozenset({"int8"}),
     per_channel={"fp8": False},
-    excluded={"nvfp4": ("attn2.to_k", "attn2.to_v")},  # ComfyUI tells models apart by their shape
+    excluded=dict.fromkeys(("nvfp4", "int4"), ("attn2.to_k", "attn2.to_v")),  # whose shape tells ComfyUI the model
     families=SDXL,
     others=None,
 )
@@ -87,7 +88,7 @@ OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
 WRITTEN = "sdxl.safetensors"
-NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
+NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "int4": "awq_w4a16"}  # in ComfyUI's QUANT_ALGOS
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
@@ -325,6 +326,11 @@ def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> Iterator[tuple
         scale = layer.weight_scale.float()
         per_output = scale.expand(layer.weight_shape[0])[:, None].contiguous()
         yield "weight_scale", lazy(scale[0] if layer.activation_format else per_output)
+    elif layer.format == "int4":
+        rows, columns = layer.weight_shape
+        yield "weight", lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.int8, unsigned)
+        yield "weight_scale", lazy_piece(checkpoint, layer, 1, (columns // block, rows), torch.float16, Tensor.t)
+        yield "weight_zeros", lazy(torch.zeros(columns // block, rows, dtype=torch.float16))
     else:
         rows, columns = (up_to(side, NVFP4_MULTIPLE) for side in layer.weight_shape)
         (tiled,) = tiles(rows, columns, NVFP4_MULTIPLE, block)
@@ -339,6 +345,11 @@ def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> Iterator[tuple
 
 def in_tiles_of_e4m3(scales: Tensor) -> Tensor:
     return in_tiles(scales.to(torch.float8_e4m3fn))
+
+
+def unsigned(codes: Tensor) -> Tensor:
+    """Codes of four bits plus 8, the first in the low half of a byte."""
+    return pack_nibbles(codes + 8).view(torch.int8)
 
 
 def packed(codes: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """ComfyUI's marks of four and six bits: codes by hand, and bit for bit what comfy-kitchen makes of its own weights."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
@@ -14,11 +16,14 @@ from sd_quant.files.tensors import lazy
 from sd_quant.interchange.comfyui import read
 from sd_quant.interchange.comfyui_marks import INT4, METHODS, Codes, check_codes, rotation, unpacked
 from sd_quant.interchange.stored import LayerTensors
+from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import Rows
+from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated, rotation_matrix
 
+from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 from .test_comfyui import authors_layers, chosen, mark_of, save
 
@@ -244,3 +249,30 @@ def test_files_with_every_mark(tiny, tmp_path, family):
         assert layer.format == NAMES[CASES[case][0]]
         assert (6 if case == "six-bits" else 4) < layer.bits < 9
     assert candidate.stored_bytes == sum(each.nbytes for each in tensors.values())
+
+
+@consumer
+@torch.no_grad()
+def test_comfy_kitchen_computes_what_is_written_of_int4(tiny, tmp_path):
+    """Weights bit for bit those of our codes; a layer that is packed and would hide the model's kind is not."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    case = tiny("sdxl")
+    assignment = case.assignment(recipe_of("int4", activation=None, alpha=None), "comfyui")
+    stored = load_file(case.written(assignment, "comfyui", tmp_path))
+    layers = {layer.name: layer for layer in assignment.values() if layer.format}
+    assert layers and not any(name.endswith(("attn2.to_k", "attn2.to_v")) for name in layers)
+    ends = {PREFIX + first: name for name, first in authors_layers(case.checkpoint).items()}
+    marks = {name.removesuffix(".comfy_quant") for name in stored if name.endswith(".comfy_quant")}
+    assert {ends[name] for name in marks} == layers.keys()
+    for name in marks:
+        assert json.loads(bytes(stored[f"{name}.comfy_quant"].tolist())) == {"format": "awq_w4a16"}
+        layer = layers[ends[name]]
+        params = tensor.TensorCoreAWQW4A16Layout.Params(
+            scale=stored[f"{name}.weight_scale"].float(), zeros=stored[f"{name}.weight_zeros"].float(),
+            orig_dtype=torch.float32, orig_shape=layer.weight_shape,
+        )  # fmt: skip
+        weight = tensor.QuantizedTensor(stored[f"{name}.weight"], AWQ, params)
+        expected = FORMATS["int4"].dequantize(*codes_and_scales(case.checkpoint, layer))
+        assert torch.equal(weight.dequantize(), expected)
+        x = torch.randn(3, layer.weight_shape[1])
+        torch.testing.assert_close(F.linear(x, weight), F.linear(x, expected))

@@ -40,9 +40,8 @@ def test_every_target_has_a_writer(name):
 @pytest.mark.parametrize(
     "knobs, words",
     [
-        (["quantize=svdquant_w4a4", "hand_over=[comfyui]"],
-         "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq, "
-         "diffusers_autoround, gguf, openvino, onnx)"),
+        (["quantize=mxfp4", "hand_over=[comfyui]"],
+         "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino, onnx)"),
         (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
          "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx)"),
         (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "

@@ -26,6 +26,7 @@ CASES = [
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 16}),
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 4, "per_channel": False}),
     ("comfyui", "sdxl", "nvfp4", PLAIN),
+    ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
     ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
     ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),
