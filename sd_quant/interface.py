@@ -270,8 +270,8 @@ class Quantized:
         The folder has the same README as the command writes: what it is, what of the recipe it lost, how to open it.
 
         Args:
-            target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``, ``gguf``,
-                ``openvino`` or ``onnx``.
+            target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``,
+                ``diffusers_autoround``, ``gguf``, ``openvino`` or ``onnx``.
             folder: a new one, or an empty one.
             prompts: one or more texts; the README then says how far images of what the tool computes are from full
                 precision. None: no images are made.

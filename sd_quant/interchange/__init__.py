@@ -29,8 +29,8 @@ from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.quantization import formats
 
 NAMES = (
-    "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "diffusers_bitsandbytes", "diffusers_quanto",
+    "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
+    "onnx", "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"

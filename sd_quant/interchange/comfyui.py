@@ -1,37 +1,24 @@
 """Single safetensors files for ComfyUI: the denoiser or the whole model, with scales or merely cast to eight bits.
 
 A linear's quantization is described by the tensor ``X.comfy_quant``, which is JSON in bytes, or by an entry of the
-header's ``_quantization_metadata``. An older file has one tensor ``scaled_fp8`` and other names for its scales. As
-ComfyUI's ``ops.py``, ``quant_ops.py`` and ``utils.py`` read them:
-
-| format          | X.weight         | scales                                                   | inputs           |
-|-----------------|------------------|----------------------------------------------------------|------------------|
-| float8_e4m3fn   | E4M3 [N, K]      | weight_scale, and input_scale or none: one number        | cast, or scaled  |
-| float8_e5m2     | E5M2 [N, K]      | the same                                                 | the same         |
-| int8_tensorwise | INT8 [N, K]      | weight_scale: one number or [N, 1]                       | INT8, by row     |
-| nvfp4           | uint8 [N, K / 2] | weight_scale E4M3 in tiles, weight_scale_2; input_scale  | NVFP4            |
-| mxfp8           | E4M3 [N, K]      | weight_scale E8M0 in tiles, as uint8                     | MXFP8            |
-| scaled_fp8      | E4M3 [N, K]      | scale_weight, scale_input: one number                    | as float8_e4m3fn |
-
-A byte of NVFP4 has its first number in the high half, where ONNX and ModelOpt have it in the low one, and its sides are
-padded to multiples of 16, MXFP8's to 32. With ``full_precision_matrix_mult``, in the older files with a ``scaled_fp8``
-of two numbers, inputs stay as they are. With ``convrot`` groups of inputs are rotated by the matrix of
-``quantization.rotation``, and the codes are of the rotated weight. A weight in eight bits without a mark is multiplied
-as it is stored. Formulas of inputs are those of ``comfy_kitchen/backends/eager/quantization.py``, in fp32.
+header's ``_quantization_metadata``; ``comfyui_marks`` has what each stands for. An older file has one tensor
+``scaled_fp8``, of two numbers if inputs stay as they are, and other names for its scales, ``scale_weight`` and
+``scale_input``; its layers are those of float8_e4m3fn. A weight in eight bits without a mark is multiplied as it is
+stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
 
 A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
-header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, and ``nvfp4``.
-Convolutions are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind the prefixes of its four
-networks. In diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
+header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, and
+``int4`` of weights alone as awq_w4a16, whose zeros are 0. Convolutions are fp16, because ComfyUI has no quantized ones.
+SDXL is written whole, behind the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses
+marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,10 +34,20 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
-from sd_quant.interchange import AS_ASSIGNED, PER_ROW, STATIC, UNETS, ForeignFormat
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
-from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape, finite
+from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
+from sd_quant.interchange.comfyui_marks import (
+    FLOAT8,
+    HARMLESS,
+    METHODS,
+    NVFP4_MULTIPLE,
+    Codes,
+    check_codes,
+    tiles,
+    unpacked,
+)
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.inputs import Multiplied
+from sd_quant.interchange.stored import FP8, LayerTensors, finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales, lazy_piece
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
@@ -67,16 +64,15 @@ from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to
 from sd_quant.progress import progress
-from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles, in_tiles
-from sd_quant.quantization.rotation import rotated
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.blocks import in_tiles, pack_nibbles
 
 FACTS = ForeignFormat(
     "comfyui",
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
-    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED},
+    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED, "int4": FP16},
     loading={
         "sdxl": (
             "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
@@ -107,8 +103,9 @@ FACTS = ForeignFormat(
     multiplied=frozenset({"nvfp4"}),
     rotated=frozenset({"int8"}),
     per_channel={"fp8": False},
-    excluded={  # by the shape of their weight ComfyUI tells models and their sizes apart
-        "nvfp4": (
+    excluded=dict.fromkeys(  # by the shape of their weight ComfyUI tells models and their sizes apart
+        ("nvfp4", "int4"),
+        (
             "*.attentions.*.attn2.to_k",
             "*.attentions.*.attn2.to_v",
             "add_embedding.linear_1",
@@ -118,7 +115,7 @@ FACTS = ForeignFormat(
             "caption_projection.linear_1",
             "proj_out",
         ),
-    },
+    ),
     joined=True,
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
@@ -126,192 +123,12 @@ FACTS = ForeignFormat(
 MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
-HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"}  # entries of a mark
-FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
-LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
 SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without a mark
-INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
-NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
-NVFP4_MULTIPLE = 16  # of a packed weight's sides
-E8M0_BIAS, LARGEST_E8M0 = 127, 254
-MANTISSA = 23  # bits of fp32's
 WHOLE = "sdxl.safetensors"
-NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4"}  # in ComfyUI's QUANT_ALGOS
+NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "int4": "awq_w4a16"}  # in ComfyUI's QUANT_ALGOS
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
-
-
-# Formats
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A ``Readable`` of rows of a weight [N, K] that a mark says is quantized; fp32."""
-
-    stored: LayerTensors
-    mark: Mapping[str, Any]
-    shape: tuple[int, ...]
-    rows: Rows
-    dtype: torch.dtype = field(default=torch.float32, init=False)
-
-    @property
-    def method(self) -> "Method":
-        return METHODS[self.mark["format"]]
-
-    def read(self) -> Tensor:
-        """Raises ArtifactError when a number is NaN or infinite."""
-        return finite(self.method.decode(self), self.stored.path, self.stored.layer)
-
-    def codes(self) -> Tensor:
-        """These rows as they are stored."""
-        weight = self.stored.tensors["weight"]
-        return rows_of(weight, replace(self.rows, of=weight.shape[0])).read()
-
-    def scale(self, name: str = "weight_scale") -> Tensor:
-        """The scale of these rows, fp32: [] or [rows, 1]."""
-        scale = self.stored.tensors[name].read().float().flatten()
-        return scale.reshape(()) if len(scale) == 1 else scale[self.rows.start : self.rows.stop, None]
-
-    def number(self, name: str) -> float | None:
-        """The one number of a tensor; None where there is no such tensor. Raises ArtifactError if it is no scale."""
-        if name not in self.stored:
-            return None
-        number = self.stored.tensors[name].read().float().item()
-        if not (number > 0 and math.isfinite(number) and 1 / number < torch.finfo(torch.float32).max):
-            raise ArtifactError(
-                f"{self.stored.path}: {name} of {self.stored.layer[:200]!r} is {number:g}; expected a finite number "
-                "above 0, so fetch the file again"
-            )
-        return number
-
-    def scaled(self, numbers: Tensor, block: int, values: Callable[[Tensor], Tensor]) -> Tensor:
-        """``numbers`` [rows, padded K] times the scales of their blocks, the ``values`` of the codes in tiles."""
-        stored = self.stored.tensors["weight_scale"].read().view(torch.uint8)
-        scales = from_tiles(stored, self.rows.of, up_to(self.shape[1], block) // block)
-        scales = values(scales[self.rows.start : self.rows.stop])
-        return (numbers.unflatten(1, (-1, block)) * scales[..., None]).flatten(1)[:, : self.shape[1]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """A format of ComfyUI's: its tensors, and what they stand for."""
-
-    dtype: torch.dtype  # of the weight as it is stored
-    scales: str  # see ``QuantizedLayer``
-    decode: Callable[[Codes], Tensor]
-    inputs: Callable[[Codes], Inputs]
-    # of its tensors by the ends of their names: shapes for a weight [N, K], and dtypes that are not floating point
-    shapes: Callable[[int, int], Mapping[str, tuple[Shape, ...]]]
-    needs: tuple[str, ...] = ("weight_scale",)
-    dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    multiple: int = 1  # of which the sides of a stored weight are
-    entries: frozenset[str] = frozenset()  # of a mark
-
-
-NUMBER = ((), (1,), (1, 1))
-
-
-def decode_scaled(stored: Codes) -> Tensor:
-    numbers = stored.codes().float() * stored.scale()
-    return rotated(numbers, rotation(stored))
-
-
-def decode_nvfp4(stored: Codes) -> Tensor:
-    packed = stored.codes()
-    numbers = e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)
-    common = stored.scale("weight_scale_2")
-    return stored.scaled(numbers, NVFP4_BLOCK, lambda codes: common * codes.view(torch.float8_e4m3fn).float())
-
-
-def decode_mxfp8(stored: Codes) -> Tensor:
-    return stored.scaled(stored.codes().float(), MXFP8_BLOCK, powers_of_two)
-
-
-def powers_of_two(exponents: Tensor) -> Tensor:
-    """The numbers of E8M0's codes, fp32; 0 for code 0, as comfy-kitchen has it."""
-    return (exponents.to(torch.int32) << MANTISSA).view(torch.float32)
-
-
-def rotation(stored: Codes) -> int:
-    """How many inputs are rotated together, 0 for none. Raises ArtifactError for a number that cannot be."""
-    inner = stored.mark.get("params", {})
-    mark = {**(inner if isinstance(inner, Mapping) else {}), **stored.mark}
-    if not mark.get("convrot", False):
-        return 0
-    group = mark.get("convrot_groupsize", 256)
-    powers = [4**power for power in range(1, LARGEST_GROUP.bit_length() // 2 + 1)]
-    if type(group) is not int or group not in powers or stored.shape[1] % group:
-        raise ArtifactError(
-            f"{stored.stored.path}: {stored.stored.layer[:200]!r} has convrot_groupsize {ascii(group)[:100]}; expected "
-            f"a power of 4 up to {LARGEST_GROUP} that divides its {stored.shape[1]} inputs, so quantize it again"
-        )
-    return group
-
-
-def int8_inputs(stored: Codes) -> Inputs:
-    group = rotation(stored)
-    return Rotated(INT8, group) if group else INT8
-
-
-def nvfp4_inputs(stored: Codes) -> Inputs:
-    static = stored.number("input_scale")
-    return Nvfp4(static, smallest=0.0, also=" and one each time" if static is None else "")
-
-
-@dataclass(frozen=True)
-class Mxfp8:
-    """Inputs in E4M3, in blocks of 32 with scales that are powers of two: ``quantize_mxfp8``."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        blocks = in_blocks(x, MXFP8_BLOCK)
-        largest = blocks.abs().amax(-1, keepdim=True)
-        wanted = (largest / LARGEST_FP8).clamp(min=2.0**-E8M0_BIAS)
-        exponents = (wanted.log2().ceil().to(torch.int32) + E8M0_BIAS).clamp(0, LARGEST_E8M0)
-        scales = powers_of_two(exponents)
-        codes = torch.where(scales > 0, blocks / scales, 0.0).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
-        return (codes.float() * scales).flatten(-2)[..., : x.shape[-1]].to(x)
-
-    def __str__(self) -> str:
-        return "mxfp8, a scale for 32 numbers"
-
-
-def float8(dtype: torch.dtype) -> Method:
-    return Method(
-        dtype, "1 for all", decode_scaled,
-        lambda stored: StaticFloat8(stored.number("input_scale") or 1.0, dtype, reciprocal=True),
-        lambda rows, columns: {"weight_scale": NUMBER, "input_scale": NUMBER},
-    )  # fmt: skip
-
-
-def tiles(rows: int, columns: int, multiple: int, block: int) -> tuple[Shape]:
-    """The shape of the scales of a weight [rows, columns] whose sides are padded to a ``multiple``."""
-    blocks = up_to(columns, multiple) // block
-    return ((up_to(up_to(rows, multiple), TILE_ROWS), up_to(blocks, TILE_COLUMNS)),)
-
-
-METHODS = {
-    **{name: float8(dtype) for dtype, name in FLOAT8.items()},
-    "int8_tensorwise": Method(
-        torch.int8, "1 for a row", decode_scaled, int8_inputs,
-        lambda rows, columns: {"weight_scale": (*NUMBER, (rows, 1), (rows,))},
-        entries=frozenset({"convrot", "convrot_groupsize", "params"}),
-    ),
-    "nvfp4": Method(
-        torch.uint8, "1 for 16 numbers", decode_nvfp4, nvfp4_inputs,
-        lambda rows, columns: {
-            "weight_scale": tiles(rows, columns, NVFP4_MULTIPLE, NVFP4_BLOCK), "weight_scale_2": NUMBER,
-            "input_scale": NUMBER, "pre_quant_scale": ((columns,),),
-        },
-        needs=("weight_scale", "weight_scale_2"), dtypes={"weight_scale": (torch.float8_e4m3fn, torch.uint8)},
-        multiple=NVFP4_MULTIPLE,
-    ),
-    "mxfp8": Method(
-        torch.float8_e4m3fn, "1 for 32 numbers", decode_mxfp8, lambda stored: Mxfp8(),
-        lambda rows, columns: {"weight_scale": tiles(rows, columns, MXFP8_BLOCK, MXFP8_BLOCK), "input_scale": NUMBER},
-        dtypes={"weight_scale": (torch.uint8, torch.float8_e8m0fnu)}, multiple=MXFP8_BLOCK,
-    ),
-}  # fmt: skip
 
 
 # Reading
@@ -352,7 +169,12 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     places, others = places_in(
         path, network, shapes,
-        {name: unpacked(rest[name], marks.get(name.removesuffix(".weight"))) for name in rest},
+        {
+            name: unpacked(weights[layer], marks[layer])
+            if name.endswith(".weight") and (layer := name.removesuffix(".weight")) in marks
+            else tensor.shape
+            for name, tensor in rest.items()
+        },
         {f"{layer}.weight": METHODS[mark["format"]].multiple for layer, mark in marks.items()},
     )  # fmt: skip
     layers: dict[str, QuantizedLayer] = {}
@@ -389,23 +211,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 def quantized_layer(codes: Codes, parts: tuple[Rows, ...]) -> QuantizedLayer:
     """The layer of the rows ``parts`` of a marked weight; bytes of shared scales are prorated by rows."""
     count = sum(rows.stop - rows.start for rows in parts)
-    of_weight = [codes.stored.tensors[name] for name in ("weight", *codes.method.needs)]
+    of_weight = [each for name, each in codes.stored.tensors.items() if name.startswith("weight")]
     inputs = None if codes.mark.get("full_precision_matrix_mult", False) else codes.method.inputs(codes)
     if "pre_quant_scale" in codes.stored:
         inputs = Multiplied(codes.stored.finite("pre_quant_scale").float(), False, inputs)
-    scales = codes.method.scales
+    scales = codes.method.scales.format(group=codes.group)
     if scales == "1 for a row" and prod(codes.stored.tensors["weight_scale"].shape) == 1:
         scales = "1 for all"
     rows = [replace(codes, shape=(each.stop - each.start, *codes.shape[1:]), rows=each) for each in parts]
     size = size_of(of_weight) * count // codes.rows.of
     return QuantizedLayer(codes.mark["format"], scales, size, joined(rows), inputs)
-
-
-def unpacked(tensor: StoredTensor, mark: Mapping[str, Any] | None) -> Shape:
-    """The shape of a tensor; where two numbers share a byte, that of the numbers."""
-    if mark is not None and METHODS[mark["format"]].dtype == torch.uint8 and tensor.shape:
-        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
-    return tensor.shape
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
@@ -505,7 +320,7 @@ def marked_tensors(
         layer, _, end = name.rpartition(".")
         if layer not in marks:
             continue
-        known = METHODS[marks[layer]["format"]].shapes(0, 0)
+        known = METHODS[marks[layer]["format"]].shapes(0, 0, 1)
         if end == MARK:
             used.add(name)
         elif end == "weight":
@@ -514,22 +329,6 @@ def marked_tensors(
             found[layer][new] = tensor
             used.add(name)
     return {layer: LayerTensors(path, layer, own) for layer, own in found.items()}, used
-
-
-def check_codes(codes: Codes) -> None:
-    """Raises ArtifactError when a tensor of a marked weight is missing, or of a shape or dtype that does not fit."""
-    stored, method = codes.stored, codes.method
-    shapes = {"weight": [tuple(stored.tensors["weight"].shape)], **method.shapes(*codes.shape)}
-    dtypes = {"weight": (method.dtype,), **method.dtypes}
-    for end in dict.fromkeys((*method.needs, *stored.tensors)):
-        stored.checked(end, shapes[end], dtypes.get(end, FLOAT_SCALES))
-    high = codes.mark.get("full_precision_matrix_mult", False)
-    if type(high) is not bool:
-        raise ArtifactError(
-            f"{stored.path}: {stored.layer[:200]!r} has full_precision_matrix_mult {ascii(high)[:100]}; expected true "
-            "or false"
-        )
-    rotation(codes)
 
 
 # Writing
@@ -569,9 +368,11 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
     def rows(
         index: int, shape: tuple[int, ...], dtype: torch.dtype, stored: Callable[[Tensor], Tensor] = lambda rows: rows
     ) -> LazyTensor:
-        return LazyTensor(
-            shape, dtype, lambda: stored(layers.rows(lambda each: codes_and_scales(checkpoint, each)[index])).to(dtype)
-        )
+        def read() -> Tensor:
+            pieces = layers.rows(lambda each: codes_and_scales(checkpoint, each)[index])
+            return stored(pieces).to(dtype).reshape(shape)
+
+        return LazyTensor(shape, dtype, read)
 
     turned = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
     mark = json.dumps({"format": NAMES[layer.format]} | turned).encode()
@@ -583,6 +384,11 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
             "weight_scale",
             lazy(layer.weight_scale.float()[0] if layer.activation_format else per_output.contiguous()),
         )
+    elif layer.format == "int4":
+        by_block = (shape[1] // block, shape[0])
+        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, unsigned)
+        yield "weight_scale", rows(1, by_block, torch.float16, Tensor.t)
+        yield "weight_zeros", lazy(torch.zeros(by_block, dtype=torch.float16))
     else:
         high, wide = (up_to(side, NVFP4_MULTIPLE) for side in shape)
         (tiled,) = tiles(*shape, NVFP4_MULTIPLE, block)
@@ -597,6 +403,11 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
 
 def in_tiles_of_e4m3(scales: Tensor) -> Tensor:
     return in_tiles(scales.to(torch.float8_e4m3fn))
+
+
+def unsigned(codes: Tensor) -> Tensor:
+    """Codes of four bits plus 8, the first in the low half of a byte."""
+    return pack_nibbles(codes + 8).view(torch.int8)
 
 
 def packed(codes: Tensor) -> Tensor:

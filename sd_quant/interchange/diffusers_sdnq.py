@@ -171,7 +171,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
     denoiser = QuantizedDenoiser(
         path, FACTS.name, maker(given), layers, stored, total,
-        runtime=by_diffusers(path, checkpoint, METHOD, **ENVIRONMENT),
+        runtime=by_diffusers(path, checkpoint, METHOD, torch.float32, **ENVIRONMENT),
     )  # fmt: skip
     check_whole(denoiser, checkpoint)
     return denoiser

@@ -210,9 +210,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def by_diffusers(
-    path: Path, checkpoint: Checkpoint, package: str, **environment: str
+    path: Path, checkpoint: Checkpoint, package: str, dtype: torch.dtype = torch.float32, **environment: str
 ) -> Callable[[], nn.Module] | None:
-    """Opens the denoiser as diffusers and ``package`` do, in fp32; None where that is not installed.
+    """Opens the denoiser as diffusers and ``package`` do, in ``dtype``; None where that is not installed.
 
     The class is the one that the pipeline's family has, whatever the config names. ``environment`` is what ``package``
     reads when it is imported; what is set already stays.
@@ -231,7 +231,7 @@ def by_diffusers(
         if found != kind:
             raise ArtifactError(f"{folder / CONFIG} is of a {str(found)[:100]!r}, expected {kind}; give that one's")
         network = getattr(diffusers, kind).from_pretrained(
-            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+            folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True
         )
         return network.eval()
 

@@ -93,9 +93,9 @@ def test_another_assignment_is_refused(run, command, tmp_path):
 
 
 def test_a_recipe_of_which_nothing_would_be_left_is_refused_at_once(command, tmp_path):
-    result = command("quantize.py", "quantize=svdquant_w4a4", "hand_over=[comfyui]", f"hydra.run.dir={tmp_path}")
+    result = command("quantize.py", "quantize=mxfp4", "hand_over=[comfyui]", f"hydra.run.dir={tmp_path}")
     assert result.returncode == 2
-    assert "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq" in result.stderr
+    assert "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino" in result.stderr
 
 
 # --------------------------------------------------------------------------------------------- opened by others

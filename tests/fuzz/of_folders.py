@@ -1,4 +1,4 @@
-"""Folders of denoisers that SDNQ, torchao, bitsandbytes, quanto and ModelOpt quantized, of four layers.
+"""Folders of denoisers that SDNQ, torchao, bitsandbytes, quanto, AutoRound and ModelOpt quantized, of four layers.
 
 They are made here by hand, because a run without those libraries is to fuzz their readers too; what the libraries write
 themselves is read in ``tests/unit/interchange``.
@@ -55,6 +55,7 @@ def folders() -> list[Reader]:
         folder("bnb_nf4", "diffusers_bitsandbytes", stored_by(nf4), nf4_config),
         folder("bnb_int8", "diffusers_bitsandbytes", stored_by(int8), int8_config),
         folder("quanto", "diffusers_quanto", stored_by(int4), {"quant_method": "quanto", "weights_dtype": "int4"}),
+        folder("autoround", "diffusers_autoround", *autoround()),
         folder("modelopt", "diffusers_modelopt", stored_by(ranged), {}, state=modelopt_state("ab")),
         folder("modelopt_hf", "modelopt_export", stored_by(nvfp4), nvfp4_config),
     ]
@@ -228,6 +229,23 @@ def int4(weight: Tensor) -> Tensors:
     scales = {end: some(rows, 1) for end in ("weight._scale", "weight._shift")}
     ones = {end: torch.ones(()) for end in ("input_scale", "output_scale")}
     return {"weight._data._data": codes(rows // 2, width), **scales, **ones}
+
+
+def autoround() -> tuple[Tensors, dict]:
+    """Four bits in groups with zero points, and three bits that cross words; a name and a pattern are left out."""
+    tensors = {}
+    for layer, (rows, columns), bits, groups in (("a", SHAPES["a"], 4, 2), ("b", SHAPES["b"], 3, 1)):
+        tensors |= {
+            f"{layer}.qweight": codes(columns * bits // 32, rows, dtype=torch.int32) * 0x1234567,
+            f"{layer}.qzeros": codes(groups, rows * bits // 32, dtype=torch.int32) * 0x1234567,
+            f"{layer}.scales": some(groups, rows).half(),
+        }
+    config = {
+        "quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32, "sym": False,
+        "data_type": "int", "block_name_to_quantize": "a,b,last", "autoround_version": "0.16.1",
+        "extra_config": {"b": {"bits": 3, "group_size": -1}, "last.*": {"bits": 16}},
+    }  # fmt: skip
+    return tensors, config
 
 
 def ranged(weight: Tensor) -> Tensors:

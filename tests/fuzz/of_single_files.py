@@ -137,6 +137,11 @@ def of_gguf(checkpoint: Any) -> Reader:
 # ComfyUI
 
 
+METHODS = (
+    "float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16",
+)  # fmt: skip
+
+
 def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """Tensors of the denoiser, every method in turn, and the marks by layer."""
     tensors: dict[str, Tensor] = {}
@@ -147,7 +152,7 @@ def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], di
             tensors[name] = torch.ones(shape, dtype=torch.float8_e5m2 if len(shape) == 4 else torch.float16)
             continue
         rows, columns = shape
-        method = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8")[len(marks) % 5]
+        method = METHODS[len(marks) % len(METHODS)]
         marks[layer] = {"format": method}
         match method:
             case "int8_tensorwise":
@@ -163,6 +168,22 @@ def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], di
             case "mxfp8":
                 scales = torch.full((-(-rows // 128) * 128, -(-columns // 128) * 4), 127)
                 more = {"weight": torch.ones(shape).to(torch.float8_e4m3fn), "weight_scale": scales.to(torch.uint8)}
+            case "convrot_w4a4":
+                marks[layer] |= {"params": {"convrot_groupsize": 16}, "linear_dtype": "int8"}
+                packed = torch.full((rows, columns // 2), 0x12, dtype=torch.int8)
+                more = {"weight": packed, "weight_scale": torch.ones(rows)}
+            case "asym_w4a8_int8":
+                marks[layer] |= {"convrot_groupsize": 16, "group_size": 16}
+                more = {
+                    "weight": torch.full((rows, columns // 2), 0x12, dtype=torch.int8),
+                    "weight_s_rel": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
+                    "weight_s_channel": torch.ones(rows), "weight_codebook": torch.linspace(-1, 1, 16),
+                }  # fmt: skip
+            case "awq_w4a16":
+                marks[layer] |= {"group_size": 32}
+                scales = torch.ones(columns // 32, rows)
+                packed = torch.full((rows, columns // 2), 0x12, dtype=torch.int8)
+                more = {"weight": packed, "weight_scale": scales, "weight_zeros": scales.clone()}
             case _:
                 more = {"weight": torch.ones(shape).to(getattr(torch, method)), "weight_scale": torch.ones(()),
                         "input_scale": torch.ones(1)}  # fmt: skip
@@ -200,7 +221,9 @@ def of_comfyui(checkpoint: Any) -> Reader:
         comfyui.recognizes(folder / "a.safetensors")
         return summary(comfyui.read(folder / "a.safetensors", checkpoint))
 
-    small = st.sampled_from([name for name in header if name.endswith(("_scale", "_scale_2", "comfy_quant"))])
+    small = st.sampled_from(
+        [name for name in header if name.endswith(("_scale", "_scale_2", "_s_rel", "_zeros", "comfy_quant"))]
+    )
     endings = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
     damages = ways(
         (byte_edits, lambda edits: {"a.safetensors": edited(sound, edits, [(0, end), *map(place, inside)])}),

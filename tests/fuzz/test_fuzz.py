@@ -16,7 +16,7 @@ from .run import EVERY_INPUT, main, table
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_sdnq", "diffusers_torchao",
-    "bnb_nf4", "bnb_int8", "quanto", "modelopt", "modelopt_hf",
+    "bnb_nf4", "bnb_int8", "quanto", "autoround", "modelopt", "modelopt_hf",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)
 

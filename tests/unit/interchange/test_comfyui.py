@@ -16,8 +16,9 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
-from sd_quant.interchange.comfyui import INT8 as ROWS
-from sd_quant.interchange.comfyui import METHODS, Codes, Mxfp8, check_codes, read, recognizes
+from sd_quant.interchange.comfyui import read, recognizes
+from sd_quant.interchange.comfyui_marks import INT8 as ROWS
+from sd_quant.interchange.comfyui_marks import METHODS, Codes, Mxfp8, check_codes
 from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.inputs import Nvfp4, Rotated, StaticFloat8
 from sd_quant.interchange.stored import LayerTensors
@@ -328,7 +329,7 @@ def rotating(group: object) -> Tensor:
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
-        ("fp8", {"comfy_quant": mark_of({"format": "awq_w4a16"})}, "awq_w4a16'"),
+        ("fp8", {"comfy_quant": mark_of({"format": "svdquant_w4a4"})}, "svdquant_w4a4'"),
         ("fp8", {"comfy_quant": mark_of({"format": ["fp8"]})}, "formats that are not read here"),
         ("fp8", {"comfy_quant": mark_of({"format": "float8_e4m3fn", "convrot": True})}, "entries that are not known"),
         ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, "is not JSON"),

@@ -41,9 +41,8 @@ def test_every_target_has_a_writer(name):
 @pytest.mark.parametrize(
     "knobs, words",
     [
-        (["quantize=svdquant_w4a4", "hand_over=[comfyui]"],
-         "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq, gguf, openvino, onnx, "
-         "diffusers_nunchaku_lite)"),
+        (["quantize=mxfp4", "hand_over=[comfyui]"],
+         "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino, onnx)"),
         (["quantize=svdquant_w4a16", "hand_over=[diffusers_nunchaku_lite]"], "hand_over is diffusers_nunchaku_lite, "
          "expected a target that holds int4 with inputs in high precision (comfyui, "),
         (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
@@ -52,9 +51,11 @@ def test_every_target_has_a_writer(name):
          "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
-         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),
+         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, diffusers_autoround, gguf, openvino, "
+         "onnx"),
         (["model=pixart", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds pixart "
-         "(comfyui, diffusers_modelopt, diffusers_torchao, diffusers_sdnq)"),
+         "(comfyui, diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_autoround, "
+         "diffusers_nunchaku_lite)"),
     ],
 )  # fmt: skip
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):

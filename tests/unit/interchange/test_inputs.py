@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sd_quant.interchange.comfyui import INT8
+from sd_quant.interchange.comfyui_marks import INT8
 from sd_quant.interchange.inputs import Affine, Rotated
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.rotation import rotated

@@ -36,6 +36,7 @@ CASES = [
     ("comfyui", "flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("comfyui", "pixart", "fp8", {"per_channel": False, "alpha": None}),
     ("comfyui", "pixart", "int8", PLAIN),
+    ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
     ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
     ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),
@@ -44,6 +45,8 @@ CASES = [
     ("diffusers_sdnq", "flux", "fp8", {"activation": None, "alpha": None, "per_channel": True}),
     ("diffusers_sdnq", "sd21", "int4", {"activation": None, "alpha": None, "rank": 0.1}),  # with convolutions in int8
     ("diffusers_sdnq", "sd3", "int8", {"alpha": None, "per_token": True}),  # whose inputs are fp16 here
+    ("diffusers_autoround", "sd21", "int4", {"activation": None, "alpha": None}),
+    ("diffusers_autoround", "flux", "int8", {"activation": None, "per_channel": False}),
     ("diffusers_torchao", "sd21", "int8", {}),
     ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),

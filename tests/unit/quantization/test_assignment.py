@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.interchange.comfyui import INT8
+from sd_quant.interchange.comfyui_marks import INT8
 from sd_quant.quantization.assignment import LayerAssignment
 from tests.layers import drawn
 

@@ -1,0 +1,361 @@
+"""diffusers with AutoRound, Intel's quantization library: integers of 2 to 8 bits in groups, for linears.
+
+    W = (codes - zero_point) * scale
+
+A linear [N, K] has ``X.qweight``, ``X.qzeros`` and ``X.scales`` [groups, N] instead of its weight. Codes and zero
+points are unsigned and lie in int32 words as one stream of bits, the lowest first; 32 of them take as many words as
+they have bits, so that both sides of a weight have to be multiples of 32.
+
+| ``packing_format``                    | qweight                | qzeros                 | a zero point is stored |
+|---------------------------------------|------------------------|------------------------|------------------------|
+| auto_round:auto_gptq                  | [K bits / 32, N]       | [groups, N bits / 32]  | minus one              |
+| auto_round, auto_round:gptqmodel      | the same               | the same               | as it is               |
+| auto_round:auto_awq                   | [K, N bits / 32]       | the same               | as it is               |
+
+The last has each eight numbers of a row in the order of ``AWQ_ORDER``. A symmetric weight has the zero point in the
+middle, 8 of 4 bits, which some kernels do not even read: so any other is refused, and with it a file whose zero points
+are of the other convention. Which layers are quantized, and how, the config alone says: those below
+``block_name_to_quantize``, and ``extra_config`` for others, by name or by a regular expression.
+
+INT4 is written in groups of 64 and INT8 with a scale for a row, symmetric, as auto_round:auto_gptq, which SGLang and
+vLLM-Omni read too. The facts are those of auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``
+and ``auto_round_extension/torch``).
+
+The roads not taken: shapes tell bits and groups as well, but AutoRound makes its layers of the config before it sees a
+file, so where they differ it opens something else; and its FP8, MXFP and NVFP layers, which are other libraries' files.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import write_json
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.schema import check_schema
+from sd_quant.files.tensors import LazyTensor, lazy
+from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.stored import (
+    CONFIG,
+    FILE,
+    FLOAT_SCALES,
+    LayerTensors,
+    by_diffusers,
+    by_layer,
+    quantization_config,
+    quantized_by,
+    stored_tensors,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized, scales_shape
+from sd_quant.knobs import BOUNDED, between
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
+
+FACTS = ForeignFormat(
+    "diffusers_autoround",
+    reads="a diffusers folder quantized with AutoRound",
+    consumer="diffusers with AutoRound",
+    tried=(*DIFFUSERS, "auto-round==0.16.1"),
+    formats={"int4": FP16, "int8": FP16},
+    loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
+    multiples={"int4": 32, "int8": 32},
+)
+METHOD, MAKER, PACKAGE = "auto-round", "AutoRound", "auto_round"
+GPTQ, AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
+PACKINGS = {  # by all names that AutoRound knows
+    GPTQ: GPTQ, "auto_round:gptq": GPTQ, "auto": GPTQ, "auto_round": "auto_round", "auto_round:gptqmodel": "auto_round",
+    AWQ: AWQ, "auto_round:awq": AWQ,
+}  # fmt: skip
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where each of eight numbers is stored
+PIECES = ("qweight", "qzeros", "scales")
+WORD = 32  # bits of a word, and numbers that fill whole words
+OTHER_WAYS = (  # entries that change what is computed, and are not read here
+    "rotation_config", "spinquant_config", "dynamic", "modules_in_block_to_quantize", "modules_to_not_convert",
+)  # fmt: skip
+BLOCKS = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")  # the first that is there
+PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*){1,200}\$?")  # the regular expressions that are read
+MOST_STARS = 4  # in one: the time to match it grows with their power
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer is stored; defaults are AutoRound's."""
+
+    bits: Annotated[int, between(1, 32)] = 4
+    group_size: Annotated[int, between(-1, 2**31)] = 128  # numbers of a row with one scale; -1: all
+    sym: bool = True
+    data_type: str = "int"
+    act_bits: int | None = None  # of inputs
+
+    @property
+    def quantizes(self) -> bool:
+        return self.bits <= 8
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32. No weight is read.
+
+    Raises ArtifactError or ConfigError for a damaged folder, a config that is none or does not fit the tensors, a way
+    that is not decoded here, and for any other denoiser than that of ``checkpoint``.
+    """
+    config = quantization_config(path) or {}
+    packing = PACKINGS.get(name) if isinstance(name := config.get("packing_format", GPTQ), str) else None
+    if packing is None:
+        raise ConfigError(
+            f"{path}: quantization_config.packing_format is {told(name)}, expected one of {', '.join(PACKINGS)}; "
+            "export integers of weights alone"
+        )
+    tensors = stored_tensors(path)
+    linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
+    found, others = by_layer(path, tensors, linears, PIECES)
+    schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.quantizes}
+    differ = [*(f"{name} only stored" for name in found if name not in schemes),
+              *(f"{name} only said" for name in schemes if name not in found)]  # fmt: skip
+    if differ:
+        raise ArtifactError(
+            f"{path}: config and weights quantize other layers ({len(differ)}: {listing(differ, 5)}); fetch both "
+            "again, together"
+        )
+    layers = {name: stored_layer(own, linears[name], schemes[name], packing) for name, own in found.items()}
+    version = config.get("autoround_version")
+    maker = f"{MAKER} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else MAKER
+    runtime = by_diffusers(path, checkpoint, PACKAGE, torch.float16)  # which refuses fp32
+    return whole(path, FACTS.name, maker, checkpoint, layers, tensors, others, runtime=runtime)
+
+
+# The config
+
+
+def schemes_of(
+    path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]], found: Mapping[str, LayerTensors]
+) -> Iterator[tuple[str, Scheme]]:
+    """Each linear that the config names, with how it is stored; without a list of blocks, those that are ``found``.
+
+    Raises ConfigError for an entry of another type, or one that is not decoded here.
+    """
+    if strange := [name for name in OTHER_WAYS if config.get(name)]:
+        raise ConfigError(
+            f"{path}: quantization_config has {listing(strange)}, not decoded here; export it without, and list layers "
+            "in extra_config"
+        )
+    usual, exceptions, blocks = (
+        scheme_of(path, config, Scheme()),
+        exceptions_of(path, config, linears),
+        blocks_of(path, config),
+    )
+    inside = [name for name in linears if (name in found if blocks is None else name.startswith(blocks))]
+    own: dict[str, object] = {name: given for name, given in exceptions.items() if name in linears}
+    for pattern, given in exceptions.items():
+        if pattern not in linears and given:
+            expression = re.compile(pattern)
+            matched = [name for name in inside if expression.search(name)]
+            own = dict.fromkeys(matched or [name for name in linears if expression.search(name)], given) | own
+    for name in dict.fromkeys([*inside, *own]):
+        yield name, scheme_of(path, own.get(name, {}), usual)
+
+
+def scheme_of(path: Path, given: object, usual: Scheme) -> Scheme:
+    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
+    known = asdict(usual)
+    entries = given if isinstance(given, Mapping) else {}
+    config = known | {name: entries[name] for name in known if entries.get(name) is not None}
+    try:
+        check_schema(Scheme, config, "quantization_config.")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; give a folder that AutoRound has saved") from error
+    return Scheme(**config)
+
+
+def exceptions_of(
+    path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, Mapping[str, object]]:
+    """``extra_config``: entries by names of layers, or by patterns. Raises ConfigError for anything else."""
+    found = config.get("extra_config") or {}
+    if not isinstance(found, Mapping) or not all(isinstance(entry, Mapping) for entry in found.values()):
+        raise ConfigError(
+            f"{path}: quantization_config.extra_config is {BOUNDED.repr(found)}, expected entries by layers' names; "
+            "give a folder that AutoRound has saved"
+        )
+    for name in found:
+        if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
+            raise ConfigError(
+                f"{path}: quantization_config names layers by the regular expression {name[:200]!r}, and only names, "
+                f". and up to {MOST_STARS} times .* are read here; save it with the layers' names"
+            )
+    return found
+
+
+def blocks_of(path: Path, config: Mapping[str, object]) -> tuple[str, ...] | None:
+    """The beginnings of the names of layers that are quantized unless ``extra_config`` says otherwise; None: not said.
+
+    Raises ConfigError for anything but text, a list of texts, or a list of such lists.
+    """
+    given = next((config[name] for name in BLOCKS if config.get(name) is not None), None)
+    if given is None:
+        return None
+    parts = given.split(",") if isinstance(given, str) else given
+    names = (
+        [name for part in parts for name in (part if isinstance(part, list) else [part])]
+        if isinstance(parts, list)
+        else [None]
+    )
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f"{path}: quantization_config names blocks by {BOUNDED.repr(given)}, expected names of modules; give a "
+            "folder that AutoRound has saved"
+        )
+    return tuple(names)
+
+
+# A layer
+
+
+def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, packing: str) -> QuantizedLayer:
+    """A linear with a weight of ``shape`` [N, K]. Raises ArtifactError or ConfigError for what does not fit it."""
+    (rows, columns), bits = shape, scheme.bits
+    group = columns if scheme.group_size == -1 else scheme.group_size
+    if scheme.data_type != "int" or (scheme.act_bits or 16) < 16 or bits == 1:
+        raise ConfigError(
+            f"{stored.path}: {stored.layer} has {bits} bits of {scheme.data_type[:100]!r} with inputs of "
+            f"{scheme.act_bits or 16}; expected int of 2 to 8 bits and inputs of 16, so export weights alone"
+        )
+    if group < 1 or columns % group or rows % WORD or columns % WORD:
+        raise ArtifactError(
+            f"{stored.path}: {stored.layer}, a weight {list(shape)}, has groups of {group}; expected a divisor of its "
+            f"{columns} inputs, and sides that are multiples of {WORD}"
+        )
+    groups, packed = columns // group, (columns, rows * bits // WORD)
+    words = packed if packing == AWQ else (columns * bits // WORD, rows)
+    for end, fitting in zip(PIECES, (words, (groups, packed[1]), (groups, rows)), strict=True):
+        stored.checked(end, [fitting], FLOAT_SCALES if end == "scales" else [torch.int32])
+    stored.refuse(["weight"], "two weights for one layer")
+    weight = stored.decoded(shape, partial(dequantized, stored, scheme, packing))
+    name = f"int{bits}" if scheme.sym else f"int{bits} with zero points"
+    return QuantizedLayer(name, f"1 for {group} numbers" if groups > 1 else "1 for a row", stored.size(), weight)
+
+
+def dequantized(stored: LayerTensors, scheme: Scheme, packing: str) -> Tensor:
+    """The weight [N, K], fp32. Raises ArtifactError for zero points that a symmetric weight does not have."""
+    words, zeros = (stored.tensors[end].read() for end in ("qweight", "qzeros"))
+    zero_point = unpacked(zeros.T, scheme.bits)
+    if packing == AWQ:
+        codes, zero_point = (in_order(each).T for each in (unpacked(words.T, scheme.bits), zero_point))
+    else:
+        codes, zero_point = unpacked(words, scheme.bits), zero_point.T
+    zero_point = zero_point.float() + (packing == GPTQ)
+    middle = 2 ** (scheme.bits - 1)
+    if scheme.sym and bool((zero_point != middle).any()):
+        wrong = zero_point[zero_point != middle][0].item()
+        raise ArtifactError(
+            f"{stored.path}: {stored.layer} is symmetric with {scheme.bits} bits and has the zero point {wrong:g}, "
+            f"expected {middle}, as {packing} stores it; export it again, or with sym=false"
+        )
+    groups = len(zero_point)
+    numbers = codes.unflatten(0, (groups, -1)).float() - zero_point[:, None]
+    return (numbers * stored.finite("scales").float()[:, None]).flatten(0, 1).T.contiguous()
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The numbers, uint8, of int32 words along the first axis."""
+    blocks = words.unflatten(0, (-1, bits)).long() & 2**WORD - 1
+    numbers = []
+    for first in range(0, WORD * bits, bits):
+        word, offset = divmod(first, WORD)
+        number = blocks[:, word] >> offset
+        if offset + bits > WORD:
+            number = number | blocks[:, word + 1] << WORD - offset
+        numbers.append((number & 2**bits - 1).to(torch.uint8))
+    return torch.stack(numbers, 1).flatten(0, 1)
+
+
+def in_order(numbers: Tensor) -> Tensor:
+    """Numbers that are stored as AWQ does along the first axis, in their own order."""
+    return numbers.unflatten(0, (-1, len(AWQ_ORDER)))[:, AWQ_ORDER].flatten(0, 1)
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    What is not quantized is fp16, scales too. Raises ResourceError when the disk is full.
+    """
+    layers = quantized(assignment)
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in high_precision(checkpoint, assignment).items():
+        layer = layers.get(name.removesuffix(".weight"))
+        tensors |= {name: tensor} if layer is None else tensors_of(checkpoint, layer)
+    target = folder / denoiser_part(checkpoint).component
+    write_safetensors(target / FILE, tensors)
+    config = json.loads((target / CONFIG).read_text())
+    write_json(target / CONFIG, config | {"quantization_config": config_of(layers, empty_denoiser(checkpoint))})
+    return folder
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+    """The tensors of a quantized linear by the names that they have in the file."""
+    (rows, columns), bits = flat_shape(layer), FORMATS[layer.format].bits
+    groups, middle = scales_shape(layer)[1], 2 ** (bits - 1)
+    zeros = packed(torch.full((rows, groups), middle - 1), bits).T.contiguous()  # auto_gptq's: minus one
+    return {
+        f"{layer.name}.qweight": lazy_piece(
+            checkpoint, layer, 0, (columns * bits // WORD, rows), torch.int32,
+            lambda codes: packed(codes.T.int() + middle, bits),
+        ),
+        f"{layer.name}.qzeros": lazy(zeros),
+        f"{layer.name}.scales": lazy_piece(
+            checkpoint, layer, 1, (groups, rows), torch.float16, lambda scales: scales.expand(rows, groups).T
+        ),
+    }  # fmt: skip
+
+
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """``unpacked`` backwards, of numbers of a width that divides a word."""
+    places = torch.arange(0, WORD, bits).view(-1, *(1 for _ in numbers.shape[1:]))
+    words = (numbers.long().unflatten(0, (-1, WORD // bits)) << places).sum(1)
+    return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)
+
+
+def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
+    """The ``quantization_config`` of a ``denoiser`` with these quantized layers."""
+    schemes = {name: (FORMATS[layer.format].bits, FORMATS[layer.format].block or -1) for name, layer in layers.items()}
+    (bits, group), _ = Counter(schemes.values()).most_common(1)[0]
+    blocks = tuple(dict.fromkeys(name.partition(".")[0] for name in layers))
+    others = [
+        name
+        for name, module in denoiser.named_modules()
+        if isinstance(module, nn.Linear) and name not in layers and name.startswith(blocks)
+    ]
+    exceptions = {name: {"bits": 16} for name in others} | {
+        name: {"bits": own, "group_size": size} for name, (own, size) in schemes.items() if (own, size) != (bits, group)
+    }
+    return {
+        "quant_method": METHOD,
+        "packing_format": GPTQ,
+        "bits": bits,
+        "group_size": group,
+        "sym": True,
+        "data_type": "int",
+        "block_name_to_quantize": ",".join(blocks),
+        "extra_config": exceptions,
+    }

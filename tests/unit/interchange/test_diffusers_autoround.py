@@ -1,0 +1,269 @@
+"""AutoRound's folders: codes and zero points by hand, and bit for bit what its own layers pack and compute."""
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import lazy
+from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, packed, read, stored_layer
+from sd_quant.interchange.stored import LayerTensors
+
+from .conftest import recipe_of
+
+READER = "diffusers_autoround"
+FILE = "diffusion_pytorch_model.safetensors"
+ALONE = {"activation": None, "alpha": None, "smoothing": "none"}
+
+
+def layer_of(tensors, shape, scheme, packing):
+    return stored_layer(LayerTensors(Path("x"), "a", {k: lazy(v) for k, v in tensors.items()}), shape, scheme, packing)
+
+
+def by_hand(zeros: int, codes: int = 0x76543210) -> dict[str, torch.Tensor]:
+    """A weight [32, 32] of which every eight inputs have the codes 0 to 7."""
+    word = torch.tensor([zeros & 0xFFFFFFFF]).view(torch.int64)
+    return {
+        "qweight": torch.full((4, 32), codes, dtype=torch.int32), "scales": torch.full((1, 32), 0.5).half(),
+        "qzeros": torch.where(word < 2**31, word, word - 2**32).int().expand(1, 4).contiguous(),
+    }  # fmt: skip
+
+
+def test_the_first_of_eight_codes_along_the_inputs_is_the_lowest():
+    """A reader that takes the highest first, or numbers along outputs, gets other rows."""
+    weight = layer_of(by_hand(0x77777777), (32, 32), Scheme(4, 32), GPTQ).weight.read()
+    assert torch.equal(weight, (torch.arange(32) % 8 - 8.0).expand(32, 32) / 2)
+
+
+@pytest.mark.parametrize("packing, zeros", [(GPTQ, 0x77777777), ("auto_round", 0x88888888), (AWQ, 0x88888888)])
+def test_a_zero_point_of_the_other_convention_is_refused(packing, zeros):
+    """It would move every weight by a whole step."""
+    shape = (32, 32)
+
+    def weight(word: int, sym: bool) -> torch.Tensor:
+        tensors = by_hand(word)
+        if packing == AWQ:
+            tensors["qweight"] = tensors["qweight"].T.contiguous()
+        return layer_of(tensors, shape, Scheme(4, 32, sym), packing).weight.read()
+
+    assert torch.equal(weight(zeros, True), weight(zeros, False)) and weight(zeros, True).min() == -4
+    with pytest.raises(ArtifactError, match="has the zero point [79], expected 8"):
+        weight(0x77777777 if packing != GPTQ else 0x88888888, True)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_backwards(bits):
+    numbers = torch.arange(64 * 3).view(64, 3) * 37 % 2**bits
+    tensors = {
+        "qweight": packed(numbers, bits), "scales": torch.ones(1, 32).half(),
+        "qzeros": torch.zeros(1, bits, dtype=torch.int32),
+    }  # fmt: skip
+    tensors["qweight"] = tensors["qweight"].repeat(1, 11)[:, :32].contiguous()
+    weight = layer_of(tensors, (32, 64), Scheme(bits, -1, False), "auto_round").weight.read()
+    assert torch.equal(weight[:3], numbers.T.float())
+
+
+@pytest.mark.parametrize(
+    "change, scheme, words",
+    [
+        ({"qweight": torch.zeros(32, 4, dtype=torch.int32)}, Scheme(4, 32), "qweight.*expected .4, 32. in int32"),
+        ({"qweight": torch.zeros(4, 32)}, Scheme(4, 32), "qweight.*float32.*expected"),
+        ({"scales": torch.ones(2, 32).half()}, Scheme(4, 32), "scales"),
+        ({"scales": torch.ones(1, 32, dtype=torch.int8)}, Scheme(4, 32), "scales"),
+        ({"qzeros": torch.zeros(1, 8, dtype=torch.int32)}, Scheme(4, 32), "qzeros"),
+        ({"weight": torch.zeros(32, 32)}, Scheme(4, 32), "two weights"),
+        ({}, Scheme(8, 32), "qweight"),
+        ({}, Scheme(4, 24), "groups of 24"),
+        ({}, Scheme(4, 0), "groups of 0"),
+        ({}, Scheme(4, 64), "groups of 64"),
+        ({}, Scheme(4, 32, data_type="mx_fp"), "mx_fp"),
+        ({}, Scheme(4, 32, act_bits=8), "inputs of 8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, scheme, words):
+    with pytest.raises((ArtifactError, ConfigError), match=words):
+        layer_of(by_hand(0x77777777) | change, (32, 32), scheme, GPTQ)
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory):
+    """A tiny Flux in INT4, with a layer that is left out, in one folder."""
+    case, folder = tiny("flux"), tmp_path_factory.mktemp("autoround")
+    assignment = case.assignment(recipe_of("int4", **ALONE), READER)
+    return case, assignment, case.written(assignment, READER, folder) / case.component
+
+
+def with_config(source: Path, folder: Path, **entries) -> Path:
+    save_file(load_file(source / FILE), folder / FILE)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] |= entries
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "entries, words",
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "packing_format is auto_round:llm_compressor"),
+        ({"packing_format": ["auto_round"]}, "packing_format is a list"),
+        ({"packing_format": AWQ}, "qweight"),
+        ({"bits": "4"}, "bits"),
+        ({"bits": 8}, "qweight"),
+        ({"group_size": 32}, "qzeros|scales"),
+        ({"group_size": -2}, "group_size"),
+        ({"rotation_config": {"block_size": 32}}, "rotation_config, not decoded here"),
+        ({"extra_config": ["x"]}, "extra_config"),
+        ({"extra_config": {"x": 16}}, "extra_config"),
+        ({"extra_config": {"(a+)+$": {"bits": 16}}}, "regular expression"),
+        ({"extra_config": {".*" * 30: {"bits": 16}}}, "regular expression"),
+        ({"extra_config": {".*attn.*": {"bits": 16}}}, "quantize other layers"),
+        ({"extra_config": {}}, "quantize other layers.*only said"),
+        ({"block_name_to_quantize": 3}, "names blocks"),
+        ({"block_name_to_quantize": "nothing"}, "quantize other layers.*only stored"),
+    ],
+)
+def test_a_config_that_says_something_else_is_refused(exported, tmp_path, entries, words):
+    case, _, folder = exported
+    with pytest.raises((ArtifactError, ConfigError), match=words):
+        read(with_config(folder, tmp_path, **entries), case.checkpoint)
+
+
+@pytest.mark.slow
+def test_blocks_and_patterns_name_layers_as_autoround_reads_them(exported, tmp_path):
+    case, assignment, folder = exported
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    left = set(config["extra_config"])
+    expected = {row.name for row in assignment.values() if row.format}
+    assert expected and left and not expected & left
+    for entries in (
+        {},
+        {"block_name_to_quantize": config["block_name_to_quantize"].split(",")},
+        {"block_name_to_quantize": None},
+        {"block_name_to_quantize": "nothing", "extra_config": dict.fromkeys(expected, {"bits": 4})},
+        {"extra_config": {name.replace(".", r"\.") + "$": {"bits": 16} for name in left}},
+        {"bits": 8, "extra_config": dict.fromkeys(left, {"bits": 16}) | {".*": {"bits": 4}}},
+    ):
+        found = read(with_config(folder, tmp_path, **entries), case.checkpoint)
+        assert found.layers.keys() == expected and found.maker == "AutoRound"
+
+
+# AutoRound's own code
+
+
+@pytest.fixture(scope="module")
+def autoround():
+    """It imports datasets, for calibration alone."""
+    pytest.importorskip("accelerate")
+    with pytest.MonkeyPatch.context() as patch:
+        if "datasets" not in sys.modules:
+            patch.setitem(sys.modules, "datasets", MagicMock())
+        yield pytest.importorskip("auto_round")
+
+
+@torch.no_grad()
+def packed_by_them(packing: str, linear: torch.nn.Linear, scheme: Scheme):
+    """Its layer of a linear, asymmetric or not, with fp32 scales: fp16's would round what it computes in fp16."""
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    rows, columns = linear.weight.shape
+    size = columns if scheme.group_size == -1 else scheme.group_size
+    groups = linear.weight.unflatten(1, (-1, size))
+    middle = 2 ** (scheme.bits - 1)
+    scales = (groups.abs().amax(-1) / middle).half()
+    zeros = middle if scheme.sym else torch.arange(rows * (columns // size)).view(rows, -1) % (2**scheme.bits - 1) + 1
+    if packing == AWQ:
+        turned = zeros if scheme.sym else zeros.T.contiguous()
+        return WQLinear_GEMM.from_linear(
+            linear, scheme.bits, scheme.group_size, scales=scales.T.contiguous(), zeros=turned, device="cpu"
+        )
+    kind = {GPTQ: qlinear_torch_zp, "auto_round": qlinear_torch}[packing].QuantLinear
+    layer = kind(scheme.bits, scheme.group_size, columns, rows, linear.bias is not None)
+    layer.device = "cpu"
+    layer.pack(linear, scales, zeros, device="cpu")
+    return layer
+
+
+@pytest.mark.consumer
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("packing", [GPTQ, "auto_round", AWQ])
+@torch.no_grad()
+def test_weights_are_those_of_its_layers(autoround, packing, bits, sym):
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+
+    if packing == AWQ and bits not in (4, 5, 6, 7):
+        pytest.skip("AWQ has no such bits")
+    for group in (32, 96, -1):
+        torch.manual_seed(bits)
+        scheme = Scheme(bits, group, sym)
+        theirs = packed_by_them(packing, torch.nn.Linear(96, 64, bias=False), scheme)
+        tensors = {end: tensor for end, tensor in theirs.state_dict().items() if end in PIECES}
+        found = layer_of(tensors, (64, 96), scheme, packing).weight.read()
+        if packing == AWQ:
+            size = 96 if group == -1 else group
+            expected = dequantize_gemm(theirs.qweight, theirs.qzeros, theirs.scales.float(), bits, size).T
+        else:
+            theirs.scales = theirs.scales.float()
+            expected = theirs(torch.eye(96)).T
+        assert torch.equal(found, expected)
+
+
+def in_fp32(network: torch.nn.Module) -> torch.nn.Module:
+    """Its layers with scales in fp32, because it opens a network in fp16 or bfloat16 alone and rounds weights to it."""
+    for tensor in (*network.buffers(), *network.parameters()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return network
+
+
+@pytest.mark.consumer
+@pytest.mark.parametrize("family, fmt", [("flux", "int4"), ("sd21", "int8")])
+@torch.no_grad()
+def test_diffusers_opens_what_is_written(autoround, tiny, tmp_path, family, fmt):
+    """Codes, scales and zero points are in its own layers, and it computes what our reader reads."""
+    case = tiny(family)
+    assignment = case.assignment(recipe_of(fmt, **ALONE), READER)
+    folder = case.written(assignment, READER, tmp_path)
+    candidate = case.read(folder, READER)
+    theirs, ours = case.loaded(folder, torch.float16), case.network(candidate)
+    layers = {name for name, row in assignment.items() if row.format}
+    assert layers == {name for name, module in theirs.named_modules() if hasattr(module, "qweight")} and layers
+    scales = {name: theirs.get_submodule(name).scales.float() for name in layers}
+    brain = case.loaded(folder, torch.bfloat16)  # scales are cast to what is asked for
+    assert any(not torch.equal(brain.get_submodule(name).scales.float(), scales[name]) for name in layers)
+    assert max(case.error_of_layers(ours, in_fp32(theirs), candidate).values()) < 1e-5
+    assert case.error(ours, case.denoiser()) > 1e-3
+    assert candidate.runtime().dtype == torch.float16
+
+
+@pytest.mark.consumer
+@torch.no_grad()
+def test_diffusers_opens_its_own_asymmetric_layers_alike(autoround, exported, tmp_path):
+    """With zero points as they are, of a layer in 2 bits with a scale for a row besides."""
+    case, _, folder = exported
+    weights, config = case.denoiser().state_dict(), json.loads((folder / "config.json").read_text())
+    names = sorted(name.removesuffix(".qweight") for name in load_file(folder / FILE) if name.endswith(".qweight"))
+    for name in names:
+        linear = case.denoiser().get_submodule(name)
+        scheme = Scheme(2, -1, False) if name == names[0] else Scheme(4, 64, False)
+        layer = packed_by_them("auto_round", linear, scheme)
+        del weights[f"{name}.weight"]
+        weights |= {f"{name}.{end}": tensor for end, tensor in layer.state_dict().items() if end in PIECES}
+    quantization = config["quantization_config"]
+    quantization |= {"packing_format": "auto_round", "sym": False, "autoround_version": "0.16.1"}
+    quantization["extra_config"][names[0]] = {"bits": 2, "group_size": -1}
+    save_file(weights, tmp_path / FILE)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    candidate = case.read(tmp_path, READER)
+    assert candidate.maker == "AutoRound 0.16.1"
+    assert {layer.format for layer in candidate.layers.values()} == {"int2 with zero points", "int4 with zero points"}
+    theirs, ours = in_fp32(candidate.runtime()), case.network(candidate)
+    assert max(case.error_of_layers(ours, theirs, candidate).values()) < 1e-3  # a bias in fp16
