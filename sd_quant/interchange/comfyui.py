@@ -94,7 +94,7 @@ FACTS = ForeignFormat(
                     "Where images are noise, add the node ModelSamplingDiscrete with v_prediction: ComfyUI guesses "
                     "what the model predicts by the spread of a norm's bias, which smoothing=folded changes.",
                 ),
-                ("sd3", "transformer", "TripleCLIPLoader"),
+                ("sd3", "transformer", "TripleCLIPLoader, or DualCLIPLoader, type sd3, where it has no T5,"),
                 ("flux", "transformer", "DualCLIPLoader, type flux,"),
                 ("pixart", "transformer", "Load CLIP, type pixart,"),
             )

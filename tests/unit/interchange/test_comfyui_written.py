@@ -136,6 +136,7 @@ def test_comfyui_tells_the_model_and_finds_the_marks(tiny, tmp_path, family):
     assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_a_tensor_of_three_has_one_scale_where_the_format_has_one(tiny, tmp_path, family):
     case, assignment, _, state, _ = written(tiny, tmp_path, family, "fp8", {"per_channel": False, "alpha": None})
@@ -149,6 +150,7 @@ def test_a_tensor_of_three_has_one_scale_where_the_format_has_one(tiny, tmp_path
     assert state[f"{name}.weight_scale"].item() == pytest.approx(largest / 448, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
     case = tiny("sdxl")
     assignment = case.assignment(recipe_of("int8", **PLAIN), "comfyui")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,17 @@ def test_layers_and_attentions_that_are_lost_are_counted_by_their_reason():
     assert found == {
         "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
     }  # fmt: skip
+
+
+def test_ranges_that_a_tensor_of_several_layers_widens_are_counted():
+    known = ("pos_embed.proj", "transformer_blocks.0.attn.add_q_proj")
+    rows = {name: LayerAssignment(name, "linear", (4, 4), reason="kept") for name in known}
+    for name, amax in zip((f"transformer_blocks.0.attn.to_{each}" for each in "qkv"), (1.0, 3.0, 2.0), strict=True):
+        one = row(name, 4, 4, weight_axis=None, weight_amax=torch.tensor([amax]))
+        rows[name] = replace(one, format="fp8", activation_format="fp8")
+    (words,) = hand_over.widened(rows, adapted(rows, TARGETS["comfyui"]))
+    assert words.startswith("the ranges of 2 layers: query, key and value are one tensor")
+    assert hand_over.widened(rows, rows) == []
 
 
 def test_no_consumer_but_a_graph_pads_text():
