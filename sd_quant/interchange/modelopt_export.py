@@ -304,16 +304,16 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized linear by the ends of their names."""
     rows, columns = flat_shape(layer)
-    tensors: dict[str, Readable] = {}
+    few = torch.zeros(1, BLOCK)  # of the scales of blocks, the last is the one that they have in common
+    of_weight = layer.rounded[-1] if layer.rounded is not None else layer.weight_scales(few)[-1]
+    of_inputs = lazy(layer.activation_scales(few)[-1].reshape(()).float())
+    common = lazy(of_weight.reshape(()).float())
     if layer.format == "fp8":
-        tensors["weight"] = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
-        tensors["weight_scale"] = lazy_piece(checkpoint, layer, 1, (), torch.float32)
-    else:
-        tensors["weight"] = lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, pack_nibbles)
-        tensors["weight_scale"] = lazy_piece(checkpoint, layer, 1, (rows, columns // BLOCK), torch.float8_e4m3fn)
-        tensors["weight_scale_2"] = lazy_piece(checkpoint, layer, 2, (), torch.float32)
-    scale = layer.activation_scales(torch.zeros(1, BLOCK))[-1]  # of blocks, the one that they have in common
-    return tensors | {"input_scale": lazy(scale.reshape(()).float())}
+        weight = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
+        return {"weight": weight, "weight_scale": common, "input_scale": of_inputs}
+    weight = lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, pack_nibbles)
+    scale = lazy_piece(checkpoint, layer, 1, (rows, columns // BLOCK), torch.float8_e4m3fn)
+    return {"weight": weight, "weight_scale": scale, "weight_scale_2": common, "input_scale": of_inputs}
 
 
 def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -> dict[str, Any]:
