@@ -30,7 +30,7 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
-    "diffusers_bitsandbytes", "diffusers_quanto", "diffusers_bfl",
+    "diffusers_bitsandbytes", "diffusers_quanto", "diffusers_bfl", "vllm_int8",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
@@ -48,6 +48,7 @@ class ForeignFormat:
     package: str | None = None  # which reads and writes the files, unless it is always there; an extra's name too
     consumer: str = ""  # the tool that opens what is written
     tried: tuple[str, ...] = ()  # the packages with which a test opened it
+    source_read: tuple[str, ...] = ()  # where none did: the consumer's versions that the writer follows
     formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
     # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
     # class, and {absent} for the components that are missing; or the steps that a person takes
@@ -63,6 +64,7 @@ class ForeignFormat:
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
     multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
+    layers: tuple[str, ...] = ()  # patterns of the layers that the consumer quantizes; none: it may quantize any
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all

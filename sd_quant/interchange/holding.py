@@ -7,6 +7,7 @@ some would lose their branch; the message names a recipe that fits.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
@@ -85,6 +86,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
+    if target.layers and not any(fnmatchcase(layer.name, pattern) for pattern in target.layers):
+        return f"{target.consumer} quantizes no other layers than {' and '.join(target.layers)}"
     for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
         if name is not None and (reason := target.refuses(where, name)):
             return reason

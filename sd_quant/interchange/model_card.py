@@ -33,7 +33,9 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        f"Tried with {', '.join(target.tried)}.",
+        f"Tried with {', '.join(target.tried)}."
+        if target.tried
+        else f"Nobody has opened it yet: it follows the source of {' and '.join(target.source_read)}.",
         "",
         "## What it computes, against full precision",
         "",

@@ -48,9 +48,9 @@ def test_every_target_has_a_writer(name):
          "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
-         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),
+         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx, vllm_int8)"),
         (["model=flux", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds flux "
-         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq)"),
+         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_bfl, vllm_int8)"),
     ],
 )  # fmt: skip
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):

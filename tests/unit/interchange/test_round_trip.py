@@ -45,6 +45,8 @@ CASES = [
     ("diffusers_bfl", "sd21", "fp8", PER_ROW_FP8),
     ("diffusers_bfl", "sdxl", "nvfp4", PLAIN),
     ("diffusers_bfl", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
+    ("vllm_int8", "flux", "int8", PLAIN | {"per_token": True}),
+    ("vllm_int8", "flux", "int8", {"per_channel": False}),  # smoothed, where that is folded
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
 ]
