@@ -30,7 +30,8 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
-    "onnx", "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "diffusers_bitsandbytes", "diffusers_quanto",
+    "onnx", "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "vllm_int8", "diffusers_bitsandbytes",
+    "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
@@ -80,6 +81,7 @@ class ForeignFormat:
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it
     multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
+    layers: tuple[str, ...] = ()  # patterns of the layers that the consumer quantizes; none: it may quantize any
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
     joined: bool = False  # whether layers that the model's authors store as one tensor are one there
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs

@@ -105,6 +105,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
+    if target.layers and not any(fnmatchcase(layer.name, pattern) for pattern in target.layers):
+        return f"{target.consumer} quantizes no other layers than {' and '.join(target.layers)}"
     for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
         if name is not None and (reason := target.refuses(where, name)):
             return reason

@@ -33,11 +33,13 @@ def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, La
     quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
     if len(formats := set(quantized.values())) > 1 and not server.mixed:
         return f"it loads one format, and this has {' and '.join(sorted(formats))}"
-    patterns = [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]
-    if plain := [name for name in quantized if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+    found: dict[str, str] = {}
+    for pattern in [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]:
+        found |= {name: pattern for name in quantized if fnmatchcase(name, pattern)}
+    if found:
         return (
-            f"it loads {len(plain)} of the quantized layers as if they were not ({listing(plain, 2)}); "
-            f"quantize.exclude with {' and '.join(patterns)} keeps them in fp16"
+            f"on one GPU it takes {len(found)} quantized layers for unquantized ({listing(list(found), 2)}); "
+            f"quantize.exclude with {' and '.join(dict.fromkeys(found.values()))} keeps them in fp16"
         )
     return None
 

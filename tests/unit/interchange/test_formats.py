@@ -52,7 +52,7 @@ def test_every_target_has_a_writer(name):
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
          "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, diffusers_autoround, gguf, openvino, "
-         "onnx"),
+         "onnx, vllm_int8)"),
         (["model=pixart", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds pixart "
          "(comfyui, diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_autoround, "
          "diffusers_nunchaku_lite)"),

@@ -60,6 +60,8 @@ CASES = [
     ("diffusers_nunchaku_lite", "flux", "int4", {"rank": 0.1}),
     ("diffusers_nunchaku_lite", "sd21", "int4", {"rank": 0.1, "smoothing": "modelopt"}),
     ("diffusers_nunchaku_lite", "flux", "nvfp4", {"rank": 0.1}),
+    ("vllm_int8", "flux", "int8", PLAIN | {"per_token": True}),
+    ("vllm_int8", "flux", "int8", {"per_channel": False}),  # smoothed, where that is folded
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("gguf", "sd15", "int8", {"activation": None, **PLAIN}),

@@ -1,0 +1,154 @@
+"""vLLM-Omni's ``int8``: a pipeline's folder whose denoiser has INT8 linears, with inputs scaled by row as it runs.
+
+``config.json`` has ``{"quant_method": "int8", "is_checkpoint_int8_serialized": true, "activation_scheme": "dynamic",
+"ignored_layers": [...]}`` and nothing else, because these are arguments of a class. A linear has ``X.weight`` int8
+[out, in] and ``X.weight_scale`` fp32 [out, 1], which multiplies; inputs are the largest magnitude of a row over 127.
+There is no place for a static scale, a pre_quant_scale or a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose
+source was read and which no processor runs (``quantization/int8_config.py``, ``models/flux/flux_transformer.py``):
+
+- ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
+  key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
+- A tensor without a place raises, so no other linear than those the server quantizes may have codes: of Flux those of
+  the single blocks. The others are not quantized, whatever the config says (vllm-omni #2728).
+- A stacked linear gets the scales of its first three rows, one each for all rows of query, key and value
+  (``convert_to_channelwise``, written for one scale a part). So these stay in high precision, and ``proj_mlp`` and
+  ``proj_out`` are left.
+
+The road not taken is one scale for query, key and value together, which would survive that: it is another weight.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files import write_json
+from sd_quant.files.checks import listing
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import LazyTensor
+from sd_quant.interchange import PER_ROW, ForeignFormat, Server
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.inputs import RowInteger
+from sd_quant.interchange.stored import (
+    CONFIG,
+    FILE,
+    LayerTensors,
+    Shape,
+    by_layer,
+    quantization_config,
+    quantized_by,
+    shown,
+    stored_tensors,
+    weight_shapes,
+    whole,
+)
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+
+FACTS = ForeignFormat(
+    "vllm_int8",
+    reads="a pipeline's folder in vLLM-Omni's int8",
+    consumer="vLLM-Omni",
+    formats={"int8": PER_ROW},
+    servers={
+        "vLLM-Omni": Server(
+            "0.30.0",
+            "vllm serve {folder} --omni",  # without --quantization: the config says what it is
+            gpus={"int8": "SM80 or newer"},
+            pipelines=frozenset({"FluxPipeline"}),
+        )
+    },
+    layers=("single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out"),
+    families=frozenset({"flux"}),
+)
+METHOD, SCALE, IGNORED = "int8", "weight_scale", "ignored_layers"
+WRITTEN = {"quant_method": METHOD, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
+STACKED = {  # what the server makes of linears, by the ends of their names
+    **dict.fromkeys(("to_q", "to_k", "to_v"), "to_qkv"),
+    **dict.fromkeys(("add_q_proj", "add_k_proj", "add_v_proj"), "add_kv_proj"),
+}
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+
+    Raises ArtifactError for a config that vLLM-Omni does not take, a layer that is quantized and ignored, and anything
+    that is not the whole denoiser.
+    """
+    ignored = ignored_in(path, quantization_config(path) or {})
+    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    found, others = by_layer(path, tensors, shapes, (SCALE,))
+    if both := [name for name in found if name in ignored]:
+        raise ArtifactError(
+            f"{path} has a scale for {len(both)} layers that its config ignores ({listing(both, 3)}), which vLLM-Omni "
+            "cannot place; make the folder again"
+        )
+    layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}
+    return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
+
+
+def ignored_in(path: Path, config: Mapping[str, object]) -> frozenset[str]:
+    """The names in ``ignored_layers``. Raises ArtifactError unless the config is one of a stored, dynamic INT8."""
+    if differing := [key for key, value in WRITTEN.items() if config.get(key) != value]:
+        raise ArtifactError(
+            f"{path}: its config lacks {', '.join(f'{key} {WRITTEN[key]}' for key in differing)}, expected of INT8 "
+            "that vLLM-Omni reads from a file; make the folder again"
+        )
+    names = config.get(IGNORED, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ArtifactError(f"{path}: {IGNORED} in its config is no list of names; make the folder again")
+    if unknown := [key for key in config if key not in (*WRITTEN, IGNORED)]:
+        raise ArtifactError(
+            f"{path}: its config has {listing(unknown, 3)}, which vLLM-Omni's int8 does not take; make the folder again"
+        )
+    return frozenset(names)
+
+
+def stored_layer(own: LayerTensors, shape: Shape) -> QuantizedLayer:
+    """A linear. Raises ArtifactError unless its tensors are those of INT8 with a scale for each row."""
+    if len(shape) != 2:
+        raise ArtifactError(
+            f"{own.path} has a scale for {shown(own.layer)}, which is no linear; vLLM-Omni quantizes linears only, so "
+            "make the folder again"
+        )
+    codes = own.checked("weight", [shape], [torch.int8])
+    scale = own.checked(SCALE, [(shape[0], 1)], [torch.float32])
+    weight = own.decoded(shape, lambda: codes.read().float() * scale.read())
+    return QuantizedLayer("int8", "1 for a row", own.size(), weight, RowInteger())
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
+    """
+    layers = quantized(assignment)
+    tensors: dict[str, LazyTensor] = high_precision(checkpoint, assignment)
+    for layer in layers.values():
+        shape = flat_shape(layer)
+        per_output = (shape[0], 1)
+        tensors[f"{layer.name}.weight"] = lazy_piece(checkpoint, layer, 0, shape, torch.int8)
+        tensors[f"{layer.name}.{SCALE}"] = lazy_piece(
+            checkpoint, layer, 1, per_output, torch.float32, lambda scale, shape=per_output: scale.expand(shape)
+        )
+    target = folder / denoiser_part(checkpoint).component
+    write_safetensors(target / FILE, tensors)
+    ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
+    config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
+    write_json(target / CONFIG, json.loads((target / CONFIG).read_text()) | {"quantization_config": config})
+    return folder
+
+
+def stacked(name: str) -> str:
+    """The name of the linear that the server makes of the linear ``name`` and others, or ``name``."""
+    owner, _, last = name.rpartition(".")
+    return f"{owner}.{STACKED[last]}" if last in STACKED else name
