@@ -54,7 +54,7 @@ mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutati
 processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
 	$(PYTHON) benchmarks/processors.py
 
-hand-over-check: $(VENV)/.sd-quant-test ## Hand a result over to optimum-intel and optimum-onnx, each in an environment of its own (2 GB)
+hand-over-check: $(VENV)/.sd-quant-test ## Hand results over to optimum-intel, OpenVINO GenAI and optimum-onnx, each in an environment of its own (2 GB)
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.hand_over.check
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)

@@ -22,6 +22,7 @@ from sd_quant.metrics.fidelity import psnr
 from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.stages.hand_over import absent
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a red apple"]
@@ -93,7 +94,7 @@ def in_torch(
 
     if pads and checkpoint.family.PADDED:
         networks[part.component].register_forward_pre_hook(pad, with_kwargs=True)
-    pipe = DiffusionPipeline.from_pretrained(folder, **networks)
+    pipe = DiffusionPipeline.from_pretrained(folder, **networks, **dict.fromkeys(absent(checkpoint)))
     pipe.set_progress_bar_config(disable=True)
     noise = torch.from_numpy(latents)
     packed = pipe._pack_latents(noise, *noise.shape) if hasattr(pipe, "_pack_latents") else noise
