@@ -271,7 +271,7 @@ class Quantized:
 
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``, ``gguf``,
-                ``openvino`` or ``onnx``.
+                ``openvino``, ``onnx``, ``diffusers_nunchaku_lite`` or ``nunchaku``.
             folder: a new one, or an empty one.
             prompts: one or more texts; the README then says how far images of what the tool computes are from full
                 precision. None: no images are made.

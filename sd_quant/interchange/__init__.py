@@ -31,7 +31,7 @@ from sd_quant.quantization import formats
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf", "openvino", "onnx",
     "diffusers_bitsandbytes", "diffusers_quanto",
-    "diffusers_nunchaku_lite",
+    "diffusers_nunchaku_lite", "nunchaku",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
@@ -67,6 +67,8 @@ class ForeignFormat:
     block: int = 1  # a weight's inputs are a multiple of it
     sides: int = 1  # both sides of a weight are a multiple of it
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ends of names that a format cannot hold
+    only: tuple[str, ...] = ()  # patterns of the names of the layers that are held, every one of them; (): any
+    fused: tuple[tuple[str, ...], ...] = ()  # ends of names of layers that the consumer computes as one
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder

@@ -5,8 +5,11 @@ some would lose their branch; the message names a recipe that fits.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
@@ -37,7 +40,39 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
             f"{branches} layers have a low-rank branch, which {target.name} cannot hold; hand over a run with "
             "quantize.rank=0"
         )
+    check_only(rows, target)
+    check_fused(rows, target)
     return rows
+
+
+def check_only(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:
+    """Raises ConfigError when a layer is in high precision that the target holds quantized alone."""
+    if left := [row for name, row in rows.items() if row.format is None and of_those(name, target.only)]:
+        raise ConfigError(
+            f"{target.name} computes these layers quantized alone, and {len(left)} are not, such as {left[0].name} "
+            f"({left[0].reason}); hand over a run that quantizes all of {', '.join(target.only)}"
+        )
+
+
+def check_fused(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:
+    """Raises ConfigError when layers that the target computes as one have inputs smoothed by different vectors."""
+    for first, *others in target.fused:
+        for name in (name for name in rows if name.endswith(f".{first}")):
+            head = name.removesuffix(first)
+            mine, *theirs = (multiplied(rows[f"{head}{each}"]) for each in (first, *others) if f"{head}{each}" in rows)
+            if any((each is None) != (mine is None) or (each is not None and not each.equal(mine)) for each in theirs):
+                raise ConfigError(
+                    f"{target.name} computes {name} and {', '.join(others)} as one layer with one smoothing of its "
+                    "inputs, and the run smooths each; hand over a run with smoothing=folded or none"
+                )
+
+
+def multiplied(layer: LayerAssignment) -> Tensor | None:
+    return layer.pre_quant_scale if layer.multiplies else None
+
+
+def of_those(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
@@ -88,6 +123,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
         if name is not None and (reason := target.refuses(where, name)):
             return reason
+    if target.only and not of_those(layer.name, target.only):
+        return f"{target.name} leaves such layers in high precision"
     if len(layer.weight_shape) > 2 and fmt not in target.convolutions:
         return f"{target.name} holds no convolutions in {fmt}"
     if layer.weight_shape[1] % target.block:

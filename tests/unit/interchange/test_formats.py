@@ -42,18 +42,18 @@ def test_every_target_has_a_writer(name):
     [
         (["quantize=svdquant_w4a4", "hand_over=[comfyui]"],
          "hand_over is comfyui, expected a target that holds weights in int4 (diffusers_sdnq, gguf, openvino, onnx, "
-         "diffusers_nunchaku_lite)"),
+         "diffusers_nunchaku_lite, nunchaku)"),
         (["quantize=svdquant_w4a16", "hand_over=[diffusers_nunchaku_lite]"], "hand_over is diffusers_nunchaku_lite, "
          "expected a target that holds int4 with inputs in high precision (comfyui, "),
         (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
-         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite)"),
+         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite, nunchaku)"),
         (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "
          "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
          "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
          "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, gguf, openvino, onnx)"),
         (["model=flux", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds flux "
-         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_nunchaku_lite)"),
+         "(diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_nunchaku_lite, nunchaku)"),
     ],
 )  # fmt: skip
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):
