@@ -168,6 +168,15 @@ def sdxl(folder: Path) -> None:
     write(pipeline, folder)
 
 
+def sdxl_wide(folder: Path) -> None:
+    """``sdxl`` with 128 channels in its attentions, of which nunchaku's tiles are."""
+    sdxl(folder)
+    config = diffusers.UNet2DConditionModel.load_config(folder / "unet")
+    wide = diffusers.UNet2DConditionModel.from_config(config, block_out_channels=[64, 128])
+    redraw(wide)
+    wide.save_pretrained(folder / "unet")
+
+
 def sd3(folder: Path) -> None:
     denoiser = diffusers.SD3Transformer2DModel(
         sample_size=16, in_channels=16, out_channels=16, num_layers=2, caption_projection_dim=128,
@@ -241,3 +250,4 @@ VARIANTS: dict[str, Callable[[Path], None]] = {  # by the family's name and what
     "flux_schnell": flux_schnell,
     "pixart_alpha": pixart_alpha,
 }
+WIDE: dict[str, Callable[[Path], None]] = {"sdxl_wide": sdxl_wide}

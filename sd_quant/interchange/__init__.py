@@ -30,8 +30,8 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
-    "onnx", "modelopt_export", "diffusers_bfl", "diffusers_nunchaku_lite", "vllm_int8", "diffusers_bitsandbytes",
-    "diffusers_quanto",
+    "onnx", "modelopt_export", "vllm_int8", "diffusers_bfl", "diffusers_nunchaku_lite", "nunchaku",
+    "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
@@ -82,17 +82,18 @@ class ForeignFormat:
     block: int = 1  # a weight's inputs are a multiple of it
     multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
     layers: tuple[str, ...] = ()  # patterns of the layers that the consumer quantizes; none: it may quantize any
+    always: bool = False  # whether it computes those quantized alone, so that none of them may be left out
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
-    joined: bool = False  # whether layers that the model's authors store as one tensor are one there
+    joined: bool = False  # whether layers that the model's authors store as one tensor are one there, of one format
+    # ends of names of layers that the consumer computes at once, in one format, with its names for them together
+    fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    one_range: frozenset[str] = frozenset()  # formats of which layers that are joined or fused have one range
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
-    # ends of names of layers that a consumer computes at once, with its names for the joint layer: they have one
-    # format, and one global scale
-    fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def module(self) -> ModuleType:

@@ -117,6 +117,7 @@ FACTS = ForeignFormat(
         ),
     ),
     joined=True,
+    one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
 )

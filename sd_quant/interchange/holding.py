@@ -21,7 +21,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, nvfp4
+from sd_quant.quantization.formats import nvfp4
 
 REASONS = 2  # the commonest, which a refusal gives
 
@@ -29,9 +29,11 @@ REASONS = 2  # the commonest, which a refusal gives
 def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
     """The rows of ``assignment`` as ``target`` holds them.
 
-    Raises ConfigError when it holds none of the quantized layers, or they have a branch that it cannot hold.
+    Raises ConfigError when it holds none of the quantized layers, they have a branch that it cannot hold, or one is not
+    quantized that it computes quantized alone.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
+    check_quantized(rows, target)  # before those that are joined with it take the blame
     for names in joined_in(rows, target):
         rows |= {row.name: row for row in joined([rows[name] for name in names], target)}
     wanted = [layer for layer in assignment.values() if layer.format is not None]
@@ -50,7 +52,23 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
             f"{branches} layers have a low-rank branch, which {target.name} cannot hold; hand over a run with "
             "quantize.rank=0"
         )
+    check_quantized(rows, target)
     return rows
+
+
+def check_quantized(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:
+    """Raises ConfigError when a layer is in high precision that the target computes quantized alone."""
+    left = [row for name, row in rows.items() if row.format is None and is_quantized_by(target, name)]
+    if target.always and left:
+        raise ConfigError(
+            f"{target.name} computes these layers quantized alone, and {len(left)} are not, such as {left[0].name} "
+            f"({left[0].reason}); hand over a run that quantizes all of {', '.join(target.layers)}"
+        )
+
+
+def is_quantized_by(target: ForeignFormat, name: str) -> bool:
+    """Whether the target's consumer quantizes layers of this name."""
+    return not target.layers or any(fnmatchcase(name, pattern) for pattern in target.layers)
 
 
 def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
@@ -105,8 +123,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
-    if target.layers and not any(fnmatchcase(layer.name, pattern) for pattern in target.layers):
-        return f"{target.consumer} quantizes no other layers than {' and '.join(target.layers)}"
+    if not is_quantized_by(target, layer.name):
+        return f"{target.consumer} leaves such layers in high precision"
     for where, name in {"weights": fmt, "inputs": layer.activation_format}.items():
         if name is not None and (reason := target.refuses(where, name)):
             return reason
@@ -171,10 +189,8 @@ def joined(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[L
     if target.joined and first.activation_amax is not None:
         largest = max(row.activation_amax for row in rows)
         rows = [replace(row, activation_amax=largest) for row in rows]
-    fmt = FORMATS[first.format]
-    of_a_tensor = target.joined and fmt.static_scale and target.per_channel.get(fmt.name) is False
-    if not of_a_tensor and len(fmt.onnx_scale_types) == 1:
-        return rows  # a scale for each row, for each block alone, or for each part
+    if first.format not in target.one_range:
+        return rows
     readers = [[each for each in rows if each.activation_amax == row.activation_amax] for row in rows]  # of one tensor
     ranges = [torch.stack([each.weight_amax.max() for each in group]).max().reshape(1) for group in readers]
     return list(map(with_range, rows, ranges))

@@ -79,6 +79,7 @@ FACTS = ForeignFormat(
     formats={"fp8": STATIC, "nvfp4": STATIC},
     per_channel={"fp8": False},
     block=16,
+    one_range=frozenset({"nvfp4"}),
     families=frozenset({"flux", "diffusers"}),
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),

