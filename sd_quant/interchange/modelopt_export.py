@@ -291,8 +291,10 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     tensors: dict[str, Readable] = {}
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))
-        pieces = {"weight": tensor} if layer is None else tensors_of(checkpoint, layer)
-        tensors |= {f"{layer.name}.{end}": each for end, each in pieces.items()} if layer else {name: tensor}
+        if layer is None:
+            tensors[name] = tensor
+        else:
+            tensors |= {f"{layer.name}.{end}": each for end, each in tensors_of(checkpoint, layer).items()}
     component = denoiser_part(checkpoint).component
     target = folder / component
     with progress(len(tensors), f"write {component}") as advance:
