@@ -48,6 +48,7 @@ from sd_quant.interchange.stored import (
     quantized_by,
     shown,
     stored_tensors,
+    told,
     weight_shapes,
     whole,
 )
@@ -105,7 +106,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             stored = stored_w4a4(linears[name], rows, columns)
             if (stored.format, stored.rank) != (target.precision, target.rank):
                 raise ArtifactError(
-                    f"{path} has {shown(name)} as {target.precision} with rank {target.rank} in its config, and as "
+                    f"{path} has {shown(name)} as {target.precision} with rank {told(target.rank)} in its config and "
                     f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
                 )
             layers[name] = w4a4_layer([stored], slice(None))

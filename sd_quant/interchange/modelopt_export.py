@@ -98,7 +98,7 @@ FACTS = ForeignFormat(
                 "QwenImageEditPlusPipeline", "ZImagePipeline", "WanPipeline", "WanImageToVideoPipeline",
                 "HunyuanVideoPipeline", "LTX2Pipeline", "GlmImagePipeline", "Krea2Pipeline", "Ideogram4Pipeline",
             }),
-            # of one GPU; with more, the feed-forwards are quantized
+            # on one GPU; with more, the feed-forwards are quantized
             plain={"FluxPipeline": ("*.norm*", "transformer_blocks.*.ff.*", "transformer_blocks.*.ff_context.*")},
         ),
         "vLLM-Omni": Server(
@@ -110,6 +110,10 @@ FACTS = ForeignFormat(
                 "WanPipeline", "LTX2Pipeline", "GlmImagePipeline",
             }),
             mixed=True,
+            plain={
+                "FluxPipeline": ("transformer_blocks.*", "*.norm.linear"),
+                "QwenImagePipeline": ("*.img_mod.1", "*.txt_mod.1"),
+            },
         ),
         "TensorRT-LLM": Server(
             "of August 2026",

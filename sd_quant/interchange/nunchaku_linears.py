@@ -257,9 +257,12 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
     """
     rows, columns, groups = linear.rows, linear.columns, linear.columns // BLOCKS[linear.format]
     smooth = smooth_of(linear, dtype)
-    up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
-    if linear.branch is not None:
-        up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
+
+    def branch() -> tuple[Tensor, Tensor]:
+        up, down = torch.zeros(rows, rank), torch.zeros(rank, columns)
+        if linear.branch is not None:
+            up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
+        return up.to(dtype), down.to(dtype)
 
     def codes() -> Tensor:
         return tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(torch.int8).view(rows, columns // 2)
@@ -275,8 +278,10 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
         "qweight": LazyTensor((rows, columns // 2), torch.int8, codes),
         "wscales": LazyTensor((groups, rows), dtype if linear.format == "int4" else torch.float8_e4m3fn, scales),
         "smooth_factor": lazy(tiles.vector_in_tiles(smooth)),
-        "proj_down": lazy(tiles.down(rank, columns).tiled(down.to(dtype)).view(columns, rank)),
-        "proj_up": lazy(tiles.up(rows, rank).tiled(up.to(dtype)).view(rows, rank)),
+        "proj_down": LazyTensor(
+            (columns, rank), dtype, lambda: tiles.down(rank, columns).tiled(branch()[1]).view(columns, rank)
+        ),
+        "proj_up": LazyTensor((rows, rank), dtype, lambda: tiles.up(rows, rank).tiled(branch()[0]).view(rows, rank)),
     }
     if linear.format == "nvfp4":
         tensors["wcscales"] = in_tiles(rows, dtype, lambda: linear.read()[2][:, 0])

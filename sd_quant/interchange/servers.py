@@ -38,7 +38,7 @@ def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, La
         found |= {name: pattern for name in quantized if fnmatchcase(name, pattern)}
     if found:
         return (
-            f"on one GPU it takes {len(found)} quantized layers for unquantized ({listing(list(found), 2)}); "
+            f"it takes {len(found)} quantized layers for unquantized ({listing(list(found), 2)}); "
             f"quantize.exclude with {' and '.join(dict.fromkeys(found.values()))} keeps them in fp16"
         )
     return None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sd_quant.interchange.comfyui_marks import INT8
-from sd_quant.interchange.inputs import Affine, Rotated
+from sd_quant.interchange.inputs import Affine, BlockInteger, Columns, Multiplied, Rotated, smoothed
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.rotation import rotated
 
@@ -28,3 +28,29 @@ def test_rows_of_rotated_inputs_are_rotated_back():
     found = Rotated(INT8, 16)(x)
     torch.testing.assert_close(rotated(found, 16), INT8(rotated(x, 16)))
     assert relative_error(x, found) < 0.02 and not torch.equal(found, INT8(x))
+
+
+def test_blocks_of_64_are_rounded_to_seven_steps_each_way():
+    x = torch.zeros(1, 128)
+    x[0, :3], x[0, 64] = torch.tensor([7.0, -2.6, 0.4]), -0.7
+    expected = torch.zeros(1, 128)
+    expected[0, :2], expected[0, 64] = torch.tensor([7.0, -3.0]), -0.7
+    torch.testing.assert_close(BlockInteger()(x), expected)
+
+
+def test_an_offset_makes_codes_unsigned_and_is_taken_back():
+    """0..15 of what is shifted: the number below minus the offset becomes the lowest code."""
+    x = torch.zeros(1, 64)
+    x[0, :3] = torch.tensor([14.0, 2.4, -1.5])
+    found = BlockInteger(torch.ones(64))(x)
+    torch.testing.assert_close(found[0, :4], torch.tensor([14.0, 2.0, -1.0, 0.0]))
+    assert str(BlockInteger(torch.ones(64))) == "uint4, a scale for 64 numbers"
+
+
+def test_columns_are_rounded_apart_and_only_multiplication_is_smoothing():
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    inputs = Columns((BlockInteger(), INT8), (64, 64))
+    assert torch.equal(inputs(x), torch.cat([BlockInteger()(x[:, :64]), INT8(x[:, 64:])], 1))
+    factor = torch.rand(128) + 0.5
+    assert torch.equal(smoothed(Multiplied(factor, False, inputs), x), x * factor)
+    assert torch.equal(smoothed(inputs, x), x)
