@@ -340,8 +340,8 @@ def common_rank(linears: Collection[Written]) -> int:
 
 def common_format(target: str, linears: Mapping[str, Written]) -> str:
     """The one format of all linears. Raises ConfigError where they have two."""
-    found = {linear.format: name for name, linear in linears.items()}
-    if len(found) > 1:
-        told = " and ".join(f"{name} in {fmt}" for fmt, name in found.items())
+    formats = {linear.format: name for name, linear in linears.items()}
+    if len(formats) > 1:
+        told = " and ".join(f"{name} in {fmt}" for fmt, name in formats.items())
         raise ConfigError(f"{target} holds one format for all layers, and the run has {told}; hand over a run with one")
-    return next(iter(found))
+    return next(iter(formats))

@@ -399,7 +399,9 @@ def test_two_formats_are_said_by_layer_and_read_so(tiny, tmp_path):
     assert targets == [{name for name, fmt in held.items() if fmt == each} for each in ("fp8", "nvfp4")]
     assert {name: each.format.replace("float8_e4m3fn", "fp8") for name, each in read_back.layers.items()} == held
     refusals = servers_of(TARGET, case.checkpoint, rows)
-    assert refusals["vLLM-Omni"] is None
+    single = {name: each for name, each in rows.items() if name.startswith("single")}
+    assert len({each.format for each in single.values() if each.format}) == 2
+    assert servers_of(TARGET, case.checkpoint, single)["vLLM-Omni"] is None
     assert refusals["TensorRT-LLM"] == refusals["SGLang"] == "it loads one format, and this has fp8 and nvfp4"
 
 
@@ -428,16 +430,21 @@ def test_each_server_says_why_it_does_not_load_a_pipeline():
     assert two == {"SGLang": None, "vLLM-Omni": None, "TensorRT-LLM": "it takes transformer_2 for quantized too"}
 
 
-def test_what_sglang_fills_with_codes_although_it_is_in_full_precision():
-    """Its FLUX.1 has diffusers' own feed-forwards on one GPU, and diffusers' modulations."""
+def test_what_servers_fill_with_codes_although_it_is_in_full_precision():
+    """SGLang's FLUX.1 has diffusers' own feed-forwards, vLLM-Omni's has no quantized double block."""
     name = "transformer_blocks.0.ff.net.2"
     rows = {each: row(each) for each in (name, "transformer_blocks.0.attn.to_out.0")}
-    refusals = servers_of(TARGET, Checkpoint("FluxPipeline"), rows)
+    single = {
+        each: row(each) for each in ("single_transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out")
+    }
+    refusals = servers_of(TARGET, Checkpoint("FluxPipeline"), rows | single)
     assert refusals["SGLang"] == (
-        f"on one GPU it takes 1 quantized layers for unquantized ({name}); quantize.exclude with "
-        "transformer_blocks.*.ff.* keeps them in fp16"
+        f"it takes 1 quantized layers for unquantized ({name}); quantize.exclude with transformer_blocks.*.ff.* keeps "
+        "them in fp16"
     )
-    assert refusals["vLLM-Omni"] is None and refusals["TensorRT-LLM"] is None
+    assert refusals["vLLM-Omni"].startswith("it takes 2 quantized layers for unquantized (transformer_blocks.0.ff.net")
+    assert refusals["TensorRT-LLM"] is None
+    assert not any(servers_of(TARGET, Checkpoint("FluxPipeline"), single).values())
     rows.pop(name)
     assert servers_of(TARGET, Checkpoint("FluxPipeline"), rows)["SGLang"] is None
 
