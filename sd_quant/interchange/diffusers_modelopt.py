@@ -30,9 +30,9 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
-from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat
+from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat, modelopt_export
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.modelopt_export import CODES, STATE, multiplied, with_codes
+from sd_quant.interchange.modelopt_export import CODES, multiplied, with_codes
 from sd_quant.interchange.modelopt_quantizers import NVFP4, Quantizer, Ranged, quantizer_of
 from sd_quant.interchange.modelopt_state import Name, State, read_state
 from sd_quant.interchange.stored import (
@@ -72,6 +72,7 @@ FACTS = ForeignFormat(
     ),
 )
 MAKER = "ModelOpt"
+STATE = "modelopt_state.pth"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 AMAX, PRE, BIAS, SCALE, DOUBLE = "_amax", "_pre_quant_scale", "_bias_value", "_scale", "_double_scale"
 BUFFERS = [f"{WEIGHT}.{each}" for each in (AMAX, SCALE, DOUBLE)] + [f"{INPUT}.{each}" for each in (AMAX, PRE, BIAS)]
@@ -79,8 +80,8 @@ BLOCK = nvfp4.BLOCK
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's folder holds ModelOpt's state."""
-    return holds(path, STATE)
+    """Whether a denoiser's folder holds ModelOpt's state, and is no export for servers."""
+    return holds(path, STATE) and not modelopt_export.recognizes(path)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:

@@ -56,7 +56,6 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     Shape,
     by_layer,
-    holds,
     quantization_config,
     quantized_by,
     stored_tensors,
@@ -130,7 +129,6 @@ FACTS = ForeignFormat(
 MAKER = "ModelOpt"
 METHOD = "modelopt"
 MIXED = "MIXED_PRECISION"
-STATE = "modelopt_state.pth"  # of folders that are ``diffusers_modelopt``'s
 CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 BLOCK = nvfp4.BLOCK
@@ -144,8 +142,8 @@ PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config says that ModelOpt quantized it, and its state is not there."""
-    return quantized_by(path, METHOD) and not holds(path, STATE)
+    """Whether a denoiser's config says how ModelOpt quantized it. Its state may lie beside, which no server reads."""
+    return quantized_by(path, METHOD) and "quant_algo" in (quantization_config(path) or {})
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
