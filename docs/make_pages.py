@@ -1,8 +1,8 @@
 """``python docs/make_pages.py`` writes what is made from the code, as it is held by tests/unit/test_docs.py.
 
 docs/python.md comes from the docstrings of ``sd_quant.interface``; docs/metrics.md and the package's JSON schema come
-from the model of the record. The road not taken is a generator of documentation: it wants a theme and a server for two
-pages that GitHub shows.
+from the model of the record; docs/targets.md comes from the facts of foreign formats and from the presets. The road not
+taken is a generator of documentation: it wants a theme and a server for pages that GitHub shows.
 """
 
 import inspect
@@ -12,8 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
+import yaml
+
 import sd_quant
 from sd_quant import interface
+from sd_quant.config.recipe import presets
+from sd_quant.config.targets import held_in, inputs_held
+from sd_quant.interchange import FP16, PER_ROW, TARGETS
 from sd_quant.report.record import record_schema
 
 FOLDER = Path(__file__).parent
@@ -29,6 +34,7 @@ def pages() -> dict[str, str]:
     return {
         "python.md": python_page(),
         "metrics.md": metrics_page(schema),
+        "targets.md": targets_page(),
         "../sd_quant/report/metrics.schema.json": json.dumps(schema, indent=2) + "\n",
     }
 
@@ -53,6 +59,60 @@ it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
 """
     lines = entries(schema, schema["$defs"], {})
     return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines)
+
+
+def targets_page() -> str:
+    """Which preset goes where, and the facts of each target."""
+    head = f"""# Presets and targets
+
+{MADE}
+What a tool opens and computes, by the facts with which [`hand_over`](hand_over.md) adapts a recipe. Single layers may
+still stay in fp16; the README of a result counts them with the reasons.
+
+## Which target takes a preset
+
+*As it is*: the tool multiplies what the preset multiplies, inputs rounded as the recipe says or, for `per row`, with a
+scale for each row that the tool computes itself. *Weights alone*: it stores the weights and computes in fp16. Graphs
+for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doctor` lists.
+
+| preset | as it is | inputs per row | weights alone |
+|---|---|---|---|
+"""
+    stored = {name: target for name, target in TARGETS.items() if target.runtime is None}
+    for name, path in presets().items():
+        preset = held_in(yaml.safe_load(path.read_text(encoding="utf-8")))
+        cells: dict[str, list[str]] = {"": [], PER_ROW: [], FP16: []}
+        for target in stored.values():
+            if (how := inputs_held(target, preset)) is not None:
+                alone = how == FP16 and preset.enable.linear.activation is not None
+                rows = how == PER_ROW and not preset.per_token
+                cells[FP16 if alone else PER_ROW if rows else ""].append(f"`{target.name}`")
+        head += f"| `{name}` | {' | '.join(', '.join(each) or '–' for each in cells.values())} |\n"
+    head += """
+## What a target holds
+
+| target | opened by | weights, with their inputs | convolutions | rotated | multiplied inputs | branch | families |
+|---|---|---|---|---|---|---|---|
+"""
+    for name, target in TARGETS.items():
+        every = "all that the runtime executes" if target.runtime else ""
+        weights = every or "; ".join(f"{fmt}: {how}" for fmt, how in target.formats.items())
+        listed = [every and "yes" or ", ".join(sorted(each)) or "fp16" for each in (target.convolutions,)]
+        listed += [every and "yes" or ", ".join(sorted(each)) or "no" for each in (target.rotated, target.multiplied)]
+        families = "all" if target.families is None else ", ".join(sorted(target.families))
+        branch = "yes" if target.low_rank else "no"
+        head += f"| `{name}` | {target.consumer} | {weights} | {' | '.join(listed)} | {branch} | {families} |\n"
+    head += """
+## Who has opened it
+
+| target | opened in tests by | by its source alone, never run |
+|---|---|---|
+"""
+    for name, target in TARGETS.items():
+        servers = "; ".join(f"{server} {each.version}" for server, each in target.servers.items())
+        read = servers or target.untried or "–"
+        head += f"| `{name}` | {', '.join(target.tried) or '–'} | {read} |\n"
+    return head
 
 
 def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:

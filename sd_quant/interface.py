@@ -30,7 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant.cache import Cache
 from sd_quant.composition import composing, job_of, knobs_of
-from sd_quant.config import Infer, Quantize, QuantizeJob, artifact, check_consumers, check_targets
+from sd_quant.config import Infer, Quantize, QuantizeJob, artifact
+from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines.pool import Variant
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
@@ -287,7 +288,8 @@ class Quantized:
             ResourceError: a package that writes it is missing, or the disk is full.
         """
         one_of(TARGETS).check("target", target)
-        check_targets("target", [target], self.job)
+        job = self.job
+        check_targets("target", [target], job.model.family, job.formats()["weights"], job.quantize)
         check_consumers([target])
         check_servers([target], self.loaded.checkpoint)
         rows, directory = rows_of([target], self.assignment)[target], output_path(folder)

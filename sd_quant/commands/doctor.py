@@ -193,6 +193,7 @@ def formats() -> Lines:
 def run_by(preset: Mapping, gpu: str | None) -> str:
     """Return the engines that execute a preset, first that of infer=auto; or why a run simulates it."""
     from sd_quant.config.main_job import torch_multiplies
+    from sd_quant.config.targets import executed_by
 
     enable = read(Enable, preset["enable"], "enable.")
     used = formats_used(enable, LEVEL)
@@ -207,6 +208,8 @@ def run_by(preset: Mapping, gpu: str | None) -> str:
     if auto is None:
         absent = not_installed(WITHOUT_A_GPU)
         reason = f"refused: {absent}" if absent else f"simulated: {why_not(WITHOUT_A_GPU, used)}"
+        targets = ", ".join(executed_by(preset))
+        reason += f"; tools of hand_over=[{targets}] execute it on their GPUs" if targets else ""
         return reason + (f"; {others} executes it" if others else "")
     return auto + (f"; also with {others}" if others else "")
 

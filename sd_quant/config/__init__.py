@@ -21,7 +21,7 @@ from sd_quant.config.jobs import (
     JudgeJob,
     part_paths,
 )
-from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_consumers, check_heeded, check_targets, deciding
+from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_heeded, deciding
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import Quantize

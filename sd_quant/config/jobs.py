@@ -8,10 +8,11 @@ from sd_quant.config.comparison import CacheFolder, Judge, Timing
 from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, Infer, engines
-from sd_quant.config.main_job import QuantizeJob, check_consumers, check_targets
+from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
 from sd_quant.config.sections import check_writable
+from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
@@ -126,7 +127,8 @@ class HandOverJob:
         return [self.to] if isinstance(self.to, str) else self.to
 
     def check_files(self) -> None:
-        check_targets("to", self.targets(), recipe_of_run(self.run, self.cache))
+        job = recipe_of_run(self.run, self.cache)
+        check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize)
         self.cache.check_files()
         check_consumers(self.targets())
 

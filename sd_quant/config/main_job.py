@@ -1,13 +1,8 @@
 """The job of ``quantize``, and the checks of its sections against each other."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Annotated, Any
-
-from packaging.requirements import Requirement
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
@@ -16,9 +11,10 @@ from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
 from sd_quant.config.recipe import Quantize, check_recipe
+from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
-from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.interchange import IN_BLOCKS, TARGETS, UNETS
+from sd_quant.errors import ConfigError
+from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
@@ -81,7 +77,7 @@ class QuantizeJob(RecipeJob):
     def __post_init__(self):
         RecipeJob.__post_init__(self)
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
-        check_targets("hand_over", self.hand_over, self)
+        check_targets("hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
@@ -171,45 +167,3 @@ def torch_multiplies(enable: Enable) -> bool:
         or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)
         for pair in (enable.conv, enable.linear)
     )
-
-
-def check_targets(knob: str, targets: list[str], job: RecipeJob) -> None:
-    """Raises ConfigError for a target that cannot hold the result of the ``job``."""
-    family, weights, enable = job.model.family, job.formats()["weights"], job.quantize.enable
-    linear, conv = enable.linear.weight, enable.conv.weight if family in UNETS else None  # transformers have linears
-    facts = {
-        family: lambda target: target.families is None or family in target.families,
-        f"weights in {' or '.join(sorted(weights))}": lambda target: weights & target.formats.keys(),
-        f"{linear} with inputs in {enable.linear.activation or 'high precision'}": lambda target: (
-            target.formats.get(linear) != IN_BLOCKS or enable.linear.activation == linear
-        ),
-        "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or job.quantize.rank == 0,
-        f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (
-            job.quantize.rotation == 0 or linear in target.rotated or conv in target.convolutions
-        ),
-        f"inputs of {linear} that are scaled per token, or quantize.per_token=false": lambda target: (
-            not job.quantize.per_token or target.takes_per_token(linear) or conv in target.convolutions
-        ),
-    }
-    for what, holds in facts.items():
-        able = ", ".join(name for name, target in TARGETS.items() if holds(target))
-        for name in targets:
-            check(bool(holds(TARGETS[name])), knob, name, f"a target that holds {what} ({able})")
-
-
-def check_consumers(targets: list[str]) -> None:
-    """Raises SdQuantError for a missing package that a target needs, or one that cannot open its result."""
-    for target in map(TARGETS.__getitem__, targets):
-        if target.package is not None and find_spec(target.package) is None:
-            raise ResourceError(
-                f"the package {target.package} is not installed, which writes what {target.name} opens; "
-                f"pip install 'sd-quant[{target.package}]'"
-            )
-        for broken, symptom in target.broken.items():
-            requirement = Requirement(broken)
-            with suppress(PackageNotFoundError):
-                if requirement.specifier.contains(found := version(requirement.name), prereleases=True):
-                    raise ConfigError(
-                        f"{requirement.name} {found} is installed, with which {target.consumer} cannot open the "
-                        f"result: {symptom}; install {' and '.join(target.tried)}"
-                    )

@@ -25,7 +25,7 @@ PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / 
 RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.name == "lab_notebook.md"]
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
 COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip) ")
-GENERATED, LONGEST_PAGE = {"python.md", "metrics.md"}, 400
+GENERATED, LONGEST_PAGE = {"python.md", "metrics.md", "targets.md"}, 400
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
 EXPLAINED_AS_ONE = {"files", "model.recommended", *(f"quantize.{x}" for x in ("exclude", "include", "weights_alone"))}

@@ -8,10 +8,11 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-import sd_quant.config.main_job as config_module
+import sd_quant.config.targets as config_module
 from sd_quant import interchange
 from sd_quant.composition import SHORTHANDS, composing, job_of
-from sd_quant.config import HandOverJob, QuantizeJob, check_consumers
+from sd_quant.config import HandOverJob, QuantizeJob
+from sd_quant.config.targets import check_consumers
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.interchange import FORMATS, NAMES, READERS, TARGETS, ForeignFormat, format_of, with_graphs
 from sd_quant.knobs import read

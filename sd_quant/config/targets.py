@@ -1,0 +1,124 @@
+"""Which targets of ``hand_over`` hold a recipe, as far as its knobs say; which layers they hold, a result says."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from packaging.requirements import Requirement
+
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
+from sd_quant.knobs import check, read
+from sd_quant.quantization.recipe import Enable
+
+
+class Held(Protocol):
+    """The knobs of a recipe that a target may not hold."""
+
+    @property
+    def enable(self) -> Enable: ...
+    @property
+    def rank(self) -> float: ...
+    @property
+    def rotation(self) -> int: ...
+    @property
+    def per_token(self) -> bool: ...
+    @property
+    def per_channel(self) -> bool: ...
+
+
+def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[str, Callable[[ForeignFormat], bool]]:
+    """What a target has to hold of a recipe whose weights are in these formats, for people, each with its check.
+
+    ``conv`` is the format of convolutions, None where there are none.
+    """
+    linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
+    return {
+        f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
+        f"{linear} with inputs in {inputs or 'high precision'}": lambda target: (
+            target.formats.get(linear) not in (IN_BLOCKS, STATIC) or inputs == linear
+        ),
+        f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (
+            target.per_channel.get(linear, recipe.per_channel) == recipe.per_channel
+        ),
+        "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or recipe.rank == 0,
+        f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (
+            recipe.rotation == 0 or linear in target.rotated or conv in target.convolutions
+        ),
+        f"inputs of {linear} that are scaled per token, or quantize.per_token=false": lambda target: (
+            not recipe.per_token or target.takes_per_token(linear) or conv in target.convolutions
+        ),
+    }
+
+
+def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held) -> None:
+    """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats."""
+    facts = {
+        family: lambda target: target.families is None or family in target.families,
+        **needs(weights, recipe.enable.conv.weight if family in UNETS else None, recipe),  # transformers have linears
+    }
+    for what, holds in facts.items():
+        able = ", ".join(name for name, target in TARGETS.items() if holds(target))
+        for name in targets:
+            check(holds(TARGETS[name]), knob, name, f"a target that holds {what} ({able})")
+
+
+def inputs_held(target: ForeignFormat, recipe: Held) -> str | None:
+    """How a target's consumer computes inputs of linears of a recipe: in the words of ``ForeignFormat.formats``.
+
+    None where it does not hold the recipe's linears.
+    """
+    linear = recipe.enable.linear.weight
+    if linear not in target.formats or not all(holds(target) for holds in needs({linear}, None, recipe).values()):
+        return None
+    how = target.formats[linear]
+    if how == PER_ROW or how == STATIC and recipe.per_token:
+        return PER_ROW
+    return FP16 if recipe.enable.linear.activation is None else how
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The knobs of ``Held`` in the file of a preset."""
+
+    enable: Enable
+    rank: float = 0
+    rotation: int = 0
+    per_token: bool = False
+    per_channel: bool = False
+
+
+def held_in(preset: Mapping[str, Any]) -> Preset:
+    """The knobs of a preset's file that a target may not hold."""
+    knobs = {field.name: preset[field.name] for field in fields(Preset) if field.name in preset}
+    return Preset(**knobs | {"enable": read(Enable, preset["enable"], "enable.")})
+
+
+def executed_by(preset: Mapping[str, Any]) -> list[str]:
+    """The targets whose consumer multiplies what a preset's file multiplies, no graphs among them."""
+    recipe = held_in(preset)
+    wanted = (None, FP16) if recipe.enable.linear.activation is not None else (None,)
+    return [
+        name for name, target in TARGETS.items() if target.runtime is None and inputs_held(target, recipe) not in wanted
+    ]
+
+
+def check_consumers(targets: list[str]) -> None:
+    """Raises SdQuantError for a missing package that a target needs, or one that cannot open its result."""
+    for target in map(TARGETS.__getitem__, targets):
+        if target.package is not None and find_spec(target.package) is None:
+            raise ResourceError(
+                f"the package {target.package} is not installed, which writes what {target.name} opens; "
+                f"pip install 'sd-quant[{target.package}]'"
+            )
+        for broken, symptom in target.broken.items():
+            requirement = Requirement(broken)
+            with suppress(PackageNotFoundError):
+                if requirement.specifier.contains(found := version(requirement.name), prereleases=True):
+                    raise ConfigError(
+                        f"{requirement.name} {found} is installed, with which {target.consumer} cannot open the "
+                        f"result: {symptom}; install {' and '.join(target.tried)}"
+                    )
