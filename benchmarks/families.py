@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.files import write_json
+from sd_quant.files import temporary_folder, write_json
 from sd_quant.places import HOME, input_path
 
 DENOISERS = Path(__file__).with_name("denoisers.yaml")
@@ -130,8 +129,8 @@ def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
     return written(network, assignment, path.parent) | seconds | {"write_seconds": time.perf_counter() - traced}
 
 
-def hand_over(family: str, given: dict[str, Any], target: str, preset: str, folder: Path) -> dict[str, float]:
-    """Write the denoiser as ``target`` reads it, without the pipeline's other networks; the folder is removed."""
+def hand_over(family: str, given: dict[str, Any], target: str, preset: str, work: Path) -> dict[str, float]:
+    """Write the denoiser as ``target`` reads it, without the pipeline's other networks, into a temporary folder."""
     from common import recipe_of
 
     from sd_quant.interchange import TARGETS
@@ -142,11 +141,12 @@ def hand_over(family: str, given: dict[str, Any], target: str, preset: str, fold
     network, start = empty_denoiser(checkpoint), time.perf_counter()
     recipe = replace(recipe_of(preset, f"quant_level={LEVEL}"), rounding="nearest")  # chosen codes are kept in memory
     assignment, known = adapted(derived(checkpoint, network, recipe), TARGETS[target]), time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)
-    network.save_config(folder / denoiser_part(checkpoint).component)  # which a pipeline's folder has
-    TARGETS[target].module.write(checkpoint, assignment, folder)
-    found = written(network, assignment, folder)
-    shutil.rmtree(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(work) as folder:
+        place = Path(folder)
+        network.save_config(place / denoiser_part(checkpoint).component)  # which a pipeline's folder has
+        TARGETS[target].module.write(checkpoint, assignment, place)
+        found = written(network, assignment, place)
     return found | {"recipe_seconds": known - start, "write_seconds": time.perf_counter() - known}
 
 
@@ -185,7 +185,7 @@ def child(family: str, stage: str, work: Path, denoisers: Path) -> None:
         found = export(family, given, path) if stage == EXPORT else plan(given, path)
     else:
         target, _, preset = stage.partition(":")
-        found = hand_over(family, given, target, preset, work / family / "hand_over")
+        found = hand_over(family, given, target, preset, work)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(found | {"peak_memory_bytes": peak}))
 

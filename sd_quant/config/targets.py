@@ -1,4 +1,7 @@
-"""Which targets of ``hand_over`` hold a recipe, as far as its knobs say; which layers they hold, a result says."""
+"""Checks from a recipe's knobs which targets of ``hand_over`` can hold it, before anything is computed.
+
+Which of its layers a target holds is decided with the assignment, in ``interchange.holding``.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -31,7 +34,7 @@ class Held(Protocol):
 
 
 def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[str, Callable[[ForeignFormat], bool]]:
-    """What a target has to hold of a recipe whose weights are in these formats, for people, each with its check.
+    """The requirements of a recipe whose weights are in these formats: a phrase for a message, and the target's check.
 
     ``conv`` is the format of convolutions, None where there are none.
     """

@@ -116,7 +116,7 @@ def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
 
 
 def shares_memory(node: torch.fx.Node) -> bool:
-    """Whether the output of a node may be, or be part of, the memory of an input; an elementwise operation's is not."""
+    """Whether the output of a node may share memory with an input. An elementwise operation makes memory of its own."""
     return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or node.target._schema.is_mutable
 
 

@@ -32,7 +32,7 @@ from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import read_header, without_duplicates, write_safetensors
+from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import (
@@ -48,7 +48,14 @@ from sd_quant.interchange.comfyui_marks import (
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.interchange.stored import FP8, LayerTensors, finite
-from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales, lazy_piece
+from sd_quant.interchange.weights import (
+    Assignment,
+    JoinedLayers,
+    by_authors_names,
+    codes_and_scales,
+    lazy_piece,
+    write_file,
+)
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
     OTHER_NETWORKS,
@@ -63,7 +70,6 @@ from sd_quant.names.authors import (
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
 from sd_quant.numbers import up_to
-from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import in_tiles, pack_nibbles
 
@@ -352,9 +358,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         for component in (each for each in NETWORKS if each != denoiser):
             others = to_nemo(component, checkpoint.components[component].parameters)
             state |= {sgm_key(key): in_fp16(each) for key, each in others.items()}
-    with progress(len(state), f"write {name}") as advance:
-        write_safetensors(folder / name, state, advance)
-    return folder / name
+    return write_file(folder / name, state)
 
 
 def in_fp16(parameter: Readable) -> LazyTensor:

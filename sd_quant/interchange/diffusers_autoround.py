@@ -25,7 +25,6 @@ The roads not taken: shapes tell bits and groups as well, but AutoRound makes it
 file, so where they differ it opens something else; and its FP8, MXFP and NVFP layers, which are other libraries' files.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,16 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import write_json
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.stored import (
-    CONFIG,
-    FILE,
     FLOAT_SCALES,
     LayerTensors,
     by_diffusers,
@@ -59,9 +54,17 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized, scales_shape
+from sd_quant.interchange.weights import (
+    Assignment,
+    flat_shape,
+    lazy_piece,
+    quantized,
+    scales_shape,
+    with_coded_weights,
+    write_folder,
+)
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
@@ -300,16 +303,9 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
     What is not quantized is fp16, scales too. Raises ResourceError when the disk is full.
     """
-    layers = quantized(assignment)
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in high_precision(checkpoint, assignment).items():
-        layer = layers.get(name.removesuffix(".weight"))
-        tensors |= {name: tensor} if layer is None else tensors_of(checkpoint, layer)
-    target = folder / denoiser_part(checkpoint).component
-    write_safetensors(target / FILE, tensors)
-    config = json.loads((target / CONFIG).read_text())
-    write_json(target / CONFIG, config | {"quantization_config": config_of(layers, empty_denoiser(checkpoint))})
-    return folder
+    tensors = with_coded_weights(checkpoint, assignment, tensors_of)
+    config = config_of(quantized(assignment), empty_denoiser(checkpoint))
+    return write_folder(checkpoint, folder, tensors, config)
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:

@@ -30,14 +30,20 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import read_header, write_safetensors
+from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
 from sd_quant.interchange.stored import FP8, LayerTensors, Shape, finite, shown
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
+from sd_quant.interchange.weights import (
+    Assignment,
+    flat_shape,
+    lazy_piece,
+    with_coded_weights,
+    write_file,
+)
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
 from sd_quant.quantization.assignment import LayerAssignment
@@ -197,12 +203,8 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
     One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
     """
-    tensors: dict[str, Readable] = dict(high_precision(checkpoint, assignment))
-    for layer in quantized(assignment).values():
-        tensors |= tensors_of(checkpoint, layer)
     path = folder / f"{denoiser_part(checkpoint).component}.safetensors"
-    write_safetensors(path, tensors)
-    return path
+    return write_file(path, with_coded_weights(checkpoint, assignment, tensors_of))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:

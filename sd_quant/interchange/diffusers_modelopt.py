@@ -28,7 +28,6 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat, modelopt_export
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
@@ -48,9 +47,8 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, codes_and_scales, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, codes_and_scales, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
-from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, nvfp4
 from sd_quant.simulation.modelopt import simulate
@@ -255,8 +253,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     tensors |= {f"{layer.name}.weight": of_codes(checkpoint, layer) for layer in quantized(assignment).values()}
     buffers = {name: buffer for name, buffer in network.state_dict().items() if name not in tensors}
     tensors |= {name: lazy(buffer.half()) for name, buffer in buffers.items()}
-    with progress(len(tensors), f"write {component}") as advance:
-        write_safetensors(folder / component / FILE, tensors, advance)
+    write_file(folder / component / FILE, tensors)
     with atomic_path(folder / component / STATE) as temporary:
         torch.save(mto.modelopt_state(network), temporary)
     return folder

@@ -16,7 +16,6 @@ code that runs (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
 Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only: no recipe of ours has it.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from typing import Any
 import torch
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import refusing, write_json
-from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files import refusing
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
@@ -42,8 +40,6 @@ from sd_quant.interchange.nunchaku_linears import (
     written,
 )
 from sd_quant.interchange.stored import (
-    CONFIG,
-    FILE,
     quantization_config,
     quantized_by,
     shown,
@@ -52,9 +48,9 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.models.checkpoint import Checkpoint
 
 FACTS = ForeignFormat(
     "diffusers_nunchaku_lite",
@@ -166,10 +162,6 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         if precision == "nvfp4":
             own["wtscale"] = lazy(torch.ones(1, dtype=torch.float16))
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
-    target = folder / denoiser_part(checkpoint).component
-    write_safetensors(target / FILE, tensors)
-    config = json.loads((target / CONFIG).read_text())
     section = {"precision": precision, "group_size": BLOCKS[precision], "rank": rank, "targets": list(linears)}
     quantization = {"quant_method": METHOD, "compute_dtype": "float16", W4A4: section}
-    write_json(target / CONFIG, config | {"quantization_config": quantization})
-    return folder
+    return write_folder(checkpoint, folder, tensors, quantization)

@@ -27,7 +27,6 @@ The roads not taken: shapes do not tell how a layer is stored, because int4, uin
 same; and SDNQ's own quantizer chooses other scales.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +40,6 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import write_json
-from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
@@ -56,8 +53,6 @@ from sd_quant.interchange.denoiser import (
 )
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
 from sd_quant.interchange.stored import (
-    CONFIG,
-    FILE,
     FP8,
     LayerTensors,
     by_diffusers,
@@ -66,9 +61,16 @@ from sd_quant.interchange.stored import (
     stored_tensors,
     weight_shapes,
 )
-from sd_quant.interchange.weights import Assignment, high_precision, lazy_piece, quantized, scales_shape
+from sd_quant.interchange.weights import (
+    Assignment,
+    lazy_piece,
+    quantized,
+    scales_shape,
+    with_coded_weights,
+    write_folder,
+)
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import pack_nibbles
@@ -540,16 +542,9 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     What is not quantized is fp16, a branch ``svd_up`` [out, rank] and ``svd_down`` [rank, in] too. Raises ResourceError
     when the disk is full.
     """
-    layers = quantized(assignment)
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in high_precision(checkpoint, assignment).items():
-        layer = layers.get(name.removesuffix(".weight"))
-        tensors |= {name: tensor} if layer is None else tensors_of(checkpoint, layer)
-    target = folder / denoiser_part(checkpoint).component
-    write_safetensors(target / FILE, tensors)
-    config = json.loads((target / CONFIG).read_text())
-    write_json(target / CONFIG, config | {"quantization_config": config_of(layers, empty_denoiser(checkpoint))})
-    return folder
+    tensors = with_coded_weights(checkpoint, assignment, tensors_of)
+    config = config_of(quantized(assignment), empty_denoiser(checkpoint))
+    return write_folder(checkpoint, folder, tensors, config)
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:

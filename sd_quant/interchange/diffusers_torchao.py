@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import refusing, write_json
-from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates, write_safetensors
+from sd_quant.files import refusing
+from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.interchange.denoiser import (
@@ -51,9 +51,7 @@ from sd_quant.interchange.denoiser import (
 )
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
 from sd_quant.interchange.stored import (
-    CONFIG,
     DTYPES,
-    FILE,
     FLOAT_SCALES,
     FP8,
     LayerTensors,
@@ -63,9 +61,9 @@ from sd_quant.interchange.stored import (
     quantized_by,
     stored_tensors,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
+from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized, write_folder
 from sd_quant.knobs import BOUNDED
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import e2m1
@@ -498,12 +496,9 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
         metadata[name] = json.dumps(description_of(layer, list(pieces)))
     metadata[NAMES] = json.dumps(list(metadata))
-    target = folder / denoiser_part(checkpoint).component
-    write_safetensors(target / FILE, tensors, metadata=FORMAT | metadata)
     kind = next(CONFIGS[layer.format] for layer in layers.values())
     written = {"quant_method": METHOD, "quant_type": {"default": kind}, "modules_to_not_convert": None}
-    write_json(target / CONFIG, json.loads((target / CONFIG).read_text()) | {"quantization_config": written})
-    return folder
+    return write_folder(checkpoint, folder, tensors, written, FORMAT | metadata)
 
 
 def has_static_input(layer: LayerAssignment) -> bool:

@@ -28,7 +28,6 @@ The road not taken is a call of ``export_hf_checkpoint``: it needs the network w
 codes anew.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from math import prod
@@ -39,9 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import write_json
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
@@ -49,8 +46,6 @@ from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
 from sd_quant.interchange.modelopt_quantizers import NVFP4
 from sd_quant.interchange.stored import (
-    CONFIG,
-    FILE,
     FLOAT_SCALES,
     FP8,
     LayerTensors,
@@ -63,9 +58,8 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
-from sd_quant.progress import progress
+from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import pack_nibbles, per_number
@@ -289,36 +283,26 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
-    written = config_of(layers, linears)
-    tensors: dict[str, Readable] = {}
-    for name, tensor in high_precision(checkpoint, assignment).items():
-        layer = layers.get(name.removesuffix(".weight"))
-        if layer is None:
-            tensors[name] = tensor
-        else:
-            tensors |= {f"{layer.name}.{end}": each for end, each in tensors_of(checkpoint, layer).items()}
-    component = denoiser_part(checkpoint).component
-    target = folder / component
-    with progress(len(tensors), f"write {component}") as advance:
-        write_safetensors(target / FILE, tensors, advance)
-    config = json.loads((target / CONFIG).read_text())
-    write_json(target / CONFIG, config | {"quantization_config": written})
-    return folder
+    config = config_of(layers, linears)  # first, because it may be refused
+    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-    """The tensors of a quantized linear by the ends of their names."""
-    rows, columns = flat_shape(layer)
+    """The tensors of a quantized linear by their names."""
+    (rows, columns), name = flat_shape(layer), layer.name
     few = torch.zeros(1, BLOCK)  # of the scales of blocks, the last is the one that they have in common
     of_weight = layer.rounded[-1] if layer.rounded is not None else layer.weight_scales(few)[-1]
     of_inputs = lazy(layer.activation_scales(few)[-1].reshape(()).float())
     common = lazy(of_weight.reshape(()).float())
     if layer.format == "fp8":
         weight = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
-        return {"weight": weight, "weight_scale": common, "input_scale": of_inputs}
+        return {f"{name}.weight": weight, f"{name}.weight_scale": common, f"{name}.input_scale": of_inputs}
     weight = lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, pack_nibbles)
     scale = lazy_piece(checkpoint, layer, 1, (rows, columns // BLOCK), torch.float8_e4m3fn)
-    return {"weight": weight, "weight_scale": scale, "weight_scale_2": common, "input_scale": of_inputs}
+    return {
+        f"{name}.weight": weight, f"{name}.weight_scale": scale, f"{name}.weight_scale_2": common,
+        f"{name}.input_scale": of_inputs,
+    }  # fmt: skip
 
 
 def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -> dict[str, Any]:

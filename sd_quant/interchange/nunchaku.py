@@ -40,7 +40,7 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
-from sd_quant.files.safetensors import FORMAT, read_header, write_safetensors
+from sd_quant.files.safetensors import FORMAT, read_header
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
@@ -63,7 +63,7 @@ from sd_quant.interchange.nunchaku_linears import (
     written,
 )
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, told, weight_shapes, whole
-from sd_quant.interchange.weights import Assignment, high_precision, quantized
+from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
 
@@ -303,8 +303,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         "quantization_config": json.dumps(quantization_config(fmt, rank)),
         "comfy_config": "{}",
     }
-    write_safetensors(path, {old_name(key): each for key, each in tensors.items()}, metadata=metadata)
-    return path
+    return write_file(path, {old_name(key): each for key, each in tensors.items()}, metadata)
 
 
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:

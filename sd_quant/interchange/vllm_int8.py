@@ -17,23 +17,18 @@ source was read and which no processor runs (``quantization/int8_config.py``, ``
 The road not taken is one scale for query, key and value together, which would survive that: it is another weight.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import write_json
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import PER_ROW, ForeignFormat, Server
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.stored import (
-    CONFIG,
-    FILE,
     LayerTensors,
     Shape,
     by_layer,
@@ -44,8 +39,9 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
     "vllm_int8",
@@ -132,20 +128,17 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
     """
     layers = quantized(assignment)
-    tensors: dict[str, LazyTensor] = high_precision(checkpoint, assignment)
-    for layer in layers.values():
-        shape = flat_shape(layer)
-        per_output = (shape[0], 1)
-        tensors[f"{layer.name}.weight"] = lazy_piece(checkpoint, layer, 0, shape, torch.int8)
-        tensors[f"{layer.name}.{SCALE}"] = lazy_piece(
-            checkpoint, layer, 1, per_output, torch.float32, lambda scale, shape=per_output: scale.expand(shape)
-        )
-    target = folder / denoiser_part(checkpoint).component
-    write_safetensors(target / FILE, tensors)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
-    write_json(target / CONFIG, json.loads((target / CONFIG).read_text()) | {"quantization_config": config})
-    return folder
+    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+    """The tensors of a quantized linear by their names."""
+    outputs, inputs = flat_shape(layer)
+    codes = lazy_piece(checkpoint, layer, 0, (outputs, inputs), torch.int8)
+    scale = lazy_piece(checkpoint, layer, 1, (outputs, 1), torch.float32, lambda scale: scale.expand(outputs, 1))
+    return {f"{layer.name}.weight": codes, f"{layer.name}.{SCALE}": scale}
 
 
 def stacked(name: str) -> str:

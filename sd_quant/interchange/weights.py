@@ -4,17 +4,24 @@ Each is read, smoothed and quantized when it is due to be written, so that one w
 not taken is a network with all its weights, from which other tools save: SDXL's has 10 GB.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sd_quant.files.tensors import LazyTensor
-from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
+from sd_quant.files import write_json
+from sd_quant.files.safetensors import FORMAT, write_safetensors
+from sd_quant.files.tensors import LazyTensor, Readable
+from sd_quant.interchange.stored import CONFIG, FILE
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.names.authors import Pieces, assembled, pieces_of, rows_in
+from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
@@ -113,6 +120,44 @@ def by_authors_names(
         else:
             plain[stored] = LazyTensor((rows_in(pieces), *first.shape[1:]), first.dtype, partial(read, pieces))
     return plain, joined
+
+
+def with_coded_weights(
+    checkpoint: Checkpoint,
+    assignment: Assignment,
+    tensors_of: Callable[[Checkpoint, LayerAssignment], Mapping[str, Readable]],
+) -> dict[str, Readable]:
+    """The denoiser's tensors by name; a quantized weight is replaced by what ``tensors_of`` returns for its layer."""
+    layers, tensors = quantized(assignment), dict[str, Readable]()
+    for name, tensor in high_precision(checkpoint, assignment).items():
+        layer = layers.get(name.removesuffix(".weight"))
+        tensors |= {name: tensor} if layer is None else tensors_of(checkpoint, layer)
+    return tensors
+
+
+def write_file(path: Path, tensors: Mapping[str, Readable], metadata: Mapping[str, str] = FORMAT) -> Path:
+    """Writes a safetensors file and says how far it is. Raises ResourceError when the disk is full."""
+    with progress(len(tensors), f"write {path.name}") as advance:
+        write_safetensors(path, tensors, advance, metadata)
+    return path
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    folder: Path,
+    tensors: Mapping[str, Readable],
+    quantization: Mapping[str, Any],
+    metadata: Mapping[str, str] = FORMAT,
+) -> Path:
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into the config that is there.
+
+    Returns the ``folder``. Raises ResourceError when the disk is full.
+    """
+    target = folder / denoiser_part(checkpoint).component
+    write_file(target / FILE, tensors, metadata)
+    config = json.loads((target / CONFIG).read_text(encoding="utf-8"))
+    write_json(target / CONFIG, config | {"quantization_config": quantization})
+    return folder
 
 
 def flat_shape(layer: LayerAssignment) -> tuple[int, int]:
