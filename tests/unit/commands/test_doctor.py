@@ -154,6 +154,14 @@ def test_where_results_go(tmp_path, monkeypatch):
     assert doctor.free_disk(Path("/proc/outputs")) == "cannot be written" and list(tmp_path.iterdir()) == []
 
 
+def test_a_preset_that_is_simulated_names_the_tools_that_execute_it():
+    said = {
+        name: doctor.run_by(yaml.safe_load(path.read_text(encoding="utf-8")), None) for name, path in presets().items()
+    }
+    assert "; tools of hand_over=[diffusers_nunchaku_lite, nunchaku] execute it on their GPUs" in said["svdquant_w4a4"]
+    assert "hand_over" not in said["mxfp4"] and "hand_over" not in said["int8"]
+
+
 @pytest.mark.parametrize("preset", ["int8", "int8_weight_only", "int4_w4a4", "mxfp4_weight_only", "svdquant_w4a16"])
 def test_a_preset_is_run_by_what_a_job_of_it_takes(preset, monkeypatch):
     mapping = composed("quantize", f"quantize={preset}", "quant_level=3")

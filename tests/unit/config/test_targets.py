@@ -1,5 +1,7 @@
 """Which targets take a preset, as far as its knobs say."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -33,6 +35,11 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
 )
 def test_how_a_target_computes_a_preset(preset, target, how):
     assert inputs_held(TARGETS[target], held_in(FILES[preset])) == how
+
+
+@pytest.mark.parametrize(("per_channel", "how"), [(False, STATIC), (True, None)])
+def test_a_target_with_one_scale_for_a_weight_takes_no_other(per_channel, how):
+    assert inputs_held(TARGETS["comfyui"], replace(held_in(FILES["fp8"]), per_channel=per_channel)) == how
 
 
 def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():

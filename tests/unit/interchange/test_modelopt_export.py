@@ -7,6 +7,7 @@ of vLLM-Omni 0.30 (``modelopt.py``), TensorRT-LLM of August 2026 (``visual_gen/c
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.interchange import TARGETS
+from sd_quant.interchange import READERS, TARGETS
 from sd_quant.interchange.holding import adapted
 from sd_quant.interchange.modelopt_export import config_of, ignored, read
 from sd_quant.interchange.servers import check_served, servers_of
@@ -497,6 +498,15 @@ def test_what_modelopt_exports_is_read(tiny, tmp_path, config):
         assert torch.equal(layer.weight.read(), expected), name
         lost = torch.dist(expected, case.checkpoint.components["transformer"][f"{name}.weight"])
         assert 0 < lost < 0.2 * expected.norm() and layer.inputs is not None
+
+
+@slow
+@pytest.mark.parametrize("written", ["fp8"], indirect=True)
+def test_it_is_an_export_whatever_lies_beside(written, tmp_path):
+    """ModelOpt saves its state too, where diffusers' checkpointing is switched on."""
+    folder = shutil.copytree(written[2], tmp_path / "transformer")
+    (folder / "modelopt_state.pth").write_bytes(b"")
+    assert [name for name, each in READERS.items() if each.recognizes(folder)] == ["modelopt_export"]
 
 
 @slow

@@ -1,0 +1,27 @@
+"""What a job refuses once its checkpoint is open, and before it computes anything."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.config import QuantizeJob
+from sd_quant.errors import ConfigError
+from sd_quant.knobs import read
+from sd_quant.stages import quantize
+
+from ..config.composition import composed
+
+
+def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypatch, tmp_path):
+    knobs = ("model=diffusers", "model.path=checkpoints/sd3_mini", "quantize=fp8", "hand_over=[modelopt_export]")
+    family = SimpleNamespace(
+        PIPELINES=("SanaPipeline",), NETWORKS={"transformer": "SanaTransformer2DModel"}, DENOISER="transformer"
+    )
+    parts = {"transformer": SimpleNamespace(component="transformer")}
+    loaded = SimpleNamespace(checkpoint=SimpleNamespace(family=family, parts=lambda: parts))
+    for name, stand_in in (("load", loaded), ("bytes_to_share", None), ("weights_sha256", "")):
+        monkeypatch.setattr(quantize, name, lambda *_, stand_in=stand_in: stand_in)
+    monkeypatch.setattr(quantize, "write_observed", lambda *_: pytest.fail("it goes on"))
+    job = read(QuantizeJob, composed("quantize", *knobs))
+    with pytest.raises(ConfigError, match="modelopt_export is for servers, and none loads this pipeline"):
+        quantize.run(job, tmp_path, {}, "", None)
