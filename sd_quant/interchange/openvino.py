@@ -6,7 +6,9 @@ INT8 products saturate; the consumer then passes ``ov_config={"LP_TRANSFORMS_MOD
 
 optimum-intel takes inputs and most outputs by name and casts what it passes. GenAI takes text by the number of the
 output, casts nothing, and gives a UNet's time as int64 [1]: a sampler whose times have fractions loses them, as in
-optimum-intel's own files. GenAI's tokenizers are graphs too; a command of theirs makes them of the tokenizers here.
+optimum-intel's own files. Of Flux.1 it (2026.4.1) shifts the schedule by Flux.2's rule, which knows the number of steps:
+images of more than one step are others than diffusers'. GenAI's tokenizers are graphs too; a command of theirs makes
+them of the tokenizers here.
 
 The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
 """
@@ -33,7 +35,7 @@ FACTS = ForeignFormat(
     "pipeline = OVDiffusionPipeline.from_pretrained({folder!r}, ov_config=settings)",
     runtime="openvino",
     also="OpenVINO GenAI opens it too, once its tokenizers are made of the ones here. In place of a T5 that is missing "
-    "it passes 77 zeros.\n\n"
+    "it passes 77 zeros, and 2026.4.1 draws Flux.1 with the schedule of Flux.2.\n\n"
     "    pip install openvino-genai==2026.4.1.0 'openvino-tokenizers[transformers]==2026.4.1.0'\n"
     '    for tokenizer in {folder}/tokenizer*; do convert_tokenizer "$tokenizer" --output "$tokenizer"; done\n\n'
     "```python\nimport openvino_genai\n\n"

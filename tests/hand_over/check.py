@@ -5,9 +5,9 @@ and has each consumer draw pictures with the code of the result's README, which 
 Environments are made with pip under ``outputs``, once for each list of requirements: consumers need older packages than
 the project, 2 GB of them.
 
-A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's. Both compute the same codes,
-but the consumer's numbers between layers are others, and what rounds the other way in one layer changes all behind it
-(see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped SDXL, the worse of
+A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's, in some cases more. Both
+compute the same codes, but the consumer's numbers between layers are others, and what rounds the other way in one layer
+changes all behind it (see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped SDXL, the worse of
 the two pictures has 31.6 dB where the text is not padded as NeMo pads it, 28.9 dB with four times the size ids, 26.5 dB
 with the text encoders' last state for the last but one, 25.4 dB with timesteps 40 later and 21.7 dB with the pooled
 text reversed.
@@ -66,12 +66,13 @@ class Case:
     latents: np.ndarray
     make: Callable[[Path], None] | None = None  # writes the checkpoint; None: it is shipped
     genai: Mapping[str, object] | None = None  # another call, which GenAI is compared with optimum-intel by
+    least_psnr: float = LEAST_PSNR
 
 
 CASES = {
     "sdxl_mini": Case(("model=sdxl_mini",), CALL, LATENTS),
-    # In 8 steps the last bit is worth 28 dB of its images, in 20 steps 40 dB. GenAI passes 77 zeros for a T5 that is
-    # missing, with which the checkpoint was not trained.
+    # In 8 steps the simulation is 28 dB from full precision, in 20 40 dB, and consumers are as far from it. GenAI
+    # passes 77 zeros for a T5 that is missing, with which the checkpoint was not trained.
     "sd3_mini": Case(
         ("model=sd3_mini", "calib_size=8"),
         CALL | {"num_inference_steps": 20, "max_sequence_length": 3},
@@ -83,6 +84,9 @@ CASES = {
         {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 3.5, "max_sequence_length": 64},
         np.random.default_rng(0).standard_normal((len(PROMPTS), 16, 8, 8), np.float32),
         flux_of_transformers_4,
+        # GenAI 2026.4.1 shifts the times between the first and the last by Flux.2's rule, so one step is compared.
+        genai={"height": 64, "width": 64, "num_inference_steps": 1, "guidance_scale": 3.5, "max_sequence_length": 64},
+        least_psnr=45.0,  # twice the guidance is 33.5 dB, another schedule 36.5 dB
     ),
 }
 
@@ -176,10 +180,10 @@ def check(name: str, targets: list[str], run: Path, work: Path) -> bool:
             if call is case.call:
                 facts["against full precision"] = shown(decibels(full, pictures))
             scores = decibels(reference, pictures)
-            right &= min(scores) > LEAST_PSNR
+            right &= min(scores) > case.least_psnr
             for fact, value in facts.items():
                 print(f"{name}, {consumer}: {fact}: {value}")
-            verdict = "ok" if min(scores) > LEAST_PSNR else "FAILED"
+            verdict = "ok" if min(scores) > case.least_psnr else "FAILED"
             print(f"{name}, {consumer}: against {origin}: {shown(scores)}: {verdict}", flush=True)
     return right
 
