@@ -6,9 +6,9 @@ INT8 products saturate; the consumer then passes ``ov_config={"LP_TRANSFORMS_MOD
 
 optimum-intel takes inputs and most outputs by name and casts what it passes. GenAI takes text by the number of the
 output, casts nothing, and gives a UNet's time as int64 [1]: a sampler whose times have fractions loses them, as in
-optimum-intel's own files. Of Flux.1 it (2026.4.1) shifts the schedule by Flux.2's rule, which knows the number of steps:
-images of more than one step are others than diffusers'. GenAI's tokenizers are graphs too; a command of theirs makes
-them of the tokenizers here.
+optimum-intel's own files. Of Flux.1 it (2026.4.1) shifts the schedule by Flux.2's rule, which knows the number of
+steps: images of more than one step are others than diffusers'. GenAI's tokenizers are graphs too; a command of theirs
+makes them of the tokenizers here.
 
 The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
 """

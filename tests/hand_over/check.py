@@ -7,10 +7,10 @@ the project, 2 GB of them.
 
 A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's, in some cases more. Both
 compute the same codes, but the consumer's numbers between layers are others, and what rounds the other way in one layer
-changes all behind it (see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped SDXL, the worse of
-the two pictures has 31.6 dB where the text is not padded as NeMo pads it, 28.9 dB with four times the size ids, 26.5 dB
-with the text encoders' last state for the last but one, 25.4 dB with timesteps 40 later and 21.7 dB with the pooled
-text reversed.
+changes all behind it (see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped
+SDXL, the worse of the two pictures has 31.6 dB where the text is not padded as NeMo pads it, 28.9 dB with four times
+the size ids, 26.5 dB with the text encoders' last state for the last but one, 25.4 dB with timesteps 40 later and 21.7
+dB with the pooled text reversed.
 """
 
 import hashlib
