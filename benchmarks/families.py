@@ -1,7 +1,7 @@
 """Every family's denoiser at full size to INT8 ONNX, a plan and other tools: seconds, peak memory and bytes.
 
     python benchmarks/families.py [--families sd15,pixart,sd3,flux] [--plans] [--work outputs/families]
-    python benchmarks/families.py --families flux,sdxl --hand-over modelopt:fp8,gguf:int8_weight_only
+    python benchmarks/families.py --families flux,sdxl --hand-over diffusers_torchao:fp8,diffusers_sdnq:int8_weight_only
     python benchmarks/families.py --denoisers <file like denoisers.yaml, of smaller networks>
 
 Weights are never there as a whole: each tensor is made when it is read, in fp16, of the same million random numbers, so

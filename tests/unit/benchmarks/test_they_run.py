@@ -195,7 +195,7 @@ def test_families_are_exported_and_planned(script, tmp_path):
     rows = json.loads((tmp_path / "work/rows.json").read_text())
     assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
     sdxl = ["--families", "sdxl", "--denoisers", tmp_path / "tiny.yaml", "--work", tmp_path / "two"]
-    ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,gguf:int8_weight_only"))
+    ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,diffusers_sdnq:int8_weight_only"))
     rows = json.loads((tmp_path / "two/rows.json").read_text())
     assert len(rows) == 2 and all(0 < row["bytes"] < 2 * row["parameters"] for row in rows.values()), rows
 
