@@ -37,7 +37,7 @@ DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs 
     "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
     "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
 }  # fmt: skip
-SHORT, LONG = "a red bicycle", "a red bicycle in front of a blue door, and a cat that looks at both of them"
+SHORT, LONG = "a red cat", "a red bicycle in front of a blue door, and a cat that looks at both of them"
 PIECEWISE = ("enable_slicing", "enable_tiling")  # methods of autoencoders that decode in pieces
 
 

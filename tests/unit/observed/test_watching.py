@@ -216,6 +216,13 @@ def test_styles_decide_how_prompts_and_noise_are_given():
     assert isinstance(for_all["generator"], torch.Generator) and isinstance(alone["generator"], torch.Generator)
 
 
+def test_texts_of_two_lengths_are_watched_where_long_ones_are_cut(look):
+    """A graph for one length alone would serve both prompts if both were cut to it."""
+    calls = look("QwenImagePipeline", arguments={"max_sequence_length": 16}).calls["transformer"]
+    lengths = {call.run: call.arguments["encoder_hidden_states"].shape[1] for call in calls}
+    assert lengths["base"] < lengths["prompt"] == 16, lengths
+
+
 def test_a_pipeline_that_fails_says_where_and_what_to_check(look):
     with pytest.raises(ArtifactError) as caught:
         look("AuraFlowPipeline", arguments={"max_sequence_length": -1})
