@@ -1,7 +1,7 @@
 """The job of ``quantize``, and the checks of its sections against each other."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
@@ -12,7 +12,7 @@ from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
 from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.config.targets import check_consumers, check_targets
-from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed
+from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, check_unused, one_of
@@ -76,6 +76,11 @@ class QuantizeJob(RecipeJob):
 
     def __post_init__(self):
         RecipeJob.__post_init__(self)
+        if refused := self.why_no_plans():
+            expected = f"another, such as infer=openvino, because {refused}"
+            check(self.infer.engine not in PLAN_BUILDERS, "infer.engine", self.infer.engine, expected)
+            check(self.trt.library in ("auto", "none"), "trt.library", self.trt.library, f"none, because {refused}")
+            self.trt = replace(self.trt, library="none")
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
         check_targets("hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
@@ -97,6 +102,11 @@ class QuantizeJob(RecipeJob):
             check_unused(self, "", [("compiled_baseline", False, because)])
         check_unused(self.infer, "infer.", [("out_path", None, "a run keeps everything in hydra.run.dir")])
         self.model.encoder |= self.infer.image is not None
+
+    def why_no_plans(self) -> str | None:
+        """Return why no library builds plans of the recipe, whose attention they may leave alone; None if one may."""
+        reasons = [why_not(name, {"inputs": self.formats()["inputs"]}) for name in PLAN_BUILDERS]
+        return reasons[0] if all(reasons) else None
 
     def check_files(self) -> None:
         """Raises SdQuantError for files and packages that are missing or unusable, without loading any."""

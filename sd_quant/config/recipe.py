@@ -122,6 +122,8 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     if all(FORMATS[pair.weight].block is None for pair in (conv, linear)):
         for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
             yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
+    elif all(FORMATS[pair.weight].bits == 8 for pair in (conv, linear)):
+        yield "scale_search", False, f"{label} has 8 bits for a weight, where another scale gains nothing"
 
 
 def check_observers(quantize: Quantize) -> None:

@@ -40,6 +40,8 @@ NO_INTEGER_ATTENTION = "TensorRT takes no unsigned codes, and has a kernel for a
 
 
 def refused_by_tensorrt(where: str, fmt: Format) -> str | None:
+    if where == "inputs" and not fmt.static_scale and fmt.onnx_type == "FLOAT8E4M3FN":
+        return "TensorRT builds no product of FP8 numbers in blocks whose scales the graph computes"
     return NO_INTEGER_ATTENTION if where == "attention" and fmt.equal_levels else None
 
 

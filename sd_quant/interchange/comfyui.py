@@ -7,10 +7,11 @@ header's ``_quantization_metadata``; ``comfyui_marks`` has what each stands for.
 stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
 
 A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
-header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, and
-``int4`` of weights alone as awq_w4a16, whose zeros are 0. Convolutions are fp16, because ComfyUI has no quantized ones.
-SDXL is written whole, behind the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses
-marks and scales on the way.
+header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, ``mxfp8``,
+and ``int4`` of weights alone as awq_w4a16, whose zeros are 0. A mark of the formats whose inputs are as the recipe says
+has ``full_precision_matrix_mult`` where these stay in fp16; without it ComfyUI rounds them all the same. Convolutions
+are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind the prefixes of its four networks. In
+diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -38,7 +39,9 @@ from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, Fore
 from sd_quant.interchange.comfyui_marks import (
     FLOAT8,
     HARMLESS,
+    MANTISSA,
     METHODS,
+    MXFP8_BLOCK,
     NVFP4_MULTIPLE,
     Codes,
     check_codes,
@@ -78,7 +81,7 @@ FACTS = ForeignFormat(
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
-    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED, "int4": FP16},
+    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED, "mxfp8": AS_ASSIGNED, "int4": FP16},
     loading={
         "sdxl": (
             "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
@@ -121,7 +124,8 @@ FACTS = ForeignFormat(
             "caption_projection.linear_1",
             "proj_out",
         ),
-    ),
+    )
+    | {"mxfp8": ("context_embedder", "x_embedder", "proj_out")},  # whose outputs it counts: padding would add some
     joined=True,
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
@@ -133,7 +137,13 @@ MAX_MARK = 4096  # bytes
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
 SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without a mark
 WHOLE = "sdxl.safetensors"
-NAMES = {"fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "int4": "awq_w4a16"}  # in ComfyUI's QUANT_ALGOS
+NAMES = {  # in ComfyUI's QUANT_ALGOS
+    "fp8": FP8,
+    "int8": "int8_tensorwise",
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp8",
+    "int4": "awq_w4a16",
+}
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
@@ -380,7 +390,9 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
         return LazyTensor(shape, dtype, read)
 
     turned = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
-    mark = json.dumps({"format": NAMES[layer.format]} | turned).encode()
+    as_they_are = layer.activation_format is None and FACTS.formats[layer.format] == AS_ASSIGNED
+    unrounded = {"full_precision_matrix_mult": True} if as_they_are else {}
+    mark = json.dumps({"format": NAMES[layer.format]} | turned | unrounded).encode()
     yield MARK, lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
     if block is None:
         yield "weight", rows(0, shape, method.dtype)
@@ -394,13 +406,22 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
         yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, unsigned)
         yield "weight_scale", rows(1, by_block, torch.float16, Tensor.t)
         yield "weight_zeros", lazy(torch.zeros(by_block, dtype=torch.float16))
+    elif layer.format == "mxfp8":
+        (tiled,) = tiles(*shape, MXFP8_BLOCK, block)
+
+        def exponents() -> Tensor:
+            return in_tiles(layers.rows(lambda each: e8m0(*codes_and_scales(checkpoint, each))))
+
+        yield "weight", rows(0, (up_to(shape[0], MXFP8_BLOCK), shape[1]), method.dtype, with_rows_of_zeros)
+        yield "weight_scale", LazyTensor(tiled, torch.uint8, exponents)
     else:
         high, wide = (up_to(side, NVFP4_MULTIPLE) for side in shape)
         (tiled,) = tiles(*shape, NVFP4_MULTIPLE, block)
         yield "weight", rows(0, (high, wide // 2), torch.uint8, packed)
         yield "weight_scale", rows(1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3)
         yield "weight_scale_2", lazy_piece(checkpoint, layer, 2, (), torch.float32)
-    if layer.activation_format is not None:  # one static scale, or the common one of its blocks
+    inputs = layer.activation_format
+    if inputs is not None and FORMATS[inputs].needs_amax:  # one static scale, or the common one of its blocks
         yield "input_scale", lazy(layer.activation_scales(torch.zeros(1, block or 1))[-1].reshape(()).float())
     if layer.multiplies:
         yield "pre_quant_scale", lazy(layer.pre_quant_scale.half())
@@ -408,6 +429,17 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
 
 def in_tiles_of_e4m3(scales: Tensor) -> Tensor:
     return in_tiles(scales.to(torch.float8_e4m3fn))
+
+
+def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
+    """The exponents of powers of two [rows, blocks] plus 127, uint8; 0 for a block of zeros, as in comfy-kitchen."""
+    zeros = codes.float().unflatten(1, (-1, MXFP8_BLOCK)).eq(0).all(-1)
+    return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
+
+
+def with_rows_of_zeros(codes: Tensor) -> Tensor:
+    """Codes of eight bits, to a multiple of 32 rows."""
+    return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
 
 
 def unsigned(codes: Tensor) -> Tensor:

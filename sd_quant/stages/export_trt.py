@@ -96,10 +96,15 @@ def numbers_in(onnx_path: Path) -> int:
 
 
 def formats_in(onnx_path: Path) -> set[str]:
-    """The names of the quantized formats of an ONNX file's weights."""
+    """The names of the quantized formats of an ONNX file's weights; FP8 and MXFP8 are told apart by the blocks."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
-    types = {onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
-    return {name for name, fmt in FORMATS.items() if fmt.onnx_type in types}
+    types = {weight.name: onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
+    found = {
+        (types.get(node.input[0]), not any(each.name == "block_size" for each in node.attribute))
+        for node in graph.node
+        if node.op_type == "DequantizeLinear"
+    }
+    return {name for name, fmt in FORMATS.items() if (fmt.onnx_type, fmt.static_scale) in found}
 
 
 def check_gpu(formats: set[str]) -> None:

@@ -117,6 +117,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     step, cache = StageTimer(), cache_of(job.cache)
     prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
     say_choice(job.infer)
+    if refused := job.why_no_plans():
+        LOG.info("no plans are built: %s", refused)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
 
     def needs(session: Session) -> Needs:

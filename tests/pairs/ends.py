@@ -9,7 +9,7 @@ LONG = "x" * 300
 ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
     "quantize": [
         *("int8", "fp8", "int8_dynamic", "nemo", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
-        *("fp8_per_row", "mxfp4_weight_only"),
+        *("fp8_per_row", "mxfp4_weight_only", "mxfp8"),
         *("rotated_w4a4", "svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
@@ -28,7 +28,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
-    "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,nvfp4]"],
+    "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
     "quantize.n_steps": ["1", "2", "30"],
     "quantize.seed": ["0", "4294967295"],
     "quantize.snapshots": ["[]", "[1,1,1000000]"],

@@ -9,6 +9,7 @@ to add one.
 | int8   | -128..127             | fp16, one per range                                 | ONNX QuantizeLinear           |
 | fp8    | E4M3                  | fp16, one per range                                 | OCP FP8 1.0                   |
 | int4   | -8..7, two to a byte  | fp16, one per 64 numbers                            | ONNX QuantizeLinear           |
+| mxfp8  | E4M3                  | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
 
@@ -142,6 +143,9 @@ FORMATS: dict[str, Format] = {
             attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
         ),
         Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
+        Format(
+            "mxfp8", 8, 32, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=100, layer_tolerance=1e-2,
+        ),
         Format("mxfp4", 4, 32, "FLOAT4E2M1", ("FLOAT16",), opset=23, min_compute_capability=100, layer_tolerance=1e-2),
         Format(
             "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,

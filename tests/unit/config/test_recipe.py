@@ -41,6 +41,12 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
         ("fp8", {"alpha": 0.5}, "alpha is 0.5, expected null, because fp8 smooths nothing"),
         ("int8", {"format": "fp8"}, "quantize.format is fp8, expected the name of the preset that"),
         ("mxfp4", {"per_channel": True}, "quantize.per_channel is True, expected false, because"),
+        ("mxfp8", {"scale_search": True}, "quantize.scale_search is True, expected false, because mxfp8 has 8 bits"),
+        ("mxfp8", {"trt.library": "tensorrt_rtx"}, "trt.library is tensorrt_rtx, expected none, because TensorRT "
+         "builds no product of FP8 numbers in blocks"),
+        ("mxfp8", {"infer.engine": "tensorrt"}, "infer.engine is tensorrt, expected another, such as infer=openvino, "
+         "because TensorRT builds no product of FP8"),
+        ("mxfp8", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because mxfp8 has no format for att"),
         ("int8_weight_only", {"percentile": 0.5}, "percentile is 0.5, expected 1, because int8_weight"),
         ("int8_weight_only", {"collect_method": "min-max"}, "collect_method is min-max, expected mean-max, bec"),
         ("svdquant_w4a4", {"observer": "mse"}, "quantize.observer is mse, expected min_max, because"),
@@ -99,6 +105,10 @@ def test_a_conv_takes_no_input_in_blocks():
 def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, targets):
     found = job(preset, {"quant_level": level})
     assert targets_for(found.trt, set().union(*found.formats().values())) == targets
+
+
+def test_by_default_there_are_no_plans_where_no_library_builds_them():
+    assert job("mxfp8", {}).trt.library == "none" and job("mxfp4", {}).trt.library == "auto"
 
 
 @pytest.mark.parametrize("preset", ["mxfp4_weight_only", "int8_weight_only"])

@@ -31,6 +31,7 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
         ("svdquant_w4a16", "gguf", None),  # which has no branch
         ("rotated_w4a4", "diffusers_sdnq", None),
         ("mxfp4", "comfyui", None),
+        ("mxfp8", "comfyui", AS_ASSIGNED),
     ],
 )
 def test_how_a_target_computes_a_preset(preset, target, how):
@@ -46,4 +47,5 @@ def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():
     assert executed_by(FILES["svdquant_w4a4"]) == ["diffusers_nunchaku_lite", "nunchaku"]
     assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(executed_by(FILES["nvfp4"]))
     assert executed_by(FILES["rotated_w4a4"]) == executed_by(FILES["mxfp4"]) == []
+    assert executed_by(FILES["mxfp8"]) == ["comfyui"]
     assert "gguf" not in executed_by(FILES["int8"]) and "gguf" in executed_by(FILES["int8_weight_only"])

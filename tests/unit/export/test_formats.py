@@ -25,8 +25,9 @@ from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.places import CONF
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, min_compute_capability
 from sd_quant.quantization.recipe import formats_used
+from sd_quant.stages.export_trt import formats_in
 from tests.graphs import exposing, producers, run, stored_in
 from tests.layers import inputs_seen
 
@@ -79,6 +80,9 @@ def test_it_is_valid_onnx_of_the_first_opset_that_has_its_formats(exported):
         "": max(OPSET, *(FORMATS[name].opset for name in used))
     }
     assert {node.domain for node in model.graph.node} == {""}  # no operation that only one runtime knows
+    stored = {layer.format for layer in exported.layers.values()}
+    found = formats_in(exported.path)  # FP4 is that of two formats
+    assert stored <= found and min_compute_capability(stored) == min_compute_capability(found)
     assert [value.name for value in model.graph.input] == list(exported.network.contract.inputs)
 
 
@@ -111,7 +115,7 @@ def test_weights_of_the_level_are_stored_in_their_formats_own_type(exported):
             assert np.array_equal(found.flatten(), scale.flatten().numpy()), name
         if fmt.block:
             bits = 8 * len(stored[f"{key}.scale"].raw_data) / weight.numel()
-            assert bits == {"int4": 0.25, "nvfp4": 0.5, "mxfp4": 0.5}[layer.format]
+            assert bits == {"int4": 0.25, "nvfp4": 0.5, "mxfp4": 0.5, "mxfp8": 0.5}[layer.format]
         assert key not in stored
 
 

@@ -9,19 +9,26 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
-from sd_quant.interchange.comfyui import METADATA
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.comfyui import METADATA, e8m0, with_rows_of_zeros
+from sd_quant.interchange.denoiser import needed
+from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
-from sd_quant.names.authors import PREFIX
+from sd_quant.names.authors import PREFIX, authors_places
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
+from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.formats.blocks import in_tiles
 
 from .conftest import recipe_of
-from .single_files import in_diffusers
+from .single_files import authors_state, in_diffusers
 from .test_round_trip import PLAIN, ROTATED
 
 CASES = [
@@ -35,6 +42,7 @@ CASES = [
     ("flux", "fp8", {"per_channel": False}),
     ("flux", "int8", {"per_channel": False, **PLAIN}),
     ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
+    ("sd3", "mxfp8", PLAIN),
 ]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
@@ -88,6 +96,9 @@ def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 more = {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_scale_2"]}
                 layout = "TensorCoreNVFP4Layout"
                 params = tensor.TensorCoreNVFP4Layout.Params(block_scale=scale, **known | more)
+            case "mxfp8":
+                layout = "TensorCoreMXFP8Layout"
+                params = tensor.TensorCoreMXFP8Layout.Params(**known | {"scale": scale.view(torch.float8_e8m0fnu)})
         found[f"{layer}.weight"] = tensor.QuantizedTensor(codes, layout, params).dequantize()
         if f"{layer}.bias" in state:
             found[f"{layer}.bias"] = state[f"{layer}.bias"].float()
@@ -158,3 +169,94 @@ def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
     assert first.read_bytes() == second.read_bytes()
     starts = [next(start for start in PREFIXES if name.startswith(start)) for name in read_header(whole_file(first))[0]]
     assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
+
+
+# MXFP8
+
+
+@pytest.mark.slow
+@pytest.mark.consumer
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@torch.no_grad()
+def test_a_layer_of_mxfp8_is_what_comfy_kitchen_makes_and_multiplies(tiny, tmp_path, family):
+    """Codes, exponents and tiles bit for bit, of weights and of inputs, and so the product of what it dequantizes.
+
+    No processor has a product of tiles: torch refuses ``F.linear`` of the two.
+    """
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    case, assignment, _, state, _ = written(tiny, tmp_path, family, "mxfp8", PLAIN)
+    plain, network = authors_state(case.checkpoint), empty_denoiser(case.checkpoint)
+    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
+    rows = {places[0].name.removesuffix(".weight"): assignment[name.removesuffix(".weight")]
+            for name, places in authors_places(network, shapes).items() if name.endswith(".weight")
+            and name.removesuffix(".weight") in assignment}  # fmt: skip
+    marks = marks_of(state)
+    assert len(marks) > 8 and all(mark == {"format": "mxfp8"} for mark in marks.values())
+    for layer in marks:
+        weight = plain[f"{layer}.weight"].float()
+        theirs = tensor.QuantizedTensor.from_float(weight, "TensorCoreMXFP8Layout")
+        stored = {end: state[f"{layer}.weight{end}"] for end in ("", "_scale")}
+        assert stored["_scale"].dtype == torch.uint8 and f"{layer}.input_scale" not in state
+        for end, each in theirs.state_dict("").items():
+            assert torch.equal(each.view(torch.uint8), stored[end].view(torch.uint8)), (layer, end)
+        params = tensor.TensorCoreMXFP8Layout.Params(
+            scale=stored["_scale"].view(torch.float8_e8m0fnu), orig_dtype=torch.float32, orig_shape=weight.shape
+        )
+        opened = tensor.QuantizedTensor(stored[""], "TensorCoreMXFP8Layout", params)
+        x = torch.randn(32, weight.shape[1]) * torch.logspace(-3, 2, 32)[:, None]
+        x[0] = 0
+        inputs = tensor.QuantizedTensor.from_float(x, "TensorCoreMXFP8Layout")
+        assert torch.equal(rows[layer].rounded_input(x), inputs.dequantize())
+        fmt = FORMATS["mxfp8"]
+        ours = F.linear(rows[layer].rounded_input(x), fake_quantize(fmt, weight, torch.zeros(())))
+        assert torch.equal(F.linear(inputs.dequantize(), opened.dequantize())[:, : len(weight)], ours)
+
+
+def test_a_block_of_zeros_has_the_exponent_0():
+    """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
+    weight = torch.ones(2, 64)
+    weight[1, 32:] = 0
+    fmt = FORMATS["mxfp8"]
+    scales = fmt.scales(weight, torch.zeros(()))
+    assert e8m0(fmt.quantize(weight, *scales), *scales).tolist() == [[119, 119], [119, 0]]
+
+
+@pytest.mark.consumer
+def test_a_block_of_zeros_and_rows_that_are_added_are_comfy_kitchens():
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    weight = torch.randn(150, 96)
+    weight[:130, 32:64] = 0
+    fmt = FORMATS["mxfp8"]
+    scales = fmt.scales(weight, torch.zeros(()))
+    codes = fmt.quantize(weight, *scales)
+    expected = tensor.QuantizedTensor.from_float(weight, "TensorCoreMXFP8Layout").state_dict("")
+    assert torch.equal(with_rows_of_zeros(codes).view(torch.uint8), expected[""].view(torch.uint8))
+    assert torch.equal(in_tiles(e8m0(codes, *scales)), expected["_scale"].view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_no_padding_changes_a_size_that_comfyui_counts(tiny, tmp_path, family):
+    """MXFP8 packs nothing, so that more layers have it than NVFP4."""
+    case, assignment, _, state, _ = written(tiny, tmp_path, family, "mxfp8", PLAIN)
+    plain, marks, sized = authors_state(case.checkpoint), marks_of(state), DETECTED[family][1]
+    assert all(state[name].shape == plain[name].shape for name in sized)
+    assert family == "flux" or sized[0].removesuffix(".weight") in marks
+    for layer in marks:
+        rows, columns = plain[f"{layer}.weight"].shape
+        assert state[f"{layer}.weight"].shape == (up_to(rows, 32), columns) and f"{layer}.input_scale" not in state
+
+
+def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():
+    """A recipe may include it."""
+    rows = [LayerAssignment(name, "linear", (40, 64), "mxfp8", "mxfp8") for name in ("proj_out", "a.attn2.to_k")]
+    last, key = (held(row, TARGETS["comfyui"]) for row in rows)
+    assert last.format is None and "the model's kind off the shape" in last.reason and key.format == "mxfp8"
+
+
+@pytest.mark.slow
+def test_inputs_that_a_recipe_leaves_alone_are_marked(tiny, tmp_path):
+    """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
+    *_, state, _ = written(tiny, tmp_path, "sd3", "mxfp8", PLAIN | {"activation": None})
+    marks = marks_of(state).values()
+    assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)

