@@ -119,6 +119,9 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
         yield "rotation", 0, "the ranges of rotated inputs were not calibrated; quantize.per_token=true needs none"
     if quantize.rank == 0:
         yield "branch_rounds", 0, "with quantize.rank=0 there is no low-rank branch to fit"
+        yield "shared_branch", False, "with quantize.rank=0 there is no low-rank branch to share"
+    elif quantize.smoothing != "folded":
+        yield "shared_branch", False, f"smoothing={quantize.smoothing} treats each layer's input as its own"
     if all(FORMATS[pair.weight].block is None for pair in (conv, linear)):
         for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
             yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"

@@ -18,8 +18,8 @@ linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names:
 | norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
 
 nunchaku replaces all of these in every block, so a result that leaves one of them in high precision is refused. Others
-are as in diffusers. One rank holds for the file, and q, k and v share ``smooth`` and ``lora_down``: unless all branches
-have one ``down``, these are stacked, which computes each branch exactly and makes the rank three times as large.
+are as in diffusers. One rank holds for the file, and q, k and v share ``smooth`` and ``lora_down``. A recipe with
+``shared_branch`` gives them one ``down``; others are stacked, which computes each branch exactly and triples the rank.
 Modulations of Flux are rounded to nearest, and 1 is added to the biases of scales. Inputs of Flux's ``mlp_fc2`` are
 shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants bfloat16, and
 SDXL's knows no ``wtscale``, so ``wcscales`` holds NVFP4's common scales.

@@ -16,7 +16,7 @@ from sd_quant.quantization.error_model import with_output_errors
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import is_excluded
-from sd_quant.quantization.rounding import with_rounded_weight
+from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import LayerStatistics
 
@@ -73,9 +73,12 @@ def derive(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
-    for name, layer in assignment.items():
-        own = recipes.get(name, recipe)
-        if layer.format is not None and own.chooses_codes(layer.format):
+    for names in by_branch(assignment):
+        layers, own = [assignment[name] for name in names], recipes.get(names[0], recipe)
+        if layers[0].format is None or not own.chooses_codes(layers[0].format):
+            continue
+        for layer in with_refined_branches(layers, [weight_of(name) for name in names], statistics[names[0]], own):
+            name = layer.name
             layer = with_rounded_weight(layer, weight_of(name), statistics[name], own)
             assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
             advance()
@@ -87,3 +90,11 @@ def derive(
                 name, width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
             )
     return assignment
+
+
+def by_branch(assignment: Mapping[str, LayerAssignment]) -> list[list[str]]:
+    """The names of layers, those together whose branches have one ``down``: the very same tensor."""
+    groups: dict[str | int, list[str]] = {}
+    for name, layer in assignment.items():
+        groups.setdefault(name if layer.low_rank is None else id(layer.low_rank[1]), []).append(name)
+    return list(groups.values())

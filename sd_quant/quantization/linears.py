@@ -13,7 +13,7 @@ from torch import Tensor
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.error_model import with_output_errors
-from sd_quant.quantization.low_rank import low_rank, rank_of
+from sd_quant.quantization.low_rank import low_rank_of, rank_of
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.row_chunks import fits_half, input_amax
@@ -83,19 +83,33 @@ class Readers:
         scale = None if alpha is None else self.vector(channel_amax, self.weight_amax, alpha)
         smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
         chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), self.layers[0].role, recipe))
+        step = {name: 1 if max_outputs is None else -(-len(each) // max_outputs) for name, each in self.weights.items()}
+        weights = {name: weight[:: step[name]] for name, weight in self.weights.items()}
+        layers = [replace(layer, pre_quant_scale=scale, alpha=alpha) for layer in self.layers]
+        branches = self.branches(layers, weights, recipe)
         assigned = []
-        for layer in self.layers:
-            weight, layer = self.weights[layer.name], replace(layer, pre_quant_scale=scale, alpha=alpha)
+        for layer in layers:
             if layer.reason is None:
-                rank, outputs = rank_of(recipe.rank, weight.shape), len(weight)
-                if max_outputs is not None:
-                    weight = weight[:: -(-outputs // max_outputs)]
-                if rank:
-                    branch = low_rank(rewritten(weight, layer), max(1, round(rank * len(weight) / outputs)))
-                    layer = replace(layer, low_rank=branch)
+                weight, layer = weights[layer.name], replace(layer, low_rank=branches.get(layer.name))
                 layer = with_output_errors(with_ranges(layer, weight, chosen, recipe), weight, self.statistics)
             assigned.append(layer)
         return assigned
+
+    def branches(
+        self, layers: Sequence[LayerAssignment], weights: Mapping[str, Tensor], recipe: Recipe
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """The branches of the quantized layers, whose rewritten ``weights`` may have a part of the outputs."""
+        groups: dict[str, list[LayerAssignment]] = {}
+        for layer in (layer for layer in layers if layer.reason is None):
+            groups.setdefault("qkv" if recipe.shared_branch and layer.role == "qkv" else layer.name, []).append(layer)
+        branches: dict[str, tuple[Tensor, Tensor]] = {}
+        for group in groups.values():
+            parts = {layer.name: rewritten(weights[layer.name], layer) for layer in group}
+            outputs, tried = (sum(len(each[name]) for name in parts) for each in (self.weights, parts))
+            if rank := rank_of(recipe.rank, (outputs, self.weight_amax.numel())):
+                shared = low_rank_of(list(parts.values()), max(1, round(rank * tried / outputs)))
+                branches |= zip(parts, shared, strict=True)
+        return branches
 
     def best_alpha(self, recipe: Recipe) -> float:
         """The alpha of ``ALPHAS`` with the smallest sum of the layers' squared accumulated errors.

@@ -136,6 +136,9 @@ class Recipe:
     branch_rounds: Annotated[
         int, at_least(0), "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
     ] = 0
+    shared_branch: Annotated[
+        bool, "query, key and value that read one tensor share the down of their branches, as nunchaku runs them"
+    ] = False
     rounding: Annotated[
         str,
         one_of(ROUNDINGS),
@@ -193,4 +196,4 @@ def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
     """
     if QUANT_LEVELS[recipe.quant_level] != ("conv",):
         return {}
-    return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "per_token", "rotation"))
+    return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "shared_branch", "per_token", "rotation"))

@@ -14,7 +14,7 @@ road not taken is to sum the Hessian over all rows during calibration: it gained
 checkpoint, but takes 1.2 GB at full size in blocks of 256 inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format
-from sd_quant.quantization.low_rank import low_rank
+from sd_quant.quantization.low_rank import low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
@@ -39,20 +39,16 @@ ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales 
 def with_rounded_weight(
     layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """``layer``, whose weight is in blocks, with the codes, scales and low-rank branch that the recipe chooses.
+    """``layer``, whose weight is in blocks, with the codes and scales that the recipe chooses.
 
     ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows.
     """
-    rows = statistics.rows.values.float()
+    rows = smoothed_rows(layer, statistics)
     if recipe.rounding == "gptq" and len(rows) < FEWEST_ROWS:
         raise SdQuantError(
             f"calibration has {len(rows)} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
             "raise calib_size or set quantize.rounding=nearest"
         )
-    if layer.pre_quant_scale is not None:
-        rows = rows * layer.pre_quant_scale
-    if layer.low_rank is not None and recipe.branch_rounds:
-        layer = with_refined_branch(layer, weight, rows, recipe)
     fmt, residual = FORMATS[layer.format], rotated(rewritten(weight, layer).flatten(1), layer.rotation)
 
     def scales_of(columns: Tensor) -> tuple[Tensor, ...]:
@@ -64,20 +60,41 @@ def with_rounded_weight(
     return replace(layer, rounded=(fmt.quantize(residual, *scales), *scales))
 
 
-def with_refined_branch(layer: LayerAssignment, weight: Tensor, rows: Tensor, recipe: Recipe) -> LayerAssignment:
-    """``layer`` with its branch refitted ``recipe.branch_rounds`` times to the rounding error, with the same rank.
+def with_refined_branches(
+    layers: Sequence[LayerAssignment], weights: Sequence[Tensor], statistics: LayerStatistics, recipe: Recipe
+) -> list[LayerAssignment]:
+    """Layers that share a branch's ``down``, refitted ``recipe.branch_rounds`` times to the rounding errors of all.
 
+    ``statistics`` are those of their common input. The rank stays, and a layer without a branch has none afterwards.
     The residual is rounded to nearest here: GPTQ in every round gained nothing and took four times as long.
     """
-    fmt, factor = FORMATS[layer.format], torch.linalg.cholesky(damped_hessian(rows))
-    whole = rewritten(weight, replace(layer, low_rank=None))
+    layers, first = list(layers), layers[0]
+    if first.low_rank is None or not recipe.branch_rounds:
+        return layers
+    fmt, rank = FORMATS[first.format], len(first.low_rank[1])
+    factor = torch.linalg.cholesky(damped_hessian(smoothed_rows(first, statistics)))
     for _ in range(recipe.branch_rounds):
-        residual = rotated(rewritten(weight, layer), layer.rotation)
-        scales = chosen_scales(fmt, residual, layer.weight_amax, recipe)
-        rounded = rotated(fmt.dequantize(fmt.quantize(residual, *scales), *scales), layer.rotation)
-        branch = low_rank(whole - rounded, len(layer.low_rank[1]), factor)
-        layer = with_weight_range(replace(layer, low_rank=branch), weight)
-    return layer
+        left = []
+        for layer, weight in zip(layers, weights, strict=True):
+            residual = rotated(rewritten(weight, layer), layer.rotation)
+            scales = chosen_scales(fmt, residual, layer.weight_amax, recipe)
+            rounded = rotated(fmt.dequantize(fmt.quantize(residual, *scales), *scales), layer.rotation)
+            whole = rewritten(weight, replace(layer, low_rank=None))
+            left.append(whole - rounded)
+        branches = low_rank_of(left, rank, factor)
+        layers = [
+            with_weight_range(replace(layer, low_rank=branch), weight)
+            for layer, weight, branch in zip(layers, weights, branches, strict=True)
+        ]
+    return layers
+
+
+def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor:
+    """The sampled inputs as the layer's weight is multiplied with them, fp32 [n, in]."""
+    rows = statistics.rows.values.float()
+    if layer.pre_quant_scale is not None:
+        rows = rows * layer.pre_quant_scale
+    return rows
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:

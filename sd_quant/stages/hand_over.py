@@ -40,7 +40,7 @@ from sd_quant.files import (
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import with_denoiser
-from sd_quant.interchange.holding import adapted, inputs_of
+from sd_quant.interchange.holding import adapted, groups_of, inputs_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.servers import check_served, servers_of
@@ -216,7 +216,7 @@ def write_target(
             "network": loaded.checkpoint.family.NETWORKS[component],
             "run": run and shown(run),
             "command": command,
-            "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows)],
+            "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
             "absent": absent(loaded.checkpoint),
             "servers": servers_of(target, loaded.checkpoint, rows),
             "licence": licence_of(loaded.checkpoint.path),
@@ -261,6 +261,19 @@ def widened(assignment: Rows, rows: Rows) -> list[str]:
     if not wider:
         return []
     return [f"the ranges of {len(wider)} layers: query, key and value are one tensor, which has the largest of theirs"]
+
+
+def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
+    """In words how many layers that the target fuses have more than one branch, which makes it slower."""
+    groups = [[rows[name].low_rank for name in group] for _, _, group in groups_of(rows, target.fused)]
+    downs = [[branch[1] for branch in group if branch is not None] for group in groups]
+    apart = [own for own in downs if not all(torch.equal(down, own[0]) for down in own)]
+    if not apart:
+        return []
+    return [
+        f"speed: query, key and value are one layer, in which their branches are stacked, {len(apart)} times; the rank "
+        "of the stack holds for the whole file. quantize.shared_branch=true has one branch for all three"
+    ]
 
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:

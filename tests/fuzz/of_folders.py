@@ -1,4 +1,4 @@
-"""Folders of denoisers that SDNQ, torchao, bitsandbytes, quanto, AutoRound and ModelOpt quantized, of four layers.
+"""Denoisers of a few layers: folders of SDNQ, torchao, bitsandbytes, quanto, AutoRound, ModelOpt, vLLM, nunchaku.
 
 They are made here by hand, because a run without those libraries is to fuzz their readers too; what the libraries write
 themselves is read in ``tests/unit/interchange``.
@@ -24,7 +24,7 @@ from sd_quant.interchange.diffusers_bitsandbytes import TABLES
 
 from .harness import Reader
 from .mutations import LARGE, byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
-from .shared import damaged_metadata, damaged_safetensors, described, digest, ways
+from .shared import damaged_metadata, damaged_safetensors, described, digest, ways, with_numbers
 
 CONFIG, WEIGHTS, STATE = "config.json", "diffusion_pytorch_model.safetensors", "modelopt_state.pth"
 SHAPES = {"a": (32, 64), "b": (64, 32), "c": (4, 8, 3, 3), "last": (4, 16)}
@@ -37,11 +37,15 @@ class Four(nn.Module):
         self.a, self.b, self.c, self.last = nn.Linear(64, 32), nn.Linear(32, 64), nn.Conv2d(8, 4, 3), nn.Linear(16, 4)
 
 
-CHECKPOINT: Any = SimpleNamespace(
-    family=SimpleNamespace(DENOISER="unet", NETWORKS={"unet": "UNet2DConditionModel"}),
-    parts=lambda: {"unet": SimpleNamespace(component="unet", prefix="")},
-    build=lambda: {"unet": Four()},
-)
+def checkpoint_of(network: Callable[[], nn.Module], kind: str = "UNet2DConditionModel") -> Any:
+    return SimpleNamespace(
+        family=SimpleNamespace(DENOISER="unet", NETWORKS={"unet": kind}),
+        parts=lambda: {"unet": SimpleNamespace(component="unet", prefix="")},
+        build=lambda: {"unet": network()},
+    )
+
+
+CHECKPOINT = checkpoint_of(Four)
 
 
 def folders() -> list[Reader]:
@@ -58,19 +62,20 @@ def folders() -> list[Reader]:
         folder("autoround", "diffusers_autoround", *autoround()),
         folder("modelopt", "diffusers_modelopt", stored_by(ranged), {}, state=modelopt_state("ab")),
         folder("modelopt_hf", "modelopt_export", stored_by(nvfp4), nvfp4_config),
+        folder("vllm_int8", "vllm_int8", stored_by(int8_by_row), INT8_CONFIG),
+        nunchaku_lite(),
+        nunchaku(),
     ]
 
 
 def folder(
-    name: str, reader: str, quantized: Tensors, quantization: dict, metadata: dict | None = None, state: bytes = b""
-) -> Reader:
+    name: str, reader: str, quantized: Tensors, quantization: dict, metadata: dict | None = None, state: bytes = b"",
+    checkpoint: Any = CHECKPOINT,
+) -> Reader:  # fmt: skip
     """A file of these tensors, with fp16 for the others."""
-    plain = {f"{layer}.weight": some(*shape).half() for layer, shape in SHAPES.items()}
-    plain |= {f"{layer}.bias": some(shape[0]) for layer, shape in SHAPES.items()}
-    layers = {each.partition(".")[0] for each in quantized}
-    plain = {each: tensor for each, tensor in plain.items() if each.removesuffix(".weight") not in layers}
+    tensors = with_plain(quantized, checkpoint)
     config = {"_class_name": "UNet2DConditionModel"} | ({"quantization_config": quantization} if quantization else {})
-    weights, text = save_safetensors(plain | quantized, metadata or {"format": "pt"}), to_json(config)
+    weights, text = save_safetensors(tensors, metadata or {"format": "pt"}), to_json(config)
     damages = [
         (described, lambda recipe: {WEIGHTS: damaged_safetensors(weights, recipe)}),
         (document_edits, lambda edits: {CONFIG: to_json(changed(config, edits))}),
@@ -87,10 +92,28 @@ def folder(
         damages.append((byte_edits, lambda edits: {STATE: edited(state, edits)}))
         damages += [(pickle_edits, lambda edits: {STATE: with_pickle(state, lambda data: repickled(data, edits))})] * 2
 
-    def read(path: Path) -> tuple | None:
-        if not READERS[reader].recognizes(path):
+    files = {WEIGHTS: weights, CONFIG: text} | ({STATE: state} if state else {})
+    return Reader(name, files, weight=20, **ways(*damages), **reading(reader, checkpoint, WEIGHTS))
+
+
+def with_plain(quantized: Tensors, checkpoint: Any) -> Tensors:
+    """The tensors of a whole file: those of quantized layers, and for the others weights in fp16 and biases."""
+    shapes = {name: tuple(each.shape) for name, each in checkpoint.build()["unet"].named_parameters()}
+    plain = {name: some(*shape).half() if len(shape) > 1 else some(*shape) for name, shape in shapes.items()}
+    layers = {name.removesuffix(".weight") for name in shapes if name.endswith(".weight")}
+    layers = {layer for layer in layers if any(name.startswith(f"{layer}.") for name in quantized)}
+    return {name: each for name, each in plain.items() if name.removesuffix(".weight") not in layers} | quantized
+
+
+def reading(reader: str, checkpoint: Any, weights: str, opened: str = "") -> dict[str, Callable]:
+    """A reader's ``read`` and ``check`` of a folder, or of a file in it, whose tensors are in the file ``weights``."""
+    expected = {name: tuple(each.shape) for name, each in checkpoint.build()["unet"].named_parameters()}
+
+    def read(folder: Path) -> tuple | None:
+        path = folder / opened
+        if not READERS[reader].recognizes(path) and not opened:
             return None
-        found = READERS[reader].module.read(path, CHECKPOINT)
+        found = READERS[reader].module.read(path, checkpoint)
         layers = {
             layer: (each.format, each.scales, each.bits, str(each.inputs), digest(each.weight.read()),
                     None if each.inputs is None else digest(each.inputs(torch.ones(40, each.weight.shape[1]))))
@@ -105,14 +128,11 @@ def folder(
         layers, parameters, bits = found
         shapes = {f"{layer}.weight": own[4][1] for layer, own in layers.items()}
         shapes |= {parameter: own[1] for parameter, own in parameters.items()}
-        expected = {f"{layer}.{kind}": shape[: None if kind == "weight" else 1]
-                    for layer, shape in SHAPES.items() for kind in ("weight", "bias")}  # fmt: skip
         assert shapes == expected
         count = sum(map(math.prod, expected.values()))
-        assert bits * count / 8 <= (path / WEIGHTS).stat().st_size
+        assert bits * count / 8 <= (path / weights).stat().st_size
 
-    files = {WEIGHTS: weights, CONFIG: text} | ({STATE: state} if state else {})
-    return Reader(name, files, read=read, check=check, weight=20, **ways(*damages))
+    return {"read": read, "check": check}
 
 
 def texts(data: bytes) -> list[tuple[int, int]]:
@@ -261,6 +281,92 @@ def nvfp4(weight: Tensor) -> Tensors:
         "weight": codes(rows, width // 2), "weight_scale": some(rows, width // 16).to(torch.float8_e4m3fn),
         "weight_scale_2": torch.tensor(0.01), "input_scale": torch.tensor(0.02),
     }  # fmt: skip
+
+
+INT8_CONFIG = {
+    "quant_method": "int8", "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic",
+    "ignored_layers": ["c", "last"],
+}  # fmt: skip
+
+
+def int8_by_row(weight: Tensor) -> Tensors:
+    return {"weight": codes(*weight.shape, dtype=torch.int8), "weight_scale": some(len(weight), 1)}
+
+
+# nunchaku, whose linears have sides of multiples of 128
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.last = (
+            nn.Linear(128, 128),
+            nn.Linear(128, 256),
+            nn.Conv2d(8, 4, 3),
+            nn.Linear(64, 16),
+        )
+
+
+class Single(nn.Module):
+    """A single block of Flux, but for its attention's norms, and the last linear."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Module()
+        block.norm, block.attn, block.proj_mlp = nn.Module(), nn.Module(), nn.Linear(128, 128)
+        block.norm.linear, block.proj_out = nn.Linear(128, 384), nn.Linear(256, 128)
+        for name in ("to_q", "to_k", "to_v"):
+            block.attn.add_module(name, nn.Linear(128, 128))
+        self.single_transformer_blocks, self.proj_out = nn.ModuleList([block]), nn.Linear(128, 4)
+
+
+def w4a4(name: str, rows: int, columns: int, ends: tuple[str, ...], blocks: int = 64) -> Tensors:
+    """A linear whose branch has rank 16; ``ends`` are the names of the branch's matrices and of the smoothing."""
+    down, up, smooth = ends
+    scales = some(columns // blocks, rows)
+    tensors = {
+        "qweight": codes(rows, columns // 2, dtype=torch.int8),
+        down: some(columns, 16).half(), up: some(rows, 16).half(),
+        "wscales": scales.half() if blocks == 64 else scales.to(torch.float8_e4m3fn),
+        smooth: some(columns).half() + 0.5, "bias": some(rows).half(),
+    }  # fmt: skip
+    tensors |= {} if blocks == 64 else {"wcscales": some(rows).half()}
+    return {f"{name}.{end}": tensor for end, tensor in tensors.items()}
+
+
+def w4a16(name: str, rows: int, columns: int) -> Tensors:
+    tensors = {"qweight": codes(rows // 4, columns // 2, dtype=torch.int32) * 0x1234567, "bias": some(rows)}
+    tensors |= {end: some(columns // 64, rows).half() for end in ("wscales", "wzeros")}
+    return {f"{name}.{end}": tensor for end, tensor in tensors.items()}
+
+
+def nunchaku_lite() -> Reader:
+    ends = ("proj_down", "proj_up", "smooth_factor")
+    tensors = w4a4("a", 128, 128, ends) | w4a4("b", 256, 128, ends) | w4a16("last", 16, 64)
+    config = {
+        "quant_method": "nunchaku_lite", "compute_dtype": "float16",
+        "svdq_w4a4": {"precision": "int4", "group_size": 64, "rank": 16, "targets": ["a", "b"]},
+        "awq_w4a16": {"precision": "int4", "group_size": 64, "targets": ["last"]},
+    }  # fmt: skip
+    reader = "diffusers_nunchaku_lite"
+    return folder("nunchaku_lite", reader, tensors, config, checkpoint=checkpoint_of(Wide))
+
+
+def nunchaku() -> Reader:
+    """A file of linears in rows and in columns, in INT4, in NVFP4 and in W4A16."""
+    ends, block, file = ("lora_down", "lora_up", "smooth"), "single_transformer_blocks.0", "a.safetensors"
+    checkpoint = checkpoint_of(Single, "FluxTransformer2DModel")
+    tensors = w4a4(f"{block}.qkv_proj", 384, 128, ends) | w4a4(f"{block}.mlp_fc1", 128, 128, ends, blocks=16)
+    tensors |= w4a4(f"{block}.out_proj", 128, 128, ends) | w4a4(f"{block}.mlp_fc2", 128, 128, ends)
+    tensors |= w4a16(f"{block}.norm.linear", 384, 128)
+    tensors |= {"proj_out.weight": some(4, 128).half(), "proj_out.bias": some(4)}
+    sound = save_safetensors(tensors, {"model_class": "NunchakuFluxTransformer2dModel", "config": "{}"})
+    damages = ways(
+        *[(described, lambda recipe: {file: damaged_safetensors(sound, recipe)})] * 2,
+        (st.tuples(st.sampled_from(sorted(tensors)), byte_edits), lambda drawn: {file: with_numbers(sound, *drawn)}),
+        (document_edits, lambda edits: {file: damaged_metadata(sound, "model_class", edits)}),
+    )
+    return Reader("nunchaku", {file: sound}, weight=20, **damages, **reading("nunchaku", checkpoint, file, file))
 
 
 def modelopt_state(layers: str) -> bytes:

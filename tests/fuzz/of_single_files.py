@@ -1,8 +1,8 @@
-"""Other people's denoisers as single files: GGUF, and safetensors with ComfyUI's marks."""
+"""Other people's denoisers as single files: GGUF, safetensors with ComfyUI's marks, and Black Forest Labs'."""
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
-from sd_quant.interchange import comfyui, gguf
+from sd_quant.interchange import READERS, gguf
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import authors_places
@@ -23,7 +23,7 @@ from sd_quant.names.authors import authors_places
 from ..pipelines import TINY
 from .harness import Reader
 from .mutations import byte_edits, document_edits, edited
-from .shared import Files, damaged_metadata, damaged_safetensors, header_of, ways, with_header
+from .shared import Files, damaged_metadata, damaged_safetensors, header_of, ways, with_header, with_numbers
 
 
 def single_files(scratch: Path) -> list[Reader]:
@@ -32,7 +32,7 @@ def single_files(scratch: Path) -> list[Reader]:
     opened = open_pipeline(scratch / "single_files", "sdxl")
     build = cache(opened.build)  # once, as it takes longer than reading a file
     checkpoint = SimpleNamespace(family=opened.family, parts=opened.parts, build=build)
-    return [of_gguf(checkpoint), of_comfyui(checkpoint)]
+    return [of_gguf(checkpoint), of_comfyui(checkpoint), of_bfl(checkpoint)]
 
 
 def shapes_in_file(checkpoint: Any) -> dict[str, tuple[int, ...]]:
@@ -134,6 +134,68 @@ def of_gguf(checkpoint: Any) -> Reader:
     return Reader("gguf", {"a.gguf": sound}, read=read, check=check, weight=15, quick=30, **damages)
 
 
+# Safetensors
+
+
+def of_safetensors(
+    name: str, checkpoint: Any, sound: bytes, small: tuple[str, ...], endings: Sequence[str],
+    texts: Collection[str] = (), damages: Collection[tuple] = (),
+) -> Reader:  # fmt: skip
+    """A file of which the header is damaged, tensors that hold text, and those whose names end in one of ``small``.
+
+    These get other numbers, or a name with one of the ``endings``.
+    """
+    header, content = header_of(sound)
+    end = len(sound) - len(content)
+
+    def place(name: str) -> tuple[int, int]:
+        start, stop = header[name]["data_offsets"]
+        return end + start, end + stop
+
+    def renamed(drawn: tuple) -> Files:
+        name, ending = drawn
+        other = f"{name.rpartition('.')[0]}.{ending}"
+        names = {each: other if each == name else each for each in header}
+        return {"a.safetensors": with_header({names[each]: value for each, value in header.items()}, content)}
+
+    def read(folder: Path) -> tuple:
+        path = folder / "a.safetensors"
+        READERS[name].recognizes(path)
+        return summary(READERS[name].module.read(path, checkpoint))
+
+    drawn = st.sampled_from([name for name in header if name.endswith(small)])
+    made = ways(
+        (byte_edits, lambda edits: {"a.safetensors": edited(sound, edits, [(0, end), *map(place, texts)])}),
+        (st.tuples(drawn, byte_edits), lambda drawn: {"a.safetensors": with_numbers(sound, *drawn)}),
+        (st.tuples(drawn, st.sampled_from(endings)), renamed),
+        *damages,
+        (document_edits, lambda edits: {"a.safetensors": damaged_safetensors(sound, ("header", edits))}),
+    )
+    check = stays_within("a.safetensors")
+    return Reader(name, {"a.safetensors": sound}, read=read, check=check, weight=15, quick=30, **made)
+
+
+def of_bfl(checkpoint: Any) -> Reader:
+    """Every linear whose inputs are whole blocks in one of the two kinds in turn."""
+    tensors: dict[str, Tensor] = {}
+    turn = 0
+    for name, shape in shapes_in_file(checkpoint).items():
+        layer = name.removesuffix(".weight")
+        tensors[name] = torch.ones(shape, dtype=torch.float16)
+        if len(shape) != 2 or not name.endswith(".weight") or shape[1] % 16:
+            continue
+        turn += 1
+        if turn % 2:
+            tensors |= {name: torch.ones(shape).to(torch.float8_e4m3fn), f"{layer}.weight_scale": torch.ones(shape[0])}
+            continue
+        tensors[name] = torch.full((shape[0], shape[1] // 2), 0x12, dtype=torch.uint8)
+        tensors[f"{layer}.weight_scale"] = torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn)
+        tensors |= {f"{layer}.{end}": torch.ones(()) for end in ("weight_scale_2", "input_scale")}
+    sound = save_safetensors(tensors, {"format": "pt"})
+    endings = ["weight_scale", "weight_scale_2", "input_scale", "weight", "bias"]
+    return of_safetensors("diffusers_bfl", checkpoint, sound, ("_scale", "_scale_2"), endings)
+
+
 # ComfyUI
 
 
@@ -198,41 +260,10 @@ def of_comfyui(checkpoint: Any) -> Reader:
               for layer, mark in marks.items() if layer not in half}  # fmt: skip
     metadata = json.dumps({"format_version": "1.0", "layers": half})
     sound = save_safetensors(tensors | inside, {"_quantization_metadata": metadata})
-    header, content = header_of(sound)
-    end = len(sound) - len(content)
-
-    def place(name: str) -> tuple[int, int]:
-        start, stop = header[name]["data_offsets"]
-        return end + start, end + stop
-
-    def renamed(drawn: tuple) -> Files:
-        name, ending = drawn
-        other = f"{name.rpartition('.')[0]}.{ending}"
-        names = {each: other if each == name else each for each in header}
-        return {"a.safetensors": with_header({names[each]: value for each, value in header.items()}, content)}
-
-    def with_numbers(drawn: tuple) -> Files:
-        name, edits = drawn
-        start, stop = place(name)
-        piece = edited(sound[start:stop], edits)[: stop - start].ljust(stop - start, b"\xff")
-        return {"a.safetensors": sound[:start] + piece + sound[stop:]}
-
-    def read(folder: Path) -> tuple:
-        comfyui.recognizes(folder / "a.safetensors")
-        return summary(comfyui.read(folder / "a.safetensors", checkpoint))
-
-    small = st.sampled_from(
-        [name for name in header if name.endswith(("_scale", "_scale_2", "_s_rel", "_zeros", "comfy_quant"))]
-    )
+    small = ("_scale", "_scale_2", "_s_rel", "_zeros", "comfy_quant")
     endings = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
-    damages = ways(
-        (byte_edits, lambda edits: {"a.safetensors": edited(sound, edits, [(0, end), *map(place, inside)])}),
-        (st.tuples(small, byte_edits), with_numbers),
-        (st.tuples(small, st.sampled_from(endings)), renamed),
-        *[(document_edits, lambda edits: {
-            "a.safetensors": damaged_metadata(sound, "_quantization_metadata", edits)
-        })] * 2,
-        (document_edits, lambda edits: {"a.safetensors": damaged_safetensors(sound, ("header", edits))}),
-    )  # fmt: skip
-    check = stays_within("a.safetensors")
-    return Reader("comfyui", {"a.safetensors": sound}, read=read, check=check, weight=15, quick=30, **damages)
+    marked_otherwise = (
+        document_edits,
+        lambda edits: {"a.safetensors": damaged_metadata(sound, "_quantization_metadata", edits)},
+    )
+    return of_safetensors("comfyui", checkpoint, sound, small, endings, inside, [marked_otherwise] * 2)

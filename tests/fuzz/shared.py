@@ -46,6 +46,15 @@ def with_header(header: Any, content: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + content
 
 
+def with_numbers(data: bytes, name: str, edits: list) -> bytes:
+    """With other bytes in a tensor, as many."""
+    header, content = header_of(data)
+    first = len(data) - len(content)
+    start, stop = (first + each for each in header[name]["data_offsets"])
+    piece = edited(data[start:stop], edits)[: stop - start].ljust(stop - start, b"\xff")
+    return data[:start] + piece + data[stop:]
+
+
 def decisive_header(data: bytes) -> list[tuple[int, int]]:
     return [(0, 8), (8, 8 + int.from_bytes(data[:8], "little"))]
 

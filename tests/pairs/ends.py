@@ -45,6 +45,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.per_channel": ["false", "true"],
     "quantize.rank": ["0", "1", "64", "0.999", "0.001"],
     "quantize.branch_rounds": ["0", "3"],
+    "quantize.shared_branch": ["false", "true"],
     "quantize.rounding": ["nearest", "gptq"],
     "quantize.scale_search": ["false", "true"],
     "trt.library": ["none", "tensorrt_rtx"],

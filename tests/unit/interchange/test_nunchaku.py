@@ -281,15 +281,22 @@ def test_a_network_of_what_is_read_is_near_the_full_one(made, family):
 
 
 @pytest.mark.slow
-def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path):
-    case, assignment, path = made("sdxl_wide")
-    assert json.loads(metadata_of(path)["quantization_config"])["rank"] == 48  # of thrice 13
-    common = dict(assignment)
-    for name, row in assignment.items():
-        if row.format and name.endswith(("attn1.to_k", "attn1.to_v")):
-            common[name] = replace(row, low_rank=(row.low_rank[0], assignment[name[:-1] + "q"].low_rank[1]))
-    written = case.written(common, NAME, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path, family):
+    """Those of a recipe with ``shared_branch``, which a reader finds again: thrice 13 would become 48."""
+    case, _, path = made(family)
+    assert json.loads(metadata_of(path)["quantization_config"])["rank"] == 48
+    shared = case.assignment(recipe_of("int4", **FAMILIES[family], shared_branch=True), NAME)
+    written = case.written(shared, NAME, tmp_path)
     assert json.loads(metadata_of(written)["quantization_config"])["rank"] == 16
+    found = case.read(written, NAME)
+    for name, row in shared.items():
+        if row.format and row.role == "qkv":
+            up, down = (each.read() for each in found.layers[name].branch)
+            product = row.low_rank[0].float() @ row.low_rank[1].float()
+            assert relative_error(product, up @ down) < 0.01, name
+    assert case.error(case.network(found), case.denoiser()) < 0.25
 
 
 # Modulations

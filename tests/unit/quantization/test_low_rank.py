@@ -9,7 +9,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.low_rank import low_rank, rank_of
+from sd_quant.quantization.low_rank import low_rank, low_rank_of, rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
@@ -49,6 +49,16 @@ def test_with_a_factor_it_is_the_product_that_the_branch_is_nearest_to():
     branches = (low_rank(weight, 16, factor), low_rank(weight, 16))
     left, of_the_weight = (((weight - up.float() @ down.float()) @ factor).norm() / best for up, down in branches)
     assert 0.999 < left < 1.01 and of_the_weight > 1.1
+
+
+def test_a_shared_branch_is_that_of_the_weights_on_top_of_each_other():
+    """Whose residual is within one percent of the smallest, and for one weight it is the weight's own."""
+    weights = [with_spectrum((96, 128), "1 / i"), 3 * drawn(64, 128, seed=1) / 16, drawn(32, 128, seed=2) / 16]
+    branches = low_rank_of(weights, 16)
+    assert all(down is branches[0][1] for _, down in branches)
+    left = torch.cat([w - up.float() @ down.float() for w, (up, down) in zip(weights, branches, strict=True)])
+    assert 0.999 < left.norm() / torch.linalg.svdvals(torch.cat(weights))[16:].norm() < 1.01
+    assert all(map(torch.equal, low_rank_of(weights[:1], 16)[0], low_rank(weights[0], 16)))
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1e-2, 1.0, 1e4])
@@ -154,6 +164,8 @@ def test_it_errs_as_much_in_every_dtype(layer, dtype):
 def test_the_search_looks_at_a_branch_in_proportion_to_the_outputs_that_it_looks_at(layer, monkeypatch):
     """A branch of the whole rank on half of the outputs would take up twice as much as it can of the whole layer."""
     tried = []
-    monkeypatch.setattr(linears, "low_rank", lambda w, rank: tried.append((tuple(w.shape), rank)) or low_rank(w, rank))
+    monkeypatch.setattr(
+        linears, "low_rank_of", lambda w, rank: tried.append((tuple(w[0].shape), rank)) or low_rank_of(w, rank)
+    )
     layer.assignment("auto", 32)
     assert set(tried) == {((linears.SEARCHED_OUTPUTS, WIDTH), 16), (tuple(layer.weight.shape), 32)}

@@ -48,6 +48,18 @@ def test_ranges_that_a_tensor_of_several_layers_widens_are_counted():
     assert hand_over.widened(rows, rows) == []
 
 
+def test_branches_that_a_fused_layer_has_to_stack_are_counted():
+    up, downs = torch.zeros(4, 1), (torch.zeros(1, 4), torch.ones(1, 4))
+    names = [f"a.attn1.to_{each}" for each in "qkv"]
+    shared = {name: row(name, 4, 4, low_rank=(up, downs[0].clone())) for name in names}
+    apart = shared | {names[2]: replace(shared[names[2]], low_rank=(up, downs[1]))}
+    (words,) = hand_over.stacked(TARGETS["nunchaku"], apart)
+    assert "stacked, 1 times" in words and "quantize.shared_branch=true" in words
+    assert hand_over.stacked(TARGETS["nunchaku"], shared) == []
+    assert hand_over.stacked(TARGETS["diffusers_nunchaku_lite"], apart) == []
+    assert hand_over.stacked(TARGETS["nunchaku"], {names[0]: row(names[0], 4, 4)}) == []
+
+
 def test_no_consumer_but_a_graph_pads_text():
     x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
     arguments, inputs = hand_over.without_padding(None, (), {"context": x, "y": other})
