@@ -9,6 +9,10 @@ A branch can be refitted to the error E that rounding the residual has left. The
 X, has the norm of E L with L L^T = X^T X. So the branch is that of E L, times the inverse of L (Zhang et al. 2024,
 "LQER", whose L is diagonal).
 
+Query, key and value of one input may share ``down``: the branch is that of their weights on top of each other, and a
+kernel that computes the three at once multiplies with one. All linears of the role ``qkv`` that read one tensor do, key
+and value of cross-attention too, which no such kernel needs; a feed-forward that reads the same does not.
+
 torch's randomized method (Halko et al. 2009) takes a hundredth of the time of a full decomposition for a 10240x1280
 weight at rank 32. With four power iterations its residual is within 1 % of the smallest possible (tested).
 """
