@@ -171,9 +171,9 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
 
 
 def torch_multiplies(enable: Enable) -> bool:
-    """Whether torch itself can multiply the codes of all quantized inputs."""
+    """Whether torch itself can multiply the codes of all quantized inputs, and decode those of weights alone."""
     return all(
-        pair.activation is None
+        (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
         or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)
         for pair in (enable.conv, enable.linear)
     )

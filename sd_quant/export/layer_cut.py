@@ -28,15 +28,15 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     names in the graph.
     """
     model = ir.load(onnx_path)
-    producers = {node.outputs[0].name: node for node in model.graph}
+    values = {**{node.outputs[0].name: node.outputs[0] for node in model.graph}, **model.graph.initializers}
     inputs: dict[ir.Node, ir.Value] = {}
     outputs, reads = [], {}
     for layer in assignment.values():
         if layer.format is None:
             continue
         name = f"{prefix}{layer.name}.weight"
-        weight = producers.get(f"{name}.shaped") or producers[f"{name}.dequantized"]
-        last = only_reader(weight.outputs[0])
+        weight = values.get(f"{name}.shaped") or values[f"{name}.dequantized"]
+        last = only_reader(weight)
         readers = [(last, 0)] if layer.activation_format is None else readers_of_input(last)
         if layer.multiplies:
             reader, index = readers[0]

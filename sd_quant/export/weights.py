@@ -40,6 +40,8 @@ def quantized_weight(
     Its codes have one scale, one per output, or one per block and for some formats a global scale.
     """
     fmt, shape = FORMATS[layer.format], layer.weight_shape
+    if not fmt.onnx_type:
+        return decoded_weight(graph, name, layer, read, transposed)
     if fmt.block is not None:
         shape = shape[0], math.prod(shape[1:])
 
@@ -89,3 +91,14 @@ def quantized_weight(
         whole = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
         value = insert(graph, node, "Reshape", [value, whole], f"{name}.shaped")
     return value
+
+
+def decoded_weight(graph: ir.Graph, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool) -> ir.Value:
+    """The initializer with the numbers of a format that no DequantizeLinear decodes, in fp16: no smaller in a graph."""
+    shape = layer.weight_shape
+
+    def decoded() -> Tensor:
+        weight = layer.rounded_weight(rewritten(read(name), layer).flatten(1)).view(shape)
+        return (weight.T if transposed else weight).half()
+
+    return initializer(graph, f"{name}.dequantized", ir.DataType.FLOAT16, shape[::-1] if transposed else shape, decoded)

@@ -126,9 +126,10 @@ def facts_of(name: str) -> ForeignFormat:
 
 def with_graphs(facts: ForeignFormat) -> ForeignFormat:
     """Those of a pipeline of exported graphs, which hold whatever the runtime executes."""
-    every = frozenset(formats.FORMATS)
+    held = [name for name, row in formats.FORMATS.items() if row.onnx_type]
+    every = frozenset(held)
     return replace(
-        facts, formats=dict.fromkeys(formats.FORMATS, AS_ASSIGNED), convolutions=every, multiplied=every,
+        facts, formats=dict.fromkeys(held, AS_ASSIGNED), convolutions=every, multiplied=every,
         low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True,
         families=UNETS | {"sd3", "flux"}, others=False, pads=True,
         left_out=("texts of more than CLIP's 77 tokens, but for a T5",),

@@ -10,19 +10,20 @@ The header is read here, byte by byte, because it is a stranger's; blocks are de
 fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
 more.
 
-A denoiser is written with linears in INT8 as Q8_0 and INT4 as Q4_0, which have a scale in fp16 for every 32 numbers: a
-scale per row or per 64 numbers is repeated, so that our codes and scales are held exactly. Keys are its authors':
-ComfyUI-GGUF refuses diffusers' of Flux and Stable Diffusion 3. UNets' have the prefix, which ComfyUI-GGUF strips and
-without which diffusers' converter finds no UNet. Vectors are F32, as ComfyUI-GGUF's converter writes them. Convolutions
-are F16 and keep their shape: that converter reshapes those of UNets for the blocks of 256 of other formats, which
-nothing here has.
+A denoiser is written with linears in ggml's formats (``quantization.formats.ggml``), and with INT8 as Q8_0 and INT4 as
+Q4_0, which have a scale in fp16 for every 32 numbers: a scale per row or per 64 numbers is repeated, so that our codes
+and scales are held exactly. Keys are its authors': ComfyUI-GGUF refuses diffusers' of Flux and SD3. UNets' have the
+prefix, which ComfyUI-GGUF strips and without which diffusers' converter finds no UNet. Vectors are F32, as ComfyUI-
+GGUF's converter writes them. Convolutions are F16 and keep their shape: that converter reshapes those of UNets for
+blocks of 256, which stable-diffusion.cpp and diffusers do not undo, and diffusers has no convolution of ggml's blocks.
+A linear whose inputs are no multiple of 256 has the format that llama.cpp takes in a K-quant's place.
 
 The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
-which chooses other scales.
+which chooses other scales and knows no K-quants.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -55,7 +56,17 @@ FACTS = ForeignFormat(
     package="gguf",
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
-    formats={"int8": FP16, "int4": FP16},
+    formats={
+        "int8": FP16,
+        "int4": FP16,
+        "q4_1": FP16,
+        "q5_0": FP16,
+        "q5_1": FP16,
+        "q8_0": FP16,
+        "q4_k": FP16,
+        "q5_k": FP16,
+        "q6_k": FP16,
+    },
     loading={
         family: (
             f"Copy `{part}.gguf` to `ComfyUI/models/unet`.",
@@ -408,7 +419,12 @@ def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTens
 
 # Writing
 
-WRITTEN = {"int8": QUANTIZED[8], "int4": QUANTIZED[2]}
+WRITTEN = {
+    "int8": QUANTIZED[8], "int4": QUANTIZED[2], "q4_1": QUANTIZED[3], "q5_0": QUANTIZED[6], "q5_1": QUANTIZED[7],
+    "q8_0": QUANTIZED[8], "q4_k": QUANTIZED[12], "q5_k": QUANTIZED[13], "q6_k": QUANTIZED[14],
+}  # fmt: skip
+# llama.cpp's name of a file whose commonest type it is: of mixtures with few others, where it has several
+FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 LONGEST_NAME = 127  # of a tensor, in ggml
 # ComfyUI-GGUF's names of architectures, each with a tensor that tells it, the first that is there, and with the prefix
 ARCHITECTURES = {
@@ -429,13 +445,13 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     prefix = ARCHITECTURES[architecture][1]
     assert max(map(len, tensors)) + len(prefix) <= LONGEST_NAME  # they have 100 characters at most
     kinds = [kind for kind, _ in tensors.values()]
-    commonest = max(("F16", *(kind.name for kind in WRITTEN.values())), key=kinds.count)
+    commonest = max(dict.fromkeys(("F16", *(kind.name for kind in WRITTEN.values()))), key=kinds.count)
     path = folder / f"{checkpoint.family.DENOISER}.gguf"
     with atomic_path(path) as temporary:
         writer = GGUFWriter(temporary, architecture)
         try:
             writer.add_quantization_version(GGML_QUANT_VERSION)
-            writer.add_file_type(LlamaFileType[f"MOSTLY_{commonest}"])
+            writer.add_file_type(LlamaFileType[f"MOSTLY_{FILE_TYPES.get(commonest, commonest)}"])
             for name, (kind, tensor) in tensors.items():
                 dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
                 writer.add_tensor_info(
@@ -468,27 +484,83 @@ def in_fp32(tensor: LazyTensor) -> Tensor:
 
 
 def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
-    """The blocks of a quantized linear as bytes [out, in / 32 * bytes of a block]."""
+    """The blocks of a quantized linear as bytes [out, blocks of a row * bytes of a block]."""
     (outputs, inputs), kind = layers.shape, WRITTEN[layers.first.format]
 
     def rows(layer: LayerAssignment) -> Tensor:
-        codes, scales = codes_and_scales(checkpoint, layer)
-        return blocks_of(codes, scales, kind).flatten(1)
+        return blocks_of(kind, *codes_and_scales(checkpoint, layer)).flatten(1)
 
     return LazyTensor((outputs, inputs // kind.block * kind.size), torch.uint8, lambda: layers.rows(rows))
 
 
-def blocks_of(codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:
-    """Codes int8 [out, in] and fp32 scales [out or 1, divisor of in / 32] as bytes [out, in / 32, bytes of a block].
+def blocks_of(kind: Kind, codes: Tensor, *scales: Tensor) -> Tensor:
+    """Codes int8 [out, in] and fp32 scales as bytes [out, in / numbers of a block, bytes of a block].
 
-    A block of Q4_0 has code + 8 of its first half in the low halves of the bytes, of its second in the high ones.
+    The scales are those of ``quantization.formats.ggml``, or one scale [out or 1, divisor of in / 32]. Sources:
+    ``block_*`` in ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
     """
     blocks = codes.unflatten(1, (-1, kind.block))
     outputs, count = blocks.shape[:2]
-    each = scales.half().repeat_interleave(count // scales.shape[1], dim=1).expand(outputs, count)
-    if kind.name == "Q8_0":
-        packed = blocks.contiguous().view(torch.uint8)
-    else:
-        low, high = (blocks + 8).to(torch.uint8).chunk(2, dim=-1)
-        packed = low | high << 4
-    return torch.cat([each[..., None].contiguous().view(torch.uint8), packed], dim=-1)
+
+    def each(scale: Tensor) -> Tensor:
+        """[out, blocks, numbers of ``scale`` in a block]; one that several blocks share is repeated."""
+        scale = scale.expand(outputs, -1)
+        return scale.repeat_interleave(max(1, count // scale.shape[1]), dim=1).unflatten(1, (count, -1))
+
+    parts = PACKED[kind.name](blocks, *map(each, scales))
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+
+
+def halves(codes: Tensor) -> Tensor:
+    """The low four bits: those of the first half of the codes [..., n] in the low halves of n / 2 bytes."""
+    low, high = (codes.to(torch.uint8) & 0xF).chunk(2, dim=-1)
+    return low | high << 4
+
+
+def bits_in_bytes(codes: Tensor, bits: int) -> Tensor:
+    """What lies above the low four bits of codes [..., parts, n], ``bits`` of each: part i of them at bit i * bits."""
+    shifts = torch.arange(codes.shape[-2], dtype=torch.uint8)[:, None] * bits
+    return ((codes.to(torch.uint8) >> 4) << shifts).sum(-2, dtype=torch.uint8)
+
+
+def fifth_bits(codes: Tensor) -> Tensor:
+    """That of code 8 i + j of [..., 32] at bit j of byte i."""
+    return bits_in_bytes(codes.unflatten(-1, (4, 8)).transpose(-1, -2), 1)
+
+
+def six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
+    """Eight scales and eight minimums 0..63 [..., 8] in 12 bytes."""
+    (low, high), (low_minimums, high_minimums) = (each.to(torch.uint8).chunk(2, -1) for each in (scales, minimums))
+    return torch.cat(
+        [low | high >> 4 << 6, low_minimums | high_minimums >> 4 << 6, high & 0xF | (high_minimums & 0xF) << 4], -1
+    )
+
+
+def q4_k(codes: Tensor, d: Tensor, dmin: Tensor, scales: Tensor, minimums: Tensor) -> tuple[Tensor, ...]:
+    low = halves(codes.unflatten(-1, (4, 64))).flatten(-2)
+    return d.half(), dmin.half(), six_bits(scales, minimums), low
+
+
+def q5_k(codes: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    *before, low = q4_k(codes, *scales)
+    return *before, bits_in_bytes(codes.unflatten(-1, (8, 32)), 1), low
+
+
+def q6_k(codes: Tensor, d: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    """Each half of the codes begins at zero: first and third 32 of it are with the second and fourth in 64 bytes."""
+    parts = (codes + 32).unflatten(-1, (2, 4, 32))
+    low = halves(parts.flatten(-2)).flatten(-2)
+    return low, bits_in_bytes(parts, 2).flatten(-2), scales.to(torch.int8), d.half()
+
+
+# the parts of a block as they lie in it, from codes [out, blocks, numbers] and scales [out, blocks, scales of a block]
+PACKED: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
+    "Q8_0": lambda codes, scale: (scale.half(), codes),
+    "Q4_0": lambda codes, scale: (scale.half(), halves(codes + 8)),
+    "Q4_1": lambda codes, scale, least: (scale.half(), least.half(), halves(codes)),
+    "Q5_0": lambda codes, scale: (scale.half(), fifth_bits(codes + 16), halves(codes + 16)),
+    "Q5_1": lambda codes, scale, least: (scale.half(), least.half(), fifth_bits(codes), halves(codes)),
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
+}

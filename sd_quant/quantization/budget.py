@@ -14,7 +14,7 @@ from math import prod
 
 from sd_quant.process import without_output
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, dividing
 from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
@@ -46,7 +46,8 @@ def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:
     if recipe is None:
         return HALF * prod(shape)
     rank = 0 if role == "conv" else rank_of(recipe.rank, tuple(shape))
-    return weight_bytes(shape, recipe.formats_of(role).weight, recipe.per_channel, rank)
+    fmt = dividing(recipe.formats_of(role).weight, prod(shape[1:]))
+    return weight_bytes(shape, fmt, recipe.per_channel, rank)
 
 
 def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) -> int:
@@ -54,6 +55,8 @@ def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) 
     fmt, numbers, outputs = FORMATS[name], prod(shape), shape[0]
     scales = numbers // fmt.block if fmt.block is not None else outputs if per_channel else 1
     branch = HALF * rank * (outputs + numbers // outputs)
+    if fmt.block_bytes is not None:
+        return scales * fmt.block_bytes + branch
     scale_dtype, *global_dtypes = fmt.scale_dtypes
     global_scale = sum(dtype.itemsize for dtype in global_dtypes)
     return -(-numbers * fmt.bits // 8) + scales * scale_dtype.itemsize + global_scale + branch

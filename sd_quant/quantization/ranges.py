@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, dividing
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
@@ -65,7 +65,7 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         )
     layer = replace(
         layer,
-        format=formats.weight,
+        format=dividing(formats.weight, math.prod(layer.weight_shape[1:])),
         activation_format=formats.activation,
         weight_axis=0 if recipe.per_channel and FORMATS[formats.weight].block is None else None,
         activation_amax=chosen.amax,

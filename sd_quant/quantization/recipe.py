@@ -35,6 +35,7 @@ RANK = Limit(
 ROUNDINGS = ("nearest", "gptq")
 ROTATIONS = (0, 4, 16, 64, 256)  # sizes of regular Hadamard matrices: powers of 4
 BY_ROLE = "by_role"  # the observer that suits a layer's role
+OF_INPUTS = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.onnx_type])
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
 
@@ -43,7 +44,7 @@ class Pair:
     """The formats of a layer's weight and of its input."""
 
     weight: Annotated[str, one_of(FORMATS), "format of a layer's weight"]
-    activation: Annotated[str | None, one_of(FORMATS), "format of its input; null: it stays in high precision"]
+    activation: Annotated[str | None, OF_INPUTS, "format of its input; null: it stays in high precision"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from sd_quant.errors import ConfigError
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, dividing
 from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Recipe, reason_kept
 
@@ -53,7 +53,8 @@ def check_layers(
                 "together, or exclude it with quantize.exclude"
             )
         for fmt in filter(None, (formats.weight, formats.activation)):
-            block, numbers = FORMATS[fmt].block, math.prod(shape[1:])
+            numbers = math.prod(shape[1:])
+            block = FORMATS[dividing(fmt, numbers)].block
             if block is not None and numbers % block:
                 raise ConfigError(
                     f"{fmt} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "

@@ -23,6 +23,7 @@ from torch import Tensor
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format
+from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.quantization.low_rank import low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Recipe
@@ -33,7 +34,7 @@ COLUMNS = 2048
 DAMPING = 1.0  # of the Hessian's mean diagonal
 FEWEST_ROWS = 16
 
-ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales per block, and a global one if any
+ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales of blocks, and a global one [] if any
 
 
 def with_rounded_weight(
@@ -101,14 +102,21 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
     """The scales of some columns [out, n]; with ``scale_search``, those with each block's smallest squared error."""
     if not recipe.scale_search:
         return fmt.scales(columns, amax)
-    tried = fmt.tried_scales(columns, amax)
-    best = least = torch.empty(0)
-    for scales in tried:
+
+    def errors_of(scales: tuple[Tensor, ...]) -> Tensor:
         difference = fmt.dequantize(fmt.quantize(columns, *scales), *scales) - columns
-        errors = difference.square().unflatten(-1, (-1, fmt.block)).sum(-1)
-        best = torch.where(errors < least, scales[0], best) if len(best) else scales[0]
-        least = torch.minimum(errors, least) if len(least) else errors
-    return (best, *tried[0][1:])
+        return difference.square().unflatten(-1, (-1, fmt.block)).sum(-1)
+
+    best, *others = fmt.tried_scales(columns, amax)
+    least = errors_of(best)
+    for scales in others:
+        errors = errors_of(scales)
+        better, least = errors < least, torch.minimum(errors, least)
+        best = tuple(  # a scale without axes is the same in all
+            torch.where(per_number(better, new.shape[-1]), new, old) if new.ndim else old
+            for new, old in zip(scales, best, strict=True)
+        )
+    return best
 
 
 def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
@@ -116,7 +124,7 @@ def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tupl
 
     The scales of a block are chosen after the compensation of all earlier inputs.
     """
-    codes, scales = [], []
+    codes, scales = [], list[tuple[Tensor, ...]]()
     for start in range(0, weight.shape[1], COLUMNS):
         left = weight[:, start : start + COLUMNS].T.clone()  # [in, out], so that what is rounded together lies together
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped_hessian(rows[:, start : start + COLUMNS])))
@@ -124,23 +132,29 @@ def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tupl
         for first in range(0, len(left), fmt.block):
             block, later = slice(first, first + fmt.block), slice(first + fmt.block, None)
             chosen = scales_of(left[block].T)
-            scales.append(chosen[0])
+            scales.append(chosen)
             rounded, errors = round_block(left[block], factor[block, block], fmt, chosen)
             codes.append(rounded)
             left[later] -= factor[block, later].T @ errors
-    return (torch.cat(codes).T.contiguous(), torch.cat(scales, 1), *chosen[1:])
+    whole = (torch.cat(each, 1) if each[0].ndim else each[0] for each in zip(*scales, strict=True))
+    return (torch.cat(codes).T.contiguous(), *whole)
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The codes of a block [n, out], and the errors that later inputs compensate. Changes ``block``."""
     codes, errors = [], torch.empty_like(block)
     for index, numbers in enumerate(block):
-        column = numbers[:, None]
-        tried = fmt.quantize(column, *scales)
+        column, own = numbers[:, None], [of_input(each, index, len(block)) for each in scales]
+        tried = fmt.quantize(column, *own)
         codes.append(tried[:, 0])
-        errors[index] = (column - fmt.dequantize(tried, *scales))[:, 0] / factor[index, index]
+        errors[index] = (column - fmt.dequantize(tried, *own))[:, 0] / factor[index, index]
         block[index + 1 :] -= factor[index, index + 1 :, None] * errors[index]
     return torch.stack(codes), errors
+
+
+def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
+    """Of a block's scales [out, n] those of one of its ``inputs``, [out, 1]; a global scale [] as it is."""
+    return scale[:, index * scale.shape[1] // inputs, None] if scale.ndim else scale
 
 
 def damped_hessian(rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ to add one.
 | mxfp8  | E4M3                  | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
 | nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
+| q4_1.. | 4 to 8 bits           | see ``ggml``                                        | ggml's ggml-quants.c          |
 
 A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales,
 from the weight itself or from calibration. A format with blocks measures the range of every block of numbers along the
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Format:
     name: str
     bits: int  # of one code, without its scales
     block: int | None  # numbers along the last axis that share a scale; None: static scales
-    onnx_type: str  # of the codes, a name of onnx.TensorProto
+    onnx_type: str  # of the codes, a name of onnx.TensorProto; "": graphs hold the decoded weight in fp16
     onnx_scale_types: tuple[str, ...]  # of the scale per range or block, and of the global scale if there is one
     opset: int  # the first whose DequantizeLinear takes these types
     min_compute_capability: int  # GPUs that TensorRT can build a plan for, 89 for 8.9, even with weights alone
@@ -46,7 +47,9 @@ class Format:
     attention: bool = False  # whether attention's matrix products can be computed in it
     modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
-    module: str = ""  # with the functions; by default the file of the format's name beside this one
+    module: str = ""  # with the functions, or an object in one; by default the module of the format's name beside this
+    block_bytes: int | None = None  # of a block with its scales; None: what the types above take
+    narrow: str | None = None  # the format in place of this one for a weight that its blocks do not divide
 
     @property
     def static_scale(self) -> bool:
@@ -73,8 +76,8 @@ class Format:
 
     @cached_property
     def arithmetic(self) -> Any:
-        """The module with the functions."""
-        return import_module(self.module or f"{__name__}.{self.name}")
+        """The module, or the object, with the functions."""
+        return resolve_name(self.module or f"{__name__}.{self.name}")
 
     @property
     def largest_code(self) -> float:
@@ -151,8 +154,25 @@ FORMATS: dict[str, Format] = {
             "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,
             layer_tolerance=1e-2,
         ),
+        *(
+            Format(
+                name, bits, block, "", (), opset=19, min_compute_capability=75, layer_tolerance=2e-3,
+                module=f"{__name__}.ggml:{name.upper()}", block_bytes=size, narrow=narrow,
+            )
+            for name, bits, block, size, narrow in (
+                ("q4_1", 4, 32, 20, None), ("q5_0", 5, 32, 22, None), ("q5_1", 5, 32, 24, None),
+                ("q8_0", 8, 32, 34, None), ("q4_k", 4, 256, 144, "q5_0"), ("q5_k", 5, 256, 176, "q5_1"),
+                ("q6_k", 6, 256, 210, "q8_0"),  # as llama.cpp replaces them
+            )
+        ),
     )
 }  # fmt: skip
+
+
+def dividing(name: str, numbers: int) -> str:
+    """The format ``name``, or the one that stands in for it where its blocks do not divide a weight's ``numbers``."""
+    fmt = FORMATS[name]
+    return name if fmt.narrow is None or fmt.block is None or numbers % fmt.block == 0 else fmt.narrow
 
 
 def min_compute_capability(names: Iterable[str]) -> int:

@@ -117,6 +117,21 @@ def test_torch_computes_weights_alone_in_every_format(preset):
 
 
 @pytest.mark.parametrize(
+    "knobs, said",
+    [
+        (
+            {"infer.engine": "torch_native"},
+            "infer.engine is torch_native, .*torch itself multiplies no q4_k_weight_only",
+        ),
+        ({"quantize.enable.linear.activation": "q4_k"}, "quantize.enable.linear.activation is q4_k, expected .*nvfp4"),
+    ],
+)
+def test_ggmls_formats_are_weights_of_a_gguf_file_alone(knobs, said):
+    with pytest.raises(ConfigError, match=said):
+        job("q4_k_weight_only", knobs)
+
+
+@pytest.mark.parametrize(
     ("given", "knobs", "because"),
     [
         ("alpha", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),

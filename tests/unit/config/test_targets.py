@@ -32,6 +32,8 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
         ("rotated_w4a4", "diffusers_sdnq", None),
         ("mxfp4", "comfyui", None),
         ("mxfp8", "comfyui", AS_ASSIGNED),
+        ("q4_k_weight_only", "gguf", FP16),
+        ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
     ],
 )
 def test_how_a_target_computes_a_preset(preset, target, how):

@@ -20,9 +20,10 @@ gguf = pytest.importorskip("gguf")
 from sd_quant.interchange.gguf import write  # noqa: E402
 
 INT8, INT4 = ("int8", {"per_channel": False, **PLAIN}), ("int4", PLAIN)
+K_QUANTS = [(name, PLAIN | {"scale_search": True}) for name in ("q4_k", "q5_k", "q6_k")]
 CASES = [
     ("sdxl", *INT8), ("sdxl", *INT4), ("sd15", *INT8), ("sd21", *INT4), ("sd3", *INT8), ("sd3", *INT4),
-    ("flux", *INT8), ("flux", *INT4),
+    ("flux", *INT8), ("flux", *INT4), ("sdxl", *K_QUANTS[0]), ("sd3", *K_QUANTS[1]), ("flux", *K_QUANTS[2]),
 ]  # fmt: skip
 ARCHITECTURES = {"sdxl": "sdxl", "sd15": "sd1", "sd21": "sd1", "sd3": "sd3", "flux": "flux"}  # of ComfyUI-GGUF
 # a tensor of each that ComfyUI-GGUF, whose ModelTemplates these are, and stable-diffusion.cpp tell the model by
@@ -59,12 +60,13 @@ def test_codes_are_ours_and_the_network_is_the_readers(tiny, tmp_path, family, f
     case, assignment, path = written(tiny, tmp_path, family, fmt, options)
     reader = gguf.GGUFReader(path)
     assert reader.get_field("general.architecture").contents() == ARCHITECTURES[family]
+    assert reader.get_field("general.quantization_version").contents() == 2
     tensors = read(reader)
     kinds = {tensor.name.removeprefix(PREFIX): tensor.tensor_type.name for tensor in reader.tensors}
     assert TOLD_BY[family] in tensors and not any(key.startswith("comfy.gguf.orig_shape") for key in reader.fields)
     assert {kinds[key] for key, tensor in tensors.items() if tensor.ndim == 1} == {"F32"}
-    quantized = {"int8": "Q8_0", "int4": "Q4_0"}[fmt]
-    assert {kinds[key] for key, tensor in tensors.items() if tensor.ndim > 1} == {"F16", quantized}
+    quantized = {"int8": {"Q8_0"}, "int4": {"Q4_0"}}.get(fmt) or {fmt.upper(), FORMATS[fmt].narrow.upper()}
+    assert {kinds[key] for key, tensor in tensors.items() if tensor.ndim > 1} == {"F16", *quantized}
 
     found, weights = in_diffusers(empty_denoiser(case.checkpoint), tensors), denoiser_weights(case.checkpoint)
     assert found.keys() == case.denoiser().state_dict().keys()
@@ -72,8 +74,8 @@ def test_codes_are_ours_and_the_network_is_the_readers(tiny, tmp_path, family, f
     for name, tensor in found.items():
         layer = assignment.get(name.rpartition(".")[0])
         if name.endswith(".weight") and layer is not None and layer.format:
-            count += 1
-            assert torch.equal(tensor, FORMATS[fmt].dequantize(*codes_and_scales(case.checkpoint, layer))), name
+            count, dequantized = count + 1, FORMATS[layer.format].dequantize
+            assert torch.equal(tensor, dequantized(*codes_and_scales(case.checkpoint, layer))), name
         else:
             changed = layer is not None and layer.role != "attention"
             expected = rewritten(weights[name], layer) if changed else weights[name]

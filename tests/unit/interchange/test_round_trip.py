@@ -77,6 +77,10 @@ CASES = [
     ("gguf", "sd21", "int4", {"activation": None, "alpha": None}),
     ("gguf", "sd3", "int8", {"activation": None}),
     ("gguf", "flux", "int4", {"activation": None, "alpha": None}),
+    *(
+        ("gguf", family, fmt, {"activation": None, "alpha": None, "scale_search": True, "rounding": "gptq"})
+        for family, fmt in (("sdxl", "q4_k"), ("sd3", "q5_k"), ("flux", "q6_k"), ("sd21", "q4_1"))
+    ),
     ("modelopt_export", "flux", "fp8", {"per_channel": False}),
     ("modelopt_export", "flux", "nvfp4", PLAIN),
     ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),

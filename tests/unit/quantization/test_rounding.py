@@ -25,13 +25,14 @@ from sd_quant.quantization.rounding import (
 from sd_quant.quantization.row_chunks import layer_of_rows
 from tests.layers import drawn, statistics_of
 
-BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None]
-OUTPUTS, INPUTS = 24, 128
+BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None and fmt.onnx_type]
+GGML = ["q4_1", "q4_k", "q6_k"]  # one with a least number, one with minimums, and one of scales alone
+OUTPUTS, INPUTS, WIDE = 24, 128, 256
 
 
-def inputs(count: int, seed: int = 1) -> Tensor:
+def inputs(count: int, seed: int = 1, size: int = INPUTS) -> Tensor:
     """Rows as a network's are: their numbers go together, and some are much larger than others."""
-    return drawn(count, 16, seed=seed) @ drawn(16, INPUTS, seed=7) * drawn(INPUTS, seed=8).exp() + drawn(count, INPUTS)
+    return drawn(count, 16, seed=seed) @ drawn(16, size, seed=7) * drawn(size, seed=8).exp() + drawn(count, size)
 
 
 def row(weight: Tensor, fmt: str, **given) -> LayerAssignment:
@@ -75,20 +76,20 @@ def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
     return numbers
 
 
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
 def test_gptq_is_the_published_update(fmt):
     """But for numbers so near to halfway between two codes that fp32 and double precision decide differently."""
-    weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
+    weight, rows = drawn(OUTPUTS, WIDE), inputs(64, size=WIDE)
     codes, scales = rounded(row(weight, fmt), weight, rows).codes_and_scales(weight)
     numbers = FORMATS[fmt].dequantize(codes, *scales)
     assert torch.isclose(numbers, published(weight, rows, fmt), rtol=1e-4).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
 def test_every_block_has_the_best_scale_of_those_tried(fmt):
     """Tried one by one, and for whole rows the error is smaller than with the format's own scale."""
-    weight = drawn(OUTPUTS, INPUTS) ** 3
-    layer = rounded(row(weight, fmt), weight, inputs(8), "nearest", scale_search=True)
+    weight = drawn(OUTPUTS, WIDE) ** 3
+    layer = rounded(row(weight, fmt), weight, inputs(8, size=WIDE), "nearest", scale_search=True)
     table, block = FORMATS[fmt], FORMATS[fmt].block
 
     def errors(codes: Tensor, scales: tuple[Tensor, ...]) -> Tensor:
@@ -198,10 +199,10 @@ def test_inputs_that_are_always_zero():
         assert torch.equal(layer.rounded[0][:, 0], nearest[:, 0])
 
 
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
 def test_some_rows_of_a_weight_have_their_own_codes(fmt):
-    weight = drawn(OUTPUTS, INPUTS)
-    layer = rounded(row(weight, fmt), weight, inputs(32), scale_search=True)
+    weight = drawn(OUTPUTS, WIDE)
+    layer = rounded(row(weight, fmt), weight, inputs(32, size=WIDE), scale_search=True)
     codes, scales = layer.codes_and_scales(weight)
     some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
     assert torch.equal(some.float(), codes[5:9].float())
