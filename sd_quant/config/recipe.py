@@ -119,7 +119,7 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
         yield "rotation", 0, "the ranges of rotated inputs were not calibrated; quantize.per_token=true needs none"
     if quantize.rank == 0:
         yield "branch_rounds", 0, "with quantize.rank=0 there is no low-rank branch to fit"
-    if all(FORMATS[pair.weight].block is None for pair in (conv, linear)):
+    if all(FORMATS[pair.weight].bits == 8 for pair in (conv, linear)):
         for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
             yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
 

@@ -4,13 +4,14 @@ A format is one row of ``FORMATS``, which imports no torch, so that an impossibl
 module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
 to add one.
 
-| format | codes                 | scales                                              | published in                  |
-|--------|-----------------------|-----------------------------------------------------|-------------------------------|
-| int8   | -128..127             | fp16, one per range                                 | ONNX QuantizeLinear           |
-| fp8    | E4M3                  | fp16, one per range                                 | OCP FP8 1.0                   |
-| int4   | -8..7, two to a byte  | fp16, one per 64 numbers                            | ONNX QuantizeLinear           |
-| mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
-| nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
+| format       | codes                | scales                                              | published in             |
+|--------------|----------------------|-----------------------------------------------------|--------------------------|
+| int8         | -128..127            | fp16, one per range                                 | ONNX QuantizeLinear      |
+| fp8          | E4M3                 | fp16, one per range                                 | OCP FP8 1.0              |
+| int4         | -8..7, two to a byte | fp16, one per 64 numbers                            | ONNX QuantizeLinear      |
+| int4_per_row | -8..7, two to a byte | fp16, one per range                                 | ONNX QuantizeLinear      |
+| mxfp4        | E2M1, two to a byte  | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
+| nvfp4        | E2M1, two to a byte  | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation |
 
 A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales,
 from the weight itself or from calibration. A format with blocks measures the range of every block of numbers along the
@@ -88,7 +89,7 @@ class Format:
         return self.arithmetic.scales(x, amax)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-        """Candidates for a search, ``scales(x, amax)`` first. Only formats with blocks have them."""
+        """Candidates for a search, ``scales(x, amax)`` first. Only formats of four bits have them."""
         return self.arithmetic.tried_scales(x, amax)
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
@@ -142,6 +143,9 @@ FORMATS: dict[str, Format] = {
             attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
         ),
         Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
+        Format(
+            "int4_per_row", 4, None, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
+        ),
         Format("mxfp4", 4, 32, "FLOAT4E2M1", ("FLOAT16",), opset=23, min_compute_capability=100, layer_tolerance=1e-2),
         Format(
             "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,
