@@ -47,9 +47,9 @@ VARIANTS = {
 
 
 def presets() -> list[str]:
-    """Those with weights in blocks."""
+    """Those with weights of four bits."""
     names = sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
-    return [name for name in names if FORMATS[recipe_of(name, LEVEL).enable.linear.weight].block is not None]
+    return [name for name in names if FORMATS[recipe_of(name, LEVEL).enable.linear.weight].bits == 4]
 
 
 def main() -> None:

@@ -122,7 +122,7 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
         yield "shared_branch", False, "with quantize.rank=0 there is no low-rank branch to share"
     elif quantize.smoothing != "folded":
         yield "shared_branch", False, f"smoothing={quantize.smoothing} treats each layer's input as its own"
-    if all(FORMATS[pair.weight].block is None for pair in (conv, linear)):
+    if not any(FORMATS[pair.weight].searched for pair in (conv, linear)):
         for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
             yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
     elif all(FORMATS[pair.weight].bits == 8 for pair in (conv, linear)):

@@ -37,7 +37,8 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         name = f"{prefix}{layer.name}.weight"
         weight = values.get(f"{name}.shaped") or values[f"{name}.dequantized"]
         last = only_reader(weight)
-        readers = [(last, 0)] if layer.activation_format is None else readers_of_input(last)
+        untouched = layer.activation_format is None and not layer.rotation
+        readers = [(last, 0)] if untouched else readers_of_input(last)
         if layer.multiplies:
             reader, index = readers[0]
             readers = [(reader.inputs[index].producer(), 0)]
@@ -51,7 +52,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
             inputs[first] = value
         reads[layer.name] = inputs[first].name
         output = last.outputs[0]
-        if layer.per_token:
+        if layer.scales_product:
             output = only_reader(output).outputs[0]
         output.name, output.type = f"{layer.name}.output", ir.TensorType(ir.DataType.FLOAT16)
         output.shape = ir.Shape([None] * len(shape))
@@ -126,7 +127,7 @@ def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment]
         weight = f"{prefix}{layer.name}.weight"
         product = readers.get(f"{weight}.shaped") or readers[f"{weight}.dequantized"]
         fused = [product]
-        for fusable in ("Mul", "Add") if layer.per_token else ("Add",):
+        for fusable in ("Mul", "Add") if layer.scales_product else ("Add",):
             reader = readers.get(fused[-1].output[0])
             fused += [reader] if reader is not None and reader.op_type == fusable else []
         names[layer.name] = [name for node in fused for name in (node.name, node.output[0])]

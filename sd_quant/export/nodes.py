@@ -85,7 +85,8 @@ def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tupl
     """The scale of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
     dtype = ir.DataType[fmt.onnx_type]
     scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
-    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: torch.zeros((), dtype=torch.int8))
+    zero = fmt.pack(torch.zeros((), dtype=torch.int8))
+    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: zero)
 
 
 def dynamic_copy(

@@ -12,6 +12,9 @@ but OpenVINO supports no scales that the graph computes.
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
+No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product; so for them the magnitude
+multiplies what DequantizeLinear returns.
+
 The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
 code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
 (benchmarks/shift.py): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on the
@@ -115,8 +118,10 @@ def quantize_layer(
     else:
         rotated = rotated_input(graph, node, x, layer, shared)
         if layer.per_token:
-            rotated = scaled_per_token(graph, node, rotated, layer, shared)
-        node.replace_input_with(0, quantized_input(graph, node, rotated, layer, shared, rows))
+            value = quantized_per_token(graph, node, rotated, layer, shared, rows)
+        else:
+            value = quantized_input(graph, node, rotated, layer, shared, rows)
+        node.replace_input_with(0, value)
     node.replace_input_with(1, quantized_weight(graph, node, weight.name, layer, read, transposed))
     if transposed:
         graph.remove(transpose, safe=True)
@@ -174,10 +179,13 @@ def rotated_input(
     return shared[key]
 
 
-def scaled_per_token(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
+def quantized_per_token(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
 ) -> ir.Value:
-    """``value`` divided by each token's largest magnitude. Multiplies the output of ``node`` by that magnitude."""
+    """``value`` divided by each token's largest magnitude, quantized and dequantized.
+
+    That magnitude multiplies the output of ``node``, or the result where the layer does not scale its product.
+    """
     key, name = (value, "largest"), f"{layer.name}.input"
     if key not in shared:
         last = constant(graph, f"{name}_last", np.array([-1], np.int64))
@@ -189,9 +197,15 @@ def scaled_per_token(
     over = (value, "over its largest")
     if over not in shared:
         shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
-    name = f"{layer.name}.times_largest"
-    read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
-    return shared[over]
+    rounded = quantized_input(graph, node, shared[over], layer, shared, rows)
+    if layer.scales_product:
+        name = f"{layer.name}.times_largest"
+        read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
+        return rounded
+    times = (rounded, "times its largest")
+    if times not in shared:
+        shared[times] = insert(graph, node, "Mul", [rounded, largest], f"{layer.name}.input_times_largest")
+    return shared[times]
 
 
 def quantized_input(

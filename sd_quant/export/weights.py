@@ -65,7 +65,7 @@ def quantized_weight(
     if fmt.block is None:
         per_row = layer.weight_axis == 0
         scale = layer.weight_scale if per_row else layer.weight_scale[0]
-        zeros = torch.zeros(scale.shape, dtype=torch.int8)
+        zeros = fmt.pack(torch.zeros(scale.shape, dtype=torch.int8))
         scales = [
             constant(graph, f"{name}.scale", scale.half().numpy()),
             initializer(graph, f"{name}.zero_point", codes_type, tuple(scale.shape), lambda: zeros),

@@ -77,6 +77,7 @@ class ForeignFormat:
     zero_point: bool = False  # whether inputs may be shifted
     per_token: frozenset[str] = frozenset()  # formats whose inputs may be scaled per token; "static" is "per row" then
     rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
+    always_rotated: frozenset[str] = frozenset()  # formats whose inputs it rotates whatever the file says
     per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
     attention: bool = False  # whether attention's products are held
     block: int = 1  # a weight's inputs are a multiple of it

@@ -8,10 +8,10 @@ stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
 
 A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
 header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, ``mxfp8``,
-and ``int4`` of weights alone as awq_w4a16, whose zeros are 0. A mark of the formats whose inputs are as the recipe says
-has ``full_precision_matrix_mult`` where these stay in fp16; without it ComfyUI rounds them all the same. Convolutions
-are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind the prefixes of its four networks. In
-diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
+``int4_per_row`` as convrot_w4a4, and ``int4`` of weights alone as awq_w4a16, whose zeros are 0. A mark of the formats
+whose inputs are as the recipe says has ``full_precision_matrix_mult`` where these stay in fp16; without it ComfyUI
+rounds them all the same. Convolutions are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind
+the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -81,7 +81,14 @@ FACTS = ForeignFormat(
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
-    formats={"fp8": STATIC, "int8": PER_ROW, "nvfp4": AS_ASSIGNED, "mxfp8": AS_ASSIGNED, "int4": FP16},
+    formats={
+        "fp8": STATIC,
+        "int8": PER_ROW,
+        "nvfp4": AS_ASSIGNED,
+        "mxfp8": AS_ASSIGNED,
+        "int4_per_row": PER_ROW,
+        "int4": FP16,
+    },
     loading={
         "sdxl": (
             "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
@@ -110,10 +117,12 @@ FACTS = ForeignFormat(
         },
     },
     multiplied=frozenset({"nvfp4"}),
-    rotated=frozenset({"int8"}),
-    per_channel={"fp8": False},
+    rotated=frozenset({"int8", "int4_per_row"}),
+    always_rotated=frozenset({"int4_per_row"}),
+    per_channel={"fp8": False, "int4_per_row": True},
+    multiples={"int4_per_row": 64},  # of its inputs, by the kernels
     excluded=dict.fromkeys(  # by the shape of their weight ComfyUI tells models and their sizes apart
-        ("nvfp4", "int4"),
+        ("nvfp4", "int4_per_row", "int4"),
         (
             "*.attentions.*.attn2.to_k",
             "*.attentions.*.attn2.to_v",
@@ -138,12 +147,9 @@ FOREIGN = ".qweight"  # the end of a name that others give to codes in their own
 SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without a mark
 WHOLE = "sdxl.safetensors"
 NAMES = {  # in ComfyUI's QUANT_ALGOS
-    "fp8": FP8,
-    "int8": "int8_tensorwise",
-    "nvfp4": "nvfp4",
-    "mxfp8": "mxfp8",
+    "fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "mxfp8": "mxfp8", "int4_per_row": "convrot_w4a4",
     "int4": "awq_w4a16",
-}
+}  # fmt: skip
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
@@ -389,12 +395,17 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
 
         return LazyTensor(shape, dtype, read)
 
-    turned = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
-    as_they_are = layer.activation_format is None and FACTS.formats[layer.format] == AS_ASSIGNED
-    unrounded = {"full_precision_matrix_mult": True} if as_they_are else {}
-    mark = json.dumps({"format": NAMES[layer.format]} | turned | unrounded).encode()
+    entries: dict[str, Any] = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
+    if layer.format == "int4_per_row":  # rotated by its name
+        entries = {"convrot_groupsize": layer.rotation, "linear_dtype": "int4"}
+    if layer.activation_format is None and FACTS.formats[layer.format] == AS_ASSIGNED:
+        entries["full_precision_matrix_mult"] = True
+    mark = json.dumps({"format": NAMES[layer.format]} | entries).encode()
     yield MARK, lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-    if block is None:
+    if layer.format == "int4_per_row":
+        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, signed)
+        yield "weight_scale", rows(1, (shape[0],), torch.float32)
+    elif block is None:
         yield "weight", rows(0, shape, method.dtype)
         per_output = layers.rows(lambda each: each.weight_scale.float().expand(each.weight_shape[0]))[:, None]
         yield (
@@ -440,6 +451,11 @@ def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
 def with_rows_of_zeros(codes: Tensor) -> Tensor:
     """Codes of eight bits, to a multiple of 32 rows."""
     return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """Codes of four bits in two's complement, the first in the low half of a byte."""
+    return pack_nibbles(codes).view(torch.int8)
 
 
 def unsigned(codes: Tensor) -> Tensor:

@@ -139,6 +139,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} reads the model's kind off the shape of its weight"
     if layer.rotation and fmt not in target.rotated:
         return f"{target.name} holds no rotated weights in {fmt}; quantize.rotation=0 rotates none"
+    if fmt in target.always_rotated and not layer.rotation:
+        return f"{target.consumer} rotates the inputs of {fmt} always; quantize.rotation=256 does"
     if layer.per_token and not target.takes_per_token(fmt):
         return f"{target.name} holds no inputs of {fmt} that are scaled per token; quantize.per_token=false scales none"
     if layer.multiplies and fmt not in target.multiplied:

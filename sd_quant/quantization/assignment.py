@@ -60,7 +60,9 @@ class LayerAssignment:
     def codes_and_scales(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The codes of a rewritten weight [out, in...], in its shape, and its scales."""
         if self.rounded is not None:
-            return self.rounded[0].view(weight.shape), self.rounded[1:]
+            static = self.weight_scale
+            scales = self.rounded[1:] if static is None else (per_channel(static, weight),)
+            return self.rounded[0].view(weight.shape), scales
         weight = rotated(weight, self.rotation)
         scales = self.weight_scales(weight)
         return FORMATS[self.format].quantize(weight, *scales), scales
@@ -82,8 +84,11 @@ class LayerAssignment:
     @property
     def weight_scale(self) -> Tensor | None:
         """Static scales of the weight, fp32 [out_channels] or [1]. None when it has none, or scales per block."""
-        static = self.format is not None and FORMATS[self.format].block is None
-        return FORMATS[self.format].scales(self.weight_amax, self.weight_amax)[0] if static else None
+        if self.format is None or not FORMATS[self.format].static_scale:
+            return None
+        if self.rounded:
+            return self.rounded[1].flatten()
+        return FORMATS[self.format].scales(self.weight_amax, self.weight_amax)[0]
 
     @property
     def activation_scale(self) -> float | None:
@@ -98,6 +103,11 @@ class LayerAssignment:
         It is a multiple of the scale, so that zero, which pads a convolution's input, has a code of its own.
         """
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
+
+    @property
+    def scales_product(self) -> bool:
+        """Whether each token's magnitude multiplies the product of codes; else, as in INT4, the rounded input."""
+        return self.per_token and FORMATS[self.activation_format].bits == 8
 
     @property
     def rank(self) -> int:

@@ -39,7 +39,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
         return amax
     if recipe.scaled_per_token(role):
         return 1.0
-    if group := recipe.rotation_of(role):
+    if values.ndim > 1 and (group := recipe.rotation_of(role, values.shape[-1])):
         values = rotated(values.float(), group)
         amax = ROTATED_HEADROOM * values.abs().max().item() if len(values) else math.sqrt(group) * amax
     observer = OBSERVERS[recipe.observer_of(role)]
@@ -71,7 +71,7 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         activation_amax=chosen.amax,
         activation_zero_point=chosen.zero_point,
         per_token=recipe.scaled_per_token(layer.role),
-        rotation=recipe.rotation_of(layer.role),
+        rotation=recipe.rotation_of(layer.role, weight.shape[1]),
         reason=None,
     )
     layer = with_weight_range(layer, weight)

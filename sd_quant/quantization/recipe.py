@@ -127,7 +127,8 @@ class Recipe:
     rotation: Annotated[
         int,
         one_of(ROTATIONS),
-        "inputs of linears that a Hadamard matrix rotates together before they are rounded; 0: none",
+        "inputs of linears that a Hadamard matrix rotates together before they are rounded, at most: each layer takes "
+        "the largest power of 4 that divides its inputs; 0: none",
     ] = 0
     rank: Annotated[
         int | float,
@@ -143,22 +144,28 @@ class Recipe:
     rounding: Annotated[
         str,
         one_of(ROUNDINGS),
-        "codes of weights in blocks: nearest: the nearest to each number; gptq: those with which the output errs least",
+        "codes of weights of four bits or in blocks: nearest: the nearest to each number; gptq: those with which the "
+        "output errs least",
     ] = "nearest"
-    scale_search: Annotated[bool, "scales of weights in blocks are the best of several"] = False
+    scale_search: Annotated[bool, "scales of weights of four bits or in blocks are the best of several"] = False
 
     def chooses_codes(self, fmt: str) -> bool:
         """Whether codes and scales of weights in this format are searched, see ``rounding``."""
         searched = self.rounding != "nearest" or self.scale_search or self.branch_rounds > 0
-        return FORMATS[fmt].block is not None and searched
+        return FORMATS[fmt].searched and searched
 
     def scaled_per_token(self, role: str) -> bool:
         """Whether inputs of layers of this role are scaled token by token."""
         return self.per_token and role != "conv" and self.enable.linear.activation is not None
 
-    def rotation_of(self, role: str) -> int:
-        """The number of inputs that are rotated together in layers of this role; 0: none are."""
-        return self.rotation if role != "conv" and self.enable.linear.activation is not None else 0
+    def rotation_of(self, role: str, inputs: int) -> int:
+        """How many of its ``inputs`` a layer of this role rotates together; 0: none.
+
+        Up to ``rotation``, the largest power of 4 that divides them.
+        """
+        if role == "conv" or self.enable.linear.activation is None:
+            return 0
+        return max((group for group in ROTATIONS[1:] if group <= self.rotation and inputs % group == 0), default=0)
 
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""

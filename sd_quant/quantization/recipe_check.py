@@ -46,11 +46,10 @@ def check_layers(
                 f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
                 "give a fraction below 1 instead, which is taken of every layer"
             )
-        group = own.rotation_of(roles[name])
-        if group and shape[1] % group:
+        if own.rotation_of(roles[name], 0) and not own.rotation_of(roles[name], shape[1]):
             raise ConfigError(
-                f"quantize.rotation is {group}, which does not divide the {shape[1]} inputs of {name}; rotate fewer "
-                "together, or exclude it with quantize.exclude"
+                f"quantize.rotation is {own.rotation}, and no power of 4 divides the {shape[1]} inputs of {name}; "
+                "exclude it with quantize.exclude, or set quantize.rotation=0"
             )
         for fmt in filter(None, (formats.weight, formats.activation)):
             numbers = math.prod(shape[1:])

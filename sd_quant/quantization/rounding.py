@@ -1,8 +1,9 @@
-"""The codes and scales of a weight in blocks: a search for the best scales, and GPTQ.
+"""The codes and scales of a weight of four bits: a search for the best scales, and GPTQ.
 
 **Scales.** The scale that just holds a block's largest number is best for that number. A smaller one clips it and has
 finer steps for all others; NVFP4's steps between 3, 4 and 6 are so coarse that some blocks err less when their largest
-number becomes 4 (four over six, Cook et al. 2025). Every block takes the best of the format's ``tried_scales``.
+number becomes 4 (four over six, Cook et al. 2025). Every block takes the best of the format's ``tried_scales``, and of
+a format without blocks every row.
 
 **GPTQ** (Frantar et al. 2022) rounds one input after the other and compensates the error of the output in the inputs
 that follow. With the inverse of the Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding
@@ -31,6 +32,7 @@ from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.statistics import LayerStatistics
 
 COLUMNS = 2048
+STEP = 64  # inputs that are rounded before later ones are compensated, where the format has no blocks
 DAMPING = 1.0  # of the Hessian's mean diagonal
 FEWEST_ROWS = 16
 
@@ -40,7 +42,7 @@ ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales 
 def with_rounded_weight(
     layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """``layer``, whose weight is in blocks, with the codes and scales that the recipe chooses.
+    """``layer``, whose weight is of four bits or in blocks, with the codes and scales that the recipe chooses.
 
     ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows.
     """
@@ -99,45 +101,56 @@ def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """The scales of some columns [out, n]; with ``scale_search``, those with each block's smallest squared error."""
+    """The scales of some columns [out, n]; with ``scale_search``, those with each block's smallest squared error.
+
+    Without blocks a scale is that of a row, or of all of them where there is one ``amax``.
+    """
+    if fmt.static_scale:
+        amax = amax[:, None] if len(amax) > 1 else amax[0]
     if not recipe.scale_search:
         return fmt.scales(columns, amax)
 
     def errors_of(scales: tuple[Tensor, ...]) -> Tensor:
-        difference = fmt.dequantize(fmt.quantize(columns, *scales), *scales) - columns
-        return difference.square().unflatten(-1, (-1, fmt.block)).sum(-1)
+        squares = (fmt.dequantize(fmt.quantize(columns, *scales), *scales) - columns).square()
+        return squares.sum_to_size(amax.shape) if fmt.block is None else squares.unflatten(-1, (-1, fmt.block)).sum(-1)
 
     best, *others = fmt.tried_scales(columns, amax)
     least = errors_of(best)
     for scales in others:
         errors = errors_of(scales)
         better, least = errors < least, torch.minimum(errors, least)
-        best = tuple(  # a scale without axes is the same in all
-            torch.where(per_number(better, new.shape[-1]), new, old) if new.ndim else old
+        best = tuple(  # the global scale of blocks is the same in all
+            old if fmt.block and not new.ndim else torch.where(spread(better, new), new, old)
             for new, old in zip(scales, best, strict=True)
         )
     return best
 
 
+def spread(of_block: Tensor, scale: Tensor) -> Tensor:
+    """What holds for each block, for each of its scales, of which there may be several; [] for one scale of all."""
+    return per_number(of_block, scale.shape[-1]) if of_block.ndim else of_block
+
+
 def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
     """Codes [out, in] of ``weight`` fp32 [out, in] and their scales, for inputs like ``rows`` [n, in].
 
-    The scales of a block are chosen after the compensation of all earlier inputs.
+    The scales of a block are chosen after the compensation of all earlier inputs, those of a row before any.
     """
-    codes, scales = [], list[tuple[Tensor, ...]]()
+    codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
+    static = scales_of(weight) if fmt.static_scale else None
     for start in range(0, weight.shape[1], COLUMNS):
         left = weight[:, start : start + COLUMNS].T.clone()  # [in, out], so that what is rounded together lies together
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped_hessian(rows[:, start : start + COLUMNS])))
         factor = torch.linalg.cholesky(inverse, upper=True)
-        for first in range(0, len(left), fmt.block):
-            block, later = slice(first, first + fmt.block), slice(first + fmt.block, None)
-            chosen = scales_of(left[block].T)
+        for first in range(0, len(left), step):
+            block, later = slice(first, first + step), slice(first + step, None)
+            chosen = static or scales_of(left[block].T)
             scales.append(chosen)
             rounded, errors = round_block(left[block], factor[block, block], fmt, chosen)
             codes.append(rounded)
             left[later] -= factor[block, later].T @ errors
-    whole = (torch.cat(each, 1) if each[0].ndim else each[0] for each in zip(*scales, strict=True))
-    return (torch.cat(codes).T.contiguous(), *whole)
+    of_all = (torch.cat(each, 1) if each[0].ndim else each[0] for each in zip(*scales, strict=True))
+    return (torch.cat(codes).T.contiguous(), *(static or of_all))
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,9 @@ def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
     if rounded:
         return rotated(FORMATS[how.format].dequantize(*rounded), how.rotation).view(x.shape).to(x)
     flat = x.flatten(1) if x.ndim == 4 else x
-    return rounded_by(how.format, flat, quantizer.amax.float(), how.per_token, how.rotation).view(x.shape).to(x)
+    amax = quantizer.amax.float()
+    amax = amax.flatten(1) if amax.ndim == 4 else amax
+    return rounded_by(how.format, flat, amax, how.per_token, how.rotation).view(x.shape).to(x)
 
 
 def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:

@@ -4,15 +4,16 @@ A format is one row of ``FORMATS``, which imports no torch, so that an impossibl
 module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
 to add one.
 
-| format | codes                 | scales                                              | published in                  |
-|--------|-----------------------|-----------------------------------------------------|-------------------------------|
-| int8   | -128..127             | fp16, one per range                                 | ONNX QuantizeLinear           |
-| fp8    | E4M3                  | fp16, one per range                                 | OCP FP8 1.0                   |
-| int4   | -8..7, two to a byte  | fp16, one per 64 numbers                            | ONNX QuantizeLinear           |
-| mxfp8  | E4M3                  | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
-| mxfp4  | E2M1, two to a byte   | a power of two, one per 32 numbers                  | OCP Microscaling (MX) 1.0     |
-| nvfp4  | E2M1, two to a byte   | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation      |
-| q4_1.. | 4 to 8 bits           | see ``ggml``                                        | ggml's ggml-quants.c          |
+| format       | codes                | scales                                              | published in             |
+|--------------|----------------------|-----------------------------------------------------|--------------------------|
+| int8         | -128..127            | fp16, one per range                                 | ONNX QuantizeLinear      |
+| fp8          | E4M3                 | fp16, one per range                                 | OCP FP8 1.0              |
+| int4         | -8..7, two to a byte | fp16, one per 64 numbers                            | ONNX QuantizeLinear      |
+| int4_per_row | -8..7, two to a byte | fp16, one per range                                 | ONNX QuantizeLinear      |
+| mxfp8        | E4M3                 | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
+| mxfp4        | E2M1, two to a byte  | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
+| nvfp4        | E2M1, two to a byte  | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation |
+| q4_1..       | 4 to 8 bits          | see ``ggml``                                        | ggml's ggml-quants.c     |
 
 A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales,
 from the weight itself or from calibration. A format with blocks measures the range of every block of numbers along the
@@ -62,6 +63,11 @@ class Format:
         return self.static_scale and self.onnx_type.startswith("INT")
 
     @property
+    def searched(self) -> bool:
+        """Whether choosing codes and scales of weights gains anything; not with eight bits and static scales."""
+        return self.block is not None or self.bits < 8
+
+    @property
     def needs_amax(self) -> bool:
         """Whether an input requires a range from calibration: for a static scale, or for a global one."""
         return self.static_scale or len(self.onnx_scale_types) > 1
@@ -92,7 +98,7 @@ class Format:
         return self.arithmetic.scales(x, amax)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-        """Candidates for a search, ``scales(x, amax)`` first. Only formats with blocks have them."""
+        """Candidates for a search, ``scales(x, amax)`` first. Only formats that are ``searched`` have them."""
         return self.arithmetic.tried_scales(x, amax)
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
@@ -146,6 +152,9 @@ FORMATS: dict[str, Format] = {
             attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
         ),
         Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
+        Format(
+            "int4_per_row", 4, None, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
+        ),
         Format(
             "mxfp8", 8, 32, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=100, layer_tolerance=1e-2,
         ),

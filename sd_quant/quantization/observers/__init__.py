@@ -42,9 +42,12 @@ class Observer:
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
         calibration, which the sample may lack. Options: ``fmt``, the input's format (INT8 by default); ``levels``, the
-        number of equal levels above zero (127 by default); ``percent``, the part of the sample that the observer
-        ``percentile`` does not clip.
+        number of equal levels above zero (the format's by default); ``percent``, the part of the sample that the
+        observer ``percentile`` does not clip.
         """
+        fmt = options.get("fmt")
+        if fmt is not None and fmt.equal_levels:
+            options = {"levels": int(fmt.largest_code)} | options
         return pkgutil.resolve_name(self.function)(values, amax, **options)
 
     def judges(self, fmt: Format) -> bool:

@@ -86,15 +86,17 @@ def test_what_a_preset_cannot_do_is_refused_before_anything_starts(preset, knobs
 )
 def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, rotation):
     quantize = job(preset, {"per_token": per_token, "rotation": rotation}).quantize
-    assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv")) == (False, 0)
-    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv")) == (per_token, rotation)
+    assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv", 768)) == (False, 0)
+    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv", 768)) == (per_token, rotation)
+    assert quantize.rotation_of("qkv", 640) == min(rotation, 64)
 
 
 def test_a_conv_takes_no_input_in_blocks():
     """They lie along the last axis, which is no channel there."""
     quantize = job("int8", {}).quantize
     enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
-    with pytest.raises(ConfigError, match=r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8$"):
+    expected = r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8, int4_per_row$"
+    with pytest.raises(ConfigError, match=expected):
         check_recipe(dataclasses.replace(quantize, enable=enable))
 
 

@@ -15,21 +15,22 @@ from torch import Tensor
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.comfyui import METADATA, e8m0, with_rows_of_zeros
+from sd_quant.interchange.comfyui import METADATA, e8m0, signed, with_rows_of_zeros
 from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX, authors_places
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
-from sd_quant.numbers import up_to
+from sd_quant.numbers import relative_error, up_to
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.blocks import in_tiles
+from sd_quant.quantization.rotation import rotated
 
 from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers
-from .test_round_trip import PLAIN, ROTATED
+from .test_round_trip import INT4_ROWS, PLAIN, ROTATED
 
 CASES = [
     ("sdxl", "nvfp4", PLAIN),
@@ -43,6 +44,8 @@ CASES = [
     ("flux", "int8", {"per_channel": False, **PLAIN}),
     ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("sd3", "mxfp8", PLAIN),
+    ("sd3", "int4_per_row", INT4_ROWS),
+    ("flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
 ]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
@@ -92,6 +95,11 @@ def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             case "int8_tensorwise":
                 turned = {name: value for name, value in mark.items() if name != "format"}
                 layout, params = "TensorWiseINT8Layout", tensor.TensorWiseINT8Layout.Params(**known | turned)
+            case "convrot_w4a4":
+                known["orig_shape"] = (len(codes), 2 * codes.shape[1])
+                turned = {name: value for name, value in mark.items() if name != "format"}
+                layout = "TensorCoreConvRotW4A4Layout"
+                params = tensor.TensorCoreConvRotW4A4Layout.Params(**known | turned)
             case "nvfp4":
                 more = {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_scale_2"]}
                 layout = "TensorCoreNVFP4Layout"
@@ -127,6 +135,46 @@ def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(tiny, tmp_path
             changed = row is not None and row.role != "attention"
             expected, near = rewritten(weights[name], row).half() if changed else weights[name].half(), 0
         torch.testing.assert_close(tensor, expected.float(), rtol=near, atol=near * expected.abs().max().item())
+
+
+@pytest.mark.consumer
+def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
+    """Bit for bit, halves between two codes too, where fp16 holds the scales: all numbers are multiples of 2^-15."""
+    kernels = pytest.importorskip("comfy_kitchen.backends.eager.convrot_w4a4")
+    turned = torch.randint(-1792, 1793, (96, 512), generator=torch.Generator().manual_seed(0)) / 2**11
+    turned[:, 100] = 7 / 8
+    weight = rotated(turned, 256)
+    row = LayerAssignment("layer", "ffn", (96, 512), "int4_per_row", weight_axis=0,
+                          weight_amax=turned.abs().amax(1), rotation=256)  # fmt: skip
+    codes, (scale,) = row.codes_and_scales(weight)
+    packed, scales = kernels.quantize_convrot_w4a4_weight(weight, 256)
+    assert torch.equal(packed, signed(codes).view_as(packed)) and torch.equal(scales, scale.flatten())
+    assert (8 * turned % 1 == 0.5).sum() > 50 and codes.unique().tolist() == [*range(-7, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.consumer
+@torch.no_grad()
+def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(tiny, tmp_path):
+    """Its scales are fp32, ours fp16: codes of a weight differ where that decides, and products as little."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    kernels = pytest.importorskip("comfy_kitchen.backends.eager.convrot_w4a4")
+    case, assignment, _, state, _ = written(tiny, tmp_path, "sd3", "int4_per_row", INT4_ROWS)
+    recipe = case.assignment(recipe_of("int4_per_row", **INT4_ROWS), "onnx")  # whose inputs are as the recipe says
+    weights, marks = denoiser_weights(case.checkpoint), marks_of(state)
+    names = {"attn.to_out.0": "x_block.attn.proj", "ff.net.0.proj": "x_block.mlp.fc1"}
+    for ours, theirs in names.items():
+        row, name = recipe[f"transformer_blocks.0.{ours}"], f"joint_blocks.0.{theirs}"
+        weight, group = weights[f"{row.name}.weight"].float(), marks[name]["convrot_groupsize"]
+        codes, scale = state[f"{name}.weight"], state[f"{name}.weight_scale"]
+        packed, scales = kernels.quantize_convrot_w4a4_weight(weight, group)
+        assert (packed != codes).float().mean() < 0.01 and relative_error(scales, scale) < 5e-4
+        known = {"scale": scale, "orig_dtype": torch.float32, "orig_shape": tuple(weight.shape)}
+        params = tensor.TensorCoreConvRotW4A4Layout.Params(**known, convrot_groupsize=group)
+        x = torch.randn(40, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        found = F.linear(x, tensor.QuantizedTensor(codes, "TensorCoreConvRotW4A4Layout", params))
+        assert relative_error(F.linear(row.rounded_input(x), row.rounded_weight(weight)), found) < 0.02
+        assert relative_error(F.linear(x, weight), found) > 0.1  # as much as four bits round
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from .conftest import recipe_of
 IN_FP16 = {"diffusers_modelopt", "diffusers_nunchaku_lite", "nunchaku"}
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}
+INT4_ROWS = ROTATED | {"per_channel": True, "rotation": 256}
 PER_ROW_FP8 = PLAIN | {"per_channel": True, "per_token": True}
 CASES = [
     ("comfyui", "sdxl", "fp8", {"per_channel": False}),
@@ -42,6 +43,8 @@ CASES = [
     ("comfyui", "pixart", "fp8", {"per_channel": False, "alpha": None}),
     ("comfyui", "pixart", "int8", PLAIN),
     ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
+    ("comfyui", "sdxl", "int4_per_row", INT4_ROWS),
+    ("comfyui", "flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
     ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
     ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
     ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),
@@ -125,7 +128,7 @@ def test_what_is_read_is_what_was_written(tiny, tmp_path, name, family, fmt, opt
 def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
     """An input is moved half-way to what its codes stand for: it has the same, and 1 / scale may be rounded."""
     if row.activation_format is None or inputs_of(row, TARGETS[name]) == PER_ROW:
-        code = "float8_e4m3fn" if row.format == "fp8" else "int8"
+        code = {"fp8": "float8_e4m3fn", "int4_per_row": "int4"}.get(row.format, "int8")
         told = f"{code}, a scale a row{f', rotated by {row.rotation}' if row.rotation else ''}"
         assert inputs is None or str(inputs).removeprefix("smoothed, ") == told
         return

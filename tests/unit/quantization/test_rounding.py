@@ -1,4 +1,4 @@
-"""Codes of weights in blocks: GPTQ against its published update, scales against trying every one."""
+"""Codes of weights of four bits: GPTQ against its published update, scales against trying every one."""
 
 from dataclasses import replace
 
@@ -26,7 +26,8 @@ from sd_quant.quantization.row_chunks import layer_of_rows
 from tests.layers import drawn, statistics_of
 
 BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None and fmt.onnx_type]
-GGML = ["q4_1", "q4_k", "q6_k"]  # one with a least number, one with minimums, and one of scales alone
+PLAIN = [*BLOCKED, "int4_per_row"]
+SEARCHED = [*PLAIN, "q4_1", "q4_k", "q6_k"]  # of ggml's one with a least number, one with minimums, one of scales alone
 OUTPUTS, INPUTS, WIDE = 24, 128, 256
 
 
@@ -36,7 +37,12 @@ def inputs(count: int, seed: int = 1, size: int = INPUTS) -> Tensor:
 
 
 def row(weight: Tensor, fmt: str, **given) -> LayerAssignment:
-    return LayerAssignment("layer", "ffn", tuple(weight.shape), fmt, weight_amax=weight.abs().amax().view(1), **given)
+    axis = 0 if FORMATS[fmt].static_scale else None
+    return LayerAssignment("layer", "ffn", tuple(weight.shape), fmt, None, None, axis, amax_of(weight, fmt), **given)
+
+
+def amax_of(weight: Tensor, fmt: str) -> Tensor:
+    return weight.abs().amax(1) if FORMATS[fmt].static_scale else weight.abs().amax().view(1)
 
 
 def branched(weight: Tensor, fmt: str, rotation: int) -> LayerAssignment:
@@ -59,15 +65,16 @@ def rounded(
 def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
     """Optimal Brain Surgeon as GPTQ's paper states it (equations 2 and 3), input by input, in double precision."""
     fmt, left = FORMATS[fmt_name], weight.double().clone()
+    width = fmt.block or INPUTS
     hessian = rows.double().T @ rows.double()
     hessian += DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.linalg.inv(hessian)
     numbers = torch.empty_like(weight)
     for column in range(weight.shape[1]):
-        if column % fmt.block == 0:
-            block = slice(column, column + fmt.block)
-            scales = fmt.scales(left[:, block].float(), weight.abs().amax().view(1))
-        rounded = fmt.dequantize(fmt.quantize(left[:, block].float(), *scales), *scales)[:, column % fmt.block]
+        if column % width == 0:
+            block = slice(column, column + width)
+            scales = fmt.scales(left[:, block].float(), weight.abs().amax(1, keepdim=True))
+        rounded = fmt.dequantize(fmt.quantize(left[:, block].float(), *scales), *scales)[:, column % width]
         numbers[:, column] = rounded
         error = (left[:, column] - rounded) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
@@ -76,7 +83,7 @@ def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
     return numbers
 
 
-@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
+@pytest.mark.parametrize("fmt", SEARCHED)
 def test_gptq_is_the_published_update(fmt):
     """But for numbers so near to halfway between two codes that fp32 and double precision decide differently."""
     weight, rows = drawn(OUTPUTS, WIDE), inputs(64, size=WIDE)
@@ -85,21 +92,22 @@ def test_gptq_is_the_published_update(fmt):
     assert torch.isclose(numbers, published(weight, rows, fmt), rtol=1e-4).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
+@pytest.mark.parametrize("fmt", SEARCHED)
 def test_every_block_has_the_best_scale_of_those_tried(fmt):
     """Tried one by one, and for whole rows the error is smaller than with the format's own scale."""
     weight = drawn(OUTPUTS, WIDE) ** 3
     layer = rounded(row(weight, fmt), weight, inputs(8, size=WIDE), "nearest", scale_search=True)
-    table, block = FORMATS[fmt], FORMATS[fmt].block
+    table, block = FORMATS[fmt], FORMATS[fmt].block or WIDE
+    amax = weight.abs().amax(1, keepdim=True)
 
     def errors(codes: Tensor, scales: tuple[Tensor, ...]) -> Tensor:
         return (table.dequantize(codes, *scales) - weight).square().unflatten(1, (-1, block)).sum(-1)
 
-    tried = table.tried_scales(weight, layer.weight_amax)
+    tried = table.tried_scales(weight, amax)
     least = torch.stack([errors(table.quantize(weight, *scales), scales) for scales in tried]).amin(0)
     found = errors(*layer.codes_and_scales(weight))
-    torch.testing.assert_close(found, least)
-    assert torch.equal(tried[0][0], table.scales(weight, layer.weight_amax)[0])
+    torch.testing.assert_close(found.flatten(), least.flatten())
+    assert torch.equal(tried[0][0], table.scales(weight, amax)[0])
     assert len(tried) == 1 or found.sum() < 0.98 * errors(table.quantize(weight, *tried[0]), tried[0]).sum()
 
 
@@ -116,20 +124,20 @@ def test_four_over_six_worked_by_hand():
     assert torch.equal(plain[1], better[1])
 
 
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", PLAIN)
 def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
     """The branch is not rounded, and the rows are those that the codes are multiplied with."""
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
     factors = drawn(INPUTS, seed=3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors, low_rank=(drawn(OUTPUTS, 4).half(), drawn(4, INPUTS).half()))
     smoothed = rewritten(weight, layer)
-    chosen = rounded(replace(layer, weight_amax=smoothed.abs().amax().view(1)), weight, rows)
+    chosen = rounded(replace(layer, weight_amax=amax_of(smoothed, fmt)), weight, rows)
     expected = rounded(row(smoothed, fmt), smoothed, rows * factors)
     assert all(map(torch.equal, chosen.rounded, expected.rounded))
 
 
 @pytest.mark.parametrize("rotation", [0, 16])
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", PLAIN)
 def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_seen(fmt, rotation):
     """Whatever rounds the residual; the rank stays, and the error that is left is that of the new branch.
 
@@ -168,7 +176,7 @@ def test_a_shared_branch_is_fitted_to_what_rounding_has_left_of_all_its_layers(f
         assert torch.equal(each.weight_amax, rewritten(weight, each).abs().amax().view(1))
 
 
-@pytest.mark.parametrize("fmt", BLOCKED)
+@pytest.mark.parametrize("fmt", PLAIN)
 def test_gptq_rounds_what_is_rotated_for_inputs_that_are_rotated(fmt):
     """The codes are those of a layer whose weight and inputs were rotated before anybody saw them."""
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
@@ -199,7 +207,7 @@ def test_inputs_that_are_always_zero():
         assert torch.equal(layer.rounded[0][:, 0], nearest[:, 0])
 
 
-@pytest.mark.parametrize("fmt", [*BLOCKED, *GGML])
+@pytest.mark.parametrize("fmt", SEARCHED)
 def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     weight = drawn(OUTPUTS, WIDE)
     layer = rounded(row(weight, fmt), weight, inputs(32, size=WIDE), scale_search=True)
