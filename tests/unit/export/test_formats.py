@@ -67,6 +67,7 @@ IN_SOAK = {
     "int8_weight_only",
     "int4_w4a4",
     "mxfp4",
+    "mxfp8",
     "svdquant_nvfp4",
     "q6_k_weight_only",
 }  # like others
