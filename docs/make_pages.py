@@ -18,7 +18,7 @@ import sd_quant
 from sd_quant import interface
 from sd_quant.config.recipe import presets
 from sd_quant.config.targets import held_in, inputs_held
-from sd_quant.interchange import FP16, PER_ROW, TARGETS
+from sd_quant.interchange import FP16, PER_ROW, READERS, TARGETS
 from sd_quant.report.record import record_schema
 
 FOLDER = Path(__file__).parent
@@ -105,13 +105,16 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
     head += """
 ## Who has opened it
 
-| target | opened in tests by | by its source alone, never run |
-|---|---|---|
+What each computes of a layer in these tests, and how near, is in [hand_over.md](hand_over.md#what-was-tested).
+
+| target | opened in tests by | read back by `judge.py` | by its source alone, never run |
+|---|---|---|---|
 """
     for name, target in TARGETS.items():
         servers = "; ".join(f"{server} {each.version}" for server, each in target.servers.items())
         read = servers or target.untried or "–"
-        head += f"| `{name}` | {', '.join(target.tried) or '–'} | {read} |\n"
+        back = "codes are equal" if name in READERS else "no: its graphs are executed"
+        head += f"| `{name}` | {', '.join(target.tried) or '–'} | {back} | {read} |\n"
     return head
 
 

@@ -60,6 +60,13 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
         ("diffusers_modelopt", {"per_token": True}, "holds no inputs of int8 that are scaled per token; quantize.per_"),
         ("comfyui", {"format": "fp8", "per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
+        ("comfyui", {"format": "int4_per_row", "activation_format": "int4_per_row"}, "rotates the inputs of int4_per_row"),
+        (
+            "comfyui",
+            {"format": "int4_per_row", "weight_shape": (64, 80), "rotation": 16},
+            "in int4_per_row whose sides are multiples of 64",
+        ),
+        ("gguf", {"format": "q4_k", "weight_shape": (64, 64, 1, 1)}, "holds no convolutions in q4_k"),
         ("comfyui", {"format": "nvfp4", "rotation": 16}, "comfyui holds no rotated weights in nvfp4; quantize.rotat"),
         *(
             (target, {"rotation": 16, "per_token": True}, "holds no rotated weights in int8; quantize.rotation=0 rot")
