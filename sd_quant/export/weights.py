@@ -98,7 +98,8 @@ def decoded_weight(graph: ir.Graph, name: str, layer: LayerAssignment, read: Rea
     shape = layer.weight_shape
 
     def decoded() -> Tensor:
-        weight = layer.rounded_weight(rewritten(read(name), layer).flatten(1)).view(shape)
+        codes, scales = layer.codes_and_scales(rewritten(read(name), layer).flatten(1))
+        weight = FORMATS[layer.format].dequantize(codes, *scales).view(shape)  # rotated as its input is in the graph
         return (weight.T if transposed else weight).half()
 
     return initializer(graph, f"{name}.dequantized", ir.DataType.FLOAT16, shape[::-1] if transposed else shape, decoded)

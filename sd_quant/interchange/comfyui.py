@@ -8,10 +8,11 @@ stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
 
 A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
 header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, ``mxfp8``,
-``int4_per_row`` as convrot_w4a4, and ``int4`` of weights alone as awq_w4a16, whose zeros are 0. A mark of the formats
-whose inputs are as the recipe says has ``full_precision_matrix_mult`` where these stay in fp16; without it ComfyUI
-rounds them all the same. Convolutions are fp16, because ComfyUI has no quantized ones. SDXL is written whole, behind
-the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses marks and scales on the way.
+``int4_per_row`` as convrot_w4a4, ``int4_in_int8`` as asym_w4a8_int8, and ``int4`` of weights alone as awq_w4a16, whose
+zeros are 0. A mark of the formats whose inputs are as the recipe says has ``full_precision_matrix_mult`` where these
+stay in fp16; without it ComfyUI rounds them all the same. Convolutions are fp16, because ComfyUI has no quantized ones.
+SDXL is written whole, behind the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses
+marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -43,6 +44,7 @@ from sd_quant.interchange.comfyui_marks import (
     METHODS,
     MXFP8_BLOCK,
     NVFP4_MULTIPLE,
+    W4A8,
     Codes,
     check_codes,
     tiles,
@@ -87,6 +89,7 @@ FACTS = ForeignFormat(
         "nvfp4": AS_ASSIGNED,
         "mxfp8": AS_ASSIGNED,
         "int4_per_row": PER_ROW,
+        "int4_in_int8": PER_ROW,
         "int4": FP16,
     },
     loading={
@@ -117,12 +120,12 @@ FACTS = ForeignFormat(
         },
     },
     multiplied=frozenset({"nvfp4"}),
-    rotated=frozenset({"int8", "int4_per_row"}),
-    always_rotated=frozenset({"int4_per_row"}),
+    rotated=frozenset({"int8", "int4_per_row", "int4_in_int8"}),
+    always_rotated=frozenset({"int4_per_row", "int4_in_int8"}),
     per_channel={"fp8": False, "int4_per_row": True},
     multiples={"int4_per_row": 64},  # of its inputs, by the kernels
     excluded=dict.fromkeys(  # by the shape of their weight ComfyUI tells models and their sizes apart
-        ("nvfp4", "int4_per_row", "int4"),
+        ("nvfp4", "int4_per_row", "int4_in_int8", "int4"),
         (
             "*.attentions.*.attn2.to_k",
             "*.attentions.*.attn2.to_v",
@@ -148,8 +151,10 @@ SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without 
 WHOLE = "sdxl.safetensors"
 NAMES = {  # in ComfyUI's QUANT_ALGOS
     "fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "mxfp8": "mxfp8", "int4_per_row": "convrot_w4a4",
-    "int4": "awq_w4a16",
+    "int4_in_int8": W4A8, "int4": "awq_w4a16",
 }  # fmt: skip
+
+OWN_ENTRIES = {"int4_per_row": {"linear_dtype": "int4"}, "int4_in_int8": {"group_size": 16}}  # of a mark
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
@@ -396,8 +401,8 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
         return LazyTensor(shape, dtype, read)
 
     entries: dict[str, Any] = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
-    if layer.format == "int4_per_row":  # rotated by its name
-        entries = {"convrot_groupsize": layer.rotation, "linear_dtype": "int4"}
+    if layer.format in OWN_ENTRIES:  # rotated by its name
+        entries = {"convrot_groupsize": layer.rotation} | OWN_ENTRIES[layer.format]
     if layer.activation_format is None and FACTS.formats[layer.format] == AS_ASSIGNED:
         entries["full_precision_matrix_mult"] = True
     mark = json.dumps({"format": NAMES[layer.format]} | entries).encode()
@@ -405,6 +410,10 @@ def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[s
     if layer.format == "int4_per_row":
         yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, signed)
         yield "weight_scale", rows(1, (shape[0],), torch.float32)
+    elif layer.format == "int4_in_int8":
+        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, unsigned)
+        yield "weight_s_rel", rows(1, (shape[0], shape[1] // block), torch.float8_e4m3fn)
+        yield "weight_s_channel", rows(2, (shape[0],), torch.float32)
     elif block is None:
         yield "weight", rows(0, shape, method.dtype)
         per_output = layers.rows(lambda each: each.weight_scale.float().expand(each.weight_shape[0]))[:, None]

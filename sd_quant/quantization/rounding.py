@@ -119,8 +119,8 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
     for scales in others:
         errors = errors_of(scales)
         better, least = errors < least, torch.minimum(errors, least)
-        best = tuple(  # the global scale of blocks is the same in all
-            old if fmt.block and not new.ndim else torch.where(spread(better, new), new, old)
+        best = tuple(  # what blocks have in common is the same in all
+            torch.where(spread(better, new), new, old) if new.shape[-1:] >= better.shape[-1:] else old
             for new, old in zip(scales, best, strict=True)
         )
     return best
@@ -134,23 +134,23 @@ def spread(of_block: Tensor, scale: Tensor) -> Tensor:
 def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
     """Codes [out, in] of ``weight`` fp32 [out, in] and their scales, for inputs like ``rows`` [n, in].
 
-    The scales of a block are chosen after the compensation of all earlier inputs, those of a row before any.
+    The scales of a block are chosen after the compensation of all earlier inputs, those that a row has before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
-    static = scales_of(weight) if fmt.static_scale else None
+    known = scales_of(weight) if fmt.static_scale or fmt.row_scale else ()
     for start in range(0, weight.shape[1], COLUMNS):
         left = weight[:, start : start + COLUMNS].T.clone()  # [in, out], so that what is rounded together lies together
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped_hessian(rows[:, start : start + COLUMNS])))
         factor = torch.linalg.cholesky(inverse, upper=True)
         for first in range(0, len(left), step):
             block, later = slice(first, first + step), slice(first + step, None)
-            chosen = static or scales_of(left[block].T)
+            chosen = tuple(of_input(each, start + first, weight.shape[1]) for each in known) or scales_of(left[block].T)
             scales.append(chosen)
             rounded, errors = round_block(left[block], factor[block, block], fmt, chosen)
             codes.append(rounded)
             left[later] -= factor[block, later].T @ errors
     of_all = (torch.cat(each, 1) if each[0].ndim else each[0] for each in zip(*scales, strict=True))
-    return (torch.cat(codes).T.contiguous(), *(static or of_all))
+    return (torch.cat(codes).T.contiguous(), *(known or of_all))
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ to add one.
 | fp8          | E4M3                 | fp16, one per range                                 | OCP FP8 1.0              |
 | int4         | -8..7, two to a byte | fp16, one per 64 numbers                            | ONNX QuantizeLinear      |
 | int4_per_row | -8..7, two to a byte | fp16, one per range                                 | ONNX QuantizeLinear      |
+| int4_in_int8 | -8..7, two to a byte | E4M3, one per 16 numbers, and one fp32 for each row | ComfyUI's w4a8_int8      |
 | mxfp8        | E4M3                 | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
 | mxfp4        | E2M1, two to a byte  | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
 | nvfp4        | E2M1, two to a byte  | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation |
@@ -50,6 +51,7 @@ class Format:
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
     module: str = ""  # with the functions, or an object in one; by default the module of the format's name beside this
     block_bytes: int | None = None  # of a block with its scales; None: what the types above take
+    row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
     narrow: str | None = None  # the format in place of this one for a weight that its blocks do not divide
 
     @property
@@ -154,6 +156,10 @@ FORMATS: dict[str, Format] = {
         Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
         Format(
             "int4_per_row", 4, None, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
+        ),
+        Format(
+            "int4_in_int8", 4, 16, "", (), opset=19, min_compute_capability=75, layer_tolerance=2e-3, block_bytes=9,
+            row_scale=True,  # its bytes, four a row, are not counted
         ),
         Format(
             "mxfp8", 8, 32, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=100, layer_tolerance=1e-2,

@@ -30,7 +30,7 @@ from sd_quant.quantization.rotation import rotated
 
 from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers
-from .test_round_trip import INT4_ROWS, PLAIN, ROTATED
+from .test_round_trip import INT4_ROWS, PLAIN, ROTATED, W4A8
 
 CASES = [
     ("sdxl", "nvfp4", PLAIN),
@@ -45,6 +45,8 @@ CASES = [
     ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("sd3", "mxfp8", PLAIN),
     ("sd3", "int4_per_row", INT4_ROWS),
+    ("sd3", "int4_in_int8", W4A8),
+    ("flux", "int4_in_int8", W4A8 | {"rounding": "gptq", "scale_search": True}),
     ("flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
 ]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
@@ -87,7 +89,7 @@ def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     marks = marks_of(state)
     found = {name: each.float() for name, each in state.items() if name.rpartition(".")[0] not in marks}
     for layer, mark in marks.items():
-        codes, scale = state[f"{layer}.weight"], state[f"{layer}.weight_scale"]
+        codes, scale = state[f"{layer}.weight"], state.get(f"{layer}.weight_scale")
         known = {"orig_dtype": torch.float32, "scale": scale, "orig_shape": tuple(codes.shape)}
         match mark["format"]:
             case "float8_e4m3fn":
@@ -95,6 +97,11 @@ def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             case "int8_tensorwise":
                 turned = {name: value for name, value in mark.items() if name != "format"}
                 layout, params = "TensorWiseINT8Layout", tensor.TensorWiseINT8Layout.Params(**known | turned)
+            case "asym_w4a8_int8":
+                known |= {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_s_rel"]}
+                turned = {name: value for name, value in mark.items() if name != "format"}
+                layout, rows = "AsymW4A8Int8Layout", state[f"{layer}.weight_s_channel"]
+                params = tensor.AsymW4A8Int8Layout.Params(**known | turned, s_channel=rows)
             case "convrot_w4a4":
                 known["orig_shape"] = (len(codes), 2 * codes.shape[1])
                 turned = {name: value for name, value in mark.items() if name != "format"}

@@ -60,7 +60,11 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
         ("diffusers_modelopt", {"per_token": True}, "holds no inputs of int8 that are scaled per token; quantize.per_"),
         ("comfyui", {"format": "fp8", "per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
-        ("comfyui", {"format": "int4_per_row", "activation_format": "int4_per_row"}, "rotates the inputs of int4_per_row"),
+        (
+            "comfyui",
+            {"format": "int4_per_row", "activation_format": "int4_per_row"},
+            "rotates the inputs of int4_per_row",
+        ),
         (
             "comfyui",
             {"format": "int4_per_row", "weight_shape": (64, 80), "rotation": 16},

@@ -22,6 +22,7 @@ from .conftest import recipe_of
 IN_FP16 = {"diffusers_modelopt", "diffusers_nunchaku_lite", "nunchaku"}
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}
+W4A8 = ROTATED | {"activation": "int8", "rotation": 256}
 INT4_ROWS = ROTATED | {"per_channel": True, "rotation": 256}
 PER_ROW_FP8 = PLAIN | {"per_channel": True, "per_token": True}
 CASES = [
@@ -45,6 +46,8 @@ CASES = [
     ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("comfyui", "sdxl", "int4_per_row", INT4_ROWS),
     ("comfyui", "flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
+    ("comfyui", "sd3", "int4_in_int8", W4A8),
+    ("comfyui", "flux", "int4_in_int8", W4A8 | {"rounding": "gptq", "scale_search": True}),
     ("diffusers_modelopt", "sd21", "int8", {"shift": True, "smoothing": "modelopt"}),
     ("diffusers_modelopt", "sd21", "fp8", {"per_channel": False}),
     ("diffusers_modelopt", "sd21", "int8", {"per_token": True}),

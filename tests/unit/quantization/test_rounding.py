@@ -27,7 +27,7 @@ from tests.layers import drawn, statistics_of
 
 BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None and fmt.onnx_type]
 PLAIN = [*BLOCKED, "int4_per_row"]
-SEARCHED = [*PLAIN, "q4_1", "q4_k", "q6_k"]  # of ggml's one with a least number, one with minimums, one of scales alone
+SEARCHED = [*PLAIN, "int4_in_int8", "q4_1", "q4_k", "q6_k"]  # ggml's: a least number, minimums, scales alone
 OUTPUTS, INPUTS, WIDE = 24, 128, 256
 
 
@@ -70,10 +70,13 @@ def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
     hessian += DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.linalg.inv(hessian)
     numbers = torch.empty_like(weight)
+    of_all = fmt.scales(weight, weight.abs().amax(1, keepdim=True))
     for column in range(weight.shape[1]):
         if column % width == 0:
             block = slice(column, column + width)
             scales = fmt.scales(left[:, block].float(), weight.abs().amax(1, keepdim=True))
+            if fmt.row_scale:
+                scales = of_all[0][:, column // width, None], of_all[1]
         rounded = fmt.dequantize(fmt.quantize(left[:, block].float(), *scales), *scales)[:, column % width]
         numbers[:, column] = rounded
         error = (left[:, column] - rounded) / inverse[column, column]
