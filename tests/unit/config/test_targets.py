@@ -32,6 +32,9 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
         ("rotated_w4a4", "diffusers_sdnq", None),
         ("mxfp4", "comfyui", None),
         ("mxfp8", "comfyui", AS_ASSIGNED),
+        ("convrot_w4a4", "comfyui", PER_ROW),
+        ("convrot_w4a8", "comfyui", PER_ROW),
+        ("convrot_w4a8", "onnx", None),
         ("q4_k_weight_only", "gguf", FP16),
         ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
     ],
