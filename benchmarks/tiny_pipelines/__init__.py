@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,9 +37,15 @@ VIDEO_SIZES = {"num_frames", "frames", "video_length"}
 def build(name: str, seed: int = 0) -> Any:
     """Returns the pipeline of the class ``name`` with the weights of this ``seed``, in evaluation.
 
-    Raises KeyError where there is no such case. The random state of the process stays as it was.
+    Raises KeyError where there is no such case. The random state of the process stays as it was. Some classes leave
+    parameters uninitialized, whose numbers would decide what `enliven` draws: here they start as zeros.
     """
-    with torch.random.fork_rng(devices=[]):
+    empty = torch.empty
+
+    def zeroed(*shape: Any, **options: Any) -> torch.Tensor:
+        return empty(*shape, **options).zero_()
+
+    with torch.random.fork_rng(devices=[]), mock.patch.object(torch, "empty", zeroed):
         torch.manual_seed(seed)
         pipeline = CASES[name].build()
         for component in pipeline.components.values():
