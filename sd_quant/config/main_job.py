@@ -171,7 +171,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
 
 
 def torch_multiplies(enable: Enable) -> bool:
-    """Whether torch itself can multiply the codes of all quantized inputs, and decode those of weights alone."""
+    """Whether torch multiplies the codes of all quantized inputs, and decodes weights whose inputs stay in fp16."""
     return all(
         (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
         or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)

@@ -518,13 +518,13 @@ def halves(codes: Tensor) -> Tensor:
 
 
 def bits_in_bytes(codes: Tensor, bits: int) -> Tensor:
-    """What lies above the low four bits of codes [..., parts, n], ``bits`` of each: part i of them at bit i * bits."""
+    """The upper ``bits`` of codes [..., parts, n], those above the low four: of part i at bit i * bits of n bytes."""
     shifts = torch.arange(codes.shape[-2], dtype=torch.uint8)[:, None] * bits
     return ((codes.to(torch.uint8) >> 4) << shifts).sum(-2, dtype=torch.uint8)
 
 
 def fifth_bits(codes: Tensor) -> Tensor:
-    """That of code 8 i + j of [..., 32] at bit j of byte i."""
+    """The fifth bit of each code [..., 32] in four bytes: that of code 8 i + j is bit j of byte i."""
     return bits_in_bytes(codes.unflatten(-1, (4, 8)).transpose(-1, -2), 1)
 
 

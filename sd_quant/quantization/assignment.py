@@ -106,7 +106,7 @@ class LayerAssignment:
 
     @property
     def scales_product(self) -> bool:
-        """Whether each token's magnitude multiplies the product of codes; else, as in INT4, the rounded input."""
+        """Whether a token's magnitude multiplies the layer's product; in INT4 it multiplies the dequantized input."""
         return self.per_token and FORMATS[self.activation_format].bits == 8
 
     @property

@@ -127,7 +127,7 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
 
 
 def spread(of_block: Tensor, scale: Tensor) -> Tensor:
-    """What holds for each block, for each of its scales, of which there may be several; [] for one scale of all."""
+    """A truth per block, repeated for each of the block's scales; unchanged, [], where all numbers have one scale."""
     return per_number(of_block, scale.shape[-1]) if of_block.ndim else of_block
 
 

@@ -66,7 +66,7 @@ class Format:
 
     @property
     def searched(self) -> bool:
-        """Whether choosing codes and scales of weights gains anything; not with eight bits and static scales."""
+        """Whether codes and scales of weights can be searched. With eight bits and static scales that gains nothing."""
         return self.block is not None or self.bits < 8
 
     @property

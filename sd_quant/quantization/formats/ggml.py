@@ -19,6 +19,7 @@ No DequantizeLinear of ONNX has two levels of scales, or a least number that is 
 the decoded weight in fp16.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -102,15 +103,15 @@ SIX_BITS = Lines(-63, 63, least=False)  # of which scales and minimums, never be
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """What the formats have in common; each knows the ``lines`` of numbers from its scales."""
+class Blocks(ABC):
+    """The common arithmetic of all formats, whose subclasses compute the ``lines`` of numbers from scales."""
 
     line: Lines
     size: int = 32  # numbers of one line
 
+    @abstractmethod
     def lines(self, x: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
         """The scale and the least number of each of ``x``."""
-        raise NotImplementedError
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
         return self.line.codes(x.float(), *self.lines(x, *scales)).to(torch.int8)

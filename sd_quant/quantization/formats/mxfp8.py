@@ -36,7 +36,7 @@ def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
-    """That scale alone, because a floating-point number is as precise with another."""
+    """One candidate, because E4M3 is as precise with any other power of two."""
     return (scales(x, amax),)
 
 
