@@ -19,15 +19,14 @@ ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kerne
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.errors import ArtifactError, SdQuantError
@@ -35,30 +34,24 @@ from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import (
     FLOAT8,
     HARMLESS,
-    MANTISSA,
+    MARK,
     METHODS,
-    MXFP8_BLOCK,
-    NVFP4_MULTIPLE,
-    W4A8,
     Codes,
     check_codes,
-    tiles,
     unpacked,
 )
+from sd_quant.interchange.comfyui_written import tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.interchange.stored import FP8, LayerTensors, finite
 from sd_quant.interchange.weights import (
     Assignment,
-    JoinedLayers,
     by_authors_names,
-    codes_and_scales,
-    lazy_piece,
     write_file,
 )
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -74,9 +67,6 @@ from sd_quant.names.authors import (
 )
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
-from sd_quant.numbers import up_to
-from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import in_tiles, pack_nibbles
 
 FACTS = ForeignFormat(
     "comfyui",
@@ -143,18 +133,12 @@ FACTS = ForeignFormat(
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
 )
-MARK, METADATA, OLD_MARK = "comfy_quant", "_quantization_metadata", "scaled_fp8"
+METADATA, OLD_MARK = "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
 SCALE = ".weight_scale"  # the end of a name that ComfyUI does not read without a mark
 WHOLE = "sdxl.safetensors"
-NAMES = {  # in ComfyUI's QUANT_ALGOS
-    "fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "mxfp8": "mxfp8", "int4_per_row": "convrot_w4a4",
-    "int4_in_int8": W4A8, "int4": "awq_w4a16",
-}  # fmt: skip
-
-OWN_ENTRIES = {"int4_per_row": {"linear_dtype": "int4"}, "int4_in_int8": {"group_size": 16}}  # of a mark
 
 Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without the prefix
 
@@ -370,7 +354,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     for stored, layers in joined.items():
-        state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors_of(checkpoint, layers)}
+        state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors_of(checkpoint, layers).items()}
     denoiser = denoiser_part(checkpoint).component
     name = f"{denoiser}.safetensors"
     if NETWORKS.keys() <= checkpoint.components.keys():  # SDXL's
@@ -384,96 +368,3 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 def in_fp16(parameter: Readable) -> LazyTensor:
     return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
-
-
-def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Iterator[tuple[str, Readable]]:
-    """The tensors of a quantized linear in place of its weight, by the ends of their names."""
-    layer, shape = layers.first, layers.shape
-    method, block = METHODS[NAMES[layer.format]], FORMATS[layer.format].block
-
-    def rows(
-        index: int, shape: tuple[int, ...], dtype: torch.dtype, stored: Callable[[Tensor], Tensor] = lambda rows: rows
-    ) -> LazyTensor:
-        def read() -> Tensor:
-            pieces = layers.rows(lambda each: codes_and_scales(checkpoint, each)[index])
-            return stored(pieces).to(dtype).reshape(shape)
-
-        return LazyTensor(shape, dtype, read)
-
-    entries: dict[str, Any] = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
-    if layer.format in OWN_ENTRIES:  # rotated by its name
-        entries = {"convrot_groupsize": layer.rotation} | OWN_ENTRIES[layer.format]
-    if layer.activation_format is None and FACTS.formats[layer.format] == AS_ASSIGNED:
-        entries["full_precision_matrix_mult"] = True
-    mark = json.dumps({"format": NAMES[layer.format]} | entries).encode()
-    yield MARK, lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-    if layer.format == "int4_per_row":
-        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, signed)
-        yield "weight_scale", rows(1, (shape[0],), torch.float32)
-    elif layer.format == "int4_in_int8":
-        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, unsigned)
-        yield "weight_s_rel", rows(1, (shape[0], shape[1] // block), torch.float8_e4m3fn)
-        yield "weight_s_channel", rows(2, (shape[0],), torch.float32)
-    elif block is None:
-        yield "weight", rows(0, shape, method.dtype)
-        per_output = layers.rows(lambda each: each.weight_scale.float().expand(each.weight_shape[0]))[:, None]
-        yield (
-            "weight_scale",
-            lazy(layer.weight_scale.float()[0] if layer.activation_format else per_output.contiguous()),
-        )
-    elif layer.format == "int4":
-        by_block = (shape[1] // block, shape[0])
-        yield "weight", rows(0, (shape[0], shape[1] // 2), torch.int8, unsigned)
-        yield "weight_scale", rows(1, by_block, torch.float16, Tensor.t)
-        yield "weight_zeros", lazy(torch.zeros(by_block, dtype=torch.float16))
-    elif layer.format == "mxfp8":
-        (tiled,) = tiles(*shape, MXFP8_BLOCK, block)
-
-        def exponents() -> Tensor:
-            return in_tiles(layers.rows(lambda each: e8m0(*codes_and_scales(checkpoint, each))))
-
-        yield "weight", rows(0, (up_to(shape[0], MXFP8_BLOCK), shape[1]), method.dtype, with_rows_of_zeros)
-        yield "weight_scale", LazyTensor(tiled, torch.uint8, exponents)
-    else:
-        high, wide = (up_to(side, NVFP4_MULTIPLE) for side in shape)
-        (tiled,) = tiles(*shape, NVFP4_MULTIPLE, block)
-        yield "weight", rows(0, (high, wide // 2), torch.uint8, packed)
-        yield "weight_scale", rows(1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3)
-        yield "weight_scale_2", lazy_piece(checkpoint, layer, 2, (), torch.float32)
-    inputs = layer.activation_format
-    if inputs is not None and FORMATS[inputs].needs_amax:  # one static scale, or the common one of its blocks
-        yield "input_scale", lazy(layer.activation_scales(torch.zeros(1, block or 1))[-1].reshape(()).float())
-    if layer.multiplies:
-        yield "pre_quant_scale", lazy(layer.pre_quant_scale.half())
-
-
-def in_tiles_of_e4m3(scales: Tensor) -> Tensor:
-    return in_tiles(scales.to(torch.float8_e4m3fn))
-
-
-def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
-    """The exponents of powers of two [rows, blocks] plus 127, uint8; 0 for a block of zeros, as in comfy-kitchen."""
-    zeros = codes.float().unflatten(1, (-1, MXFP8_BLOCK)).eq(0).all(-1)
-    return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
-
-
-def with_rows_of_zeros(codes: Tensor) -> Tensor:
-    """Codes of eight bits, to a multiple of 32 rows."""
-    return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
-
-
-def signed(codes: Tensor) -> Tensor:
-    """Codes of four bits in two's complement, the first in the low half of a byte."""
-    return pack_nibbles(codes).view(torch.int8)
-
-
-def unsigned(codes: Tensor) -> Tensor:
-    """Codes of four bits plus 8, the first in the low half of a byte."""
-    return pack_nibbles(codes + 8).view(torch.int8)
-
-
-def packed(codes: Tensor) -> Tensor:
-    """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
-    rows, columns = codes.shape
-    padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
-    return padded[:, ::2] << 4 | padded[:, 1::2]

@@ -47,6 +47,7 @@ from sd_quant.quantization.formats import e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 from sd_quant.quantization.rotation import rotated
 
+MARK = "comfy_quant"  # the end of the name of a tensor with a mark
 FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
 HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"}  # entries of a mark
 ROTATING = frozenset({"convrot", "convrot_groupsize", "params"})

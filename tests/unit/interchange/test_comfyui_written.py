@@ -15,7 +15,8 @@ from torch import Tensor
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.comfyui import METADATA, e8m0, signed, with_rows_of_zeros
+from sd_quant.interchange.comfyui import METADATA
+from sd_quant.interchange.comfyui_written import e8m0, signed, with_rows_of_zeros
 from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
