@@ -24,13 +24,13 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.simulation.native import (
-    PRODUCTS,
     Products,
     aligned_scaled_mm,
     dequantized_mm,
     int_mm,
     kernel_convolution,
     kernel_linear,
+    products_on,
     with_native_layers,
 )
 
@@ -205,7 +205,7 @@ def network_of(network: Network, side: Side, assignments: Mapping[str, Assignmen
             rows = {name: unquantized(row) if name.endswith(TEXT) else row for name, row in rows.items()}
         if side.joined:
             rows = join_projections(inner, rows)
-        products = PRODUCTS_OF[side.products] if side.products else PRODUCTS[device.type]
+        products = PRODUCTS_OF[side.products] if side.products else products_on(device)
         if side.rounded_convolutions:
             products = {fmt: Products(each.linear, None) for fmt, each in products.items()}
         inner = with_native_layers(inner, rows, device, products)

@@ -21,7 +21,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.simulation.native import PRODUCTS, Products, kernel_convolution, kernel_linear, layer_of
+from sd_quant.simulation.native import Products, kernel_convolution, kernel_linear, layer_of, products_on
 
 from .sides import SIMULATED
 
@@ -73,7 +73,7 @@ def product(fmt: str, module: Callable[[], nn.Linear | nn.Conv2d], shape: tuple[
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     layer, x = module().to(device), torch.randn(shape, device=device).to(dtype)
     row, onnx_type = row_for(layer, fmt, x), FORMATS[fmt].onnx_type
-    own = {onnx_type: products} if products else PRODUCTS[device.type]
+    own = {onnx_type: products} if products else products_on(device)
     found, expected = (placed(layer_of(copy.deepcopy(layer), row, each), device, dtype)(x) for each in (own, SIMULATED))
     return compared(found, expected)
 
@@ -87,7 +87,7 @@ class Small(nn.Module):
         linear, x = nn.Linear(64, 64).to(device), torch.randn(4, 64, device=device)
         self.norm, self.linear = (
             nn.LayerNorm(64).to(device),
-            layer_of(linear, row_for(linear, fmt, x), PRODUCTS[device.type]),
+            layer_of(linear, row_for(linear, fmt, x), products_on(device)),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -354,7 +354,8 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     for stored, layers in joined.items():
-        state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors_of(checkpoint, layers).items()}
+        tensors = tensors_of(checkpoint, layers, FACTS.formats)
+        state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors.items()}
     denoiser = denoiser_part(checkpoint).component
     name = f"{denoiser}.safetensors"
     if NETWORKS.keys() <= checkpoint.components.keys():  # SDXL's

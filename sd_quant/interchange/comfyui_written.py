@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED
-from sd_quant.interchange import FORMATS as FOREIGN
 from sd_quant.interchange.comfyui_marks import (
     MANTISSA,
     MARK,
@@ -142,22 +141,22 @@ WRITTEN = {
 }
 
 
-def mark_of(layer: LayerAssignment) -> dict[str, Any]:
+def mark_of(layer: LayerAssignment, inputs: str) -> dict[str, Any]:
     written = WRITTEN[layer.format]
     mark = {"format": written.name, **written.entries}
     if layer.rotation:
         mark["convrot_groupsize"] = layer.rotation
         if not METHODS[written.name].rotates:  # by its name
             mark["convrot"] = True
-    if layer.activation_format is None and FOREIGN["comfyui"].formats[layer.format] == AS_ASSIGNED:
+    if layer.activation_format is None and inputs == AS_ASSIGNED:
         mark["full_precision_matrix_mult"] = True
     return mark
 
 
-def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers) -> Tensors:
-    """The tensors of a quantized linear in place of its weight."""
+def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> Tensors:
+    """The tensors of a quantized linear in place of its weight; ``formats`` are those of ``ForeignFormat``."""
     layer = layers.first
-    mark = json.dumps(mark_of(layer)).encode()
+    mark = json.dumps(mark_of(layer, formats[layer.format])).encode()
     tensors = {
         MARK: lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8)),
         **WRITTEN[layer.format].tensors(Rows(checkpoint, layers)),

@@ -1,18 +1,14 @@
-"""Matrix products of codes on a GPU, each in one Triton kernel with scales, bias and the cast to the model's dtype.
+"""Matrix products of codes on a GPU in one Triton kernel, with scales, bias and the cast to the model's dtype.
 
-``product`` multiplies INT8 or FP8 codes. torch's INT8 product leaves int32 sums to write and read again, and torch has
-no convolution of codes. Here a convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so
-nothing is unfolded in memory. A linear is a 1 x 1 convolution.
+torch's INT8 product leaves int32 sums to write and read again, and torch has no convolution of codes. Here a
+convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so nothing is unfolded in memory.
+A linear is a 1 x 1 convolution.
 
-``weight_product`` multiplies inputs in high precision with a weight of E2M1 codes, which it dequantizes on the way. The
-three magnitude bits of E2M1, moved to the lowest exponent bits and the highest mantissa bit of fp16, are the same
-number times 2^-14, so a code costs two shifts and a multiplication by its scale. The road not taken is to dequantize
-the whole weight first, as ``native.WeightOnly`` does elsewhere: better for many rows of inputs, worse for few; no GPU
-has measured where they meet.
-
-Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The road
-not taken is CUTLASS: better tuned, but it needs a build system. On Hopper, Triton waits for every INT8 product before
-it begins the next (FP8's overlap), so FP8 is the format for these GPUs.
+Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
+not taken: CUTLASS, which is better tuned but needs a build system; and a second kernel that dequantizes weights of four
+bits while it multiplies them, which an H200 computed 1.6 to 4 times slower than the weight dequantized as a whole
+before torch's product, except for a few rows of inputs. On Hopper, Triton waits for every INT8 product before it begins
+the next (FP8's overlap), so torch multiplies INT8 there, and FP8 is the format for these GPUs.
 """
 
 from collections.abc import Callable
@@ -24,7 +20,6 @@ import triton.testing
 from torch import Tensor
 
 TOO_MANY = 2**31  # numbers in a tensor: the kernels count in 32 bits
-E2M1_IN_FP16 = tl.constexpr(2.0**14)
 
 
 def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> triton.Config:
@@ -34,7 +29,6 @@ def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> trito
 
 
 PRODUCT_TILES = [tile(128, 256, 64, 4, 8), tile(128, 128, 128, 3, 8), tile(128, 128, 64, 4, 4), tile(64, 128, 64, 4, 4)]
-WEIGHT_TILES = [tile(128, 128, 64, 3, 8), tile(64, 128, 64, 4, 4), tile(16, 128, 128, 4, 4)]
 
 
 def tile_time(call, quantiles):
@@ -153,66 +147,3 @@ def product(
 def product_shape(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype):
     sizes = [output_size(codes.shape[axis], weight.shape[axis], stride, padding, dilation) for axis in (1, 2)]
     return codes.new_empty((codes.shape[0], *sizes, weight.shape[0]), dtype=dtype)
-
-
-@triton.autotune(WEIGHT_TILES, key=["rows", "outputs", "inputs"], do_bench=tile_time)
-@triton.jit
-def weight_kernel(
-    x, codes, scale, bias, output, rows, outputs, inputs,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-):  # fmt: skip
-    """Compute one tile of ``output`` [rows, outputs]. BLOCK_INPUTS is a multiple of BLOCK, which divides ``inputs``."""
-    program, row_blocks = tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS)
-    row = program % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = program // row_blocks * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
-    for first in range(0, inputs, BLOCK_INPUTS):
-        here = first + tl.arange(0, BLOCK_INPUTS)
-        a = tl.load(
-            x + row[:, None] * inputs + here[None, :], mask=(row < rows)[:, None] & (here < inputs)[None, :], other=0.0
-        )
-        byte = first // 2 + tl.arange(0, BLOCK_INPUTS // 2)
-        pairs = tl.load(
-            codes + column[:, None] * (inputs // 2) + byte[None, :],
-            mask=(column < outputs)[:, None] & (byte < inputs // 2)[None, :], other=0,
-        ).to(tl.uint16)  # fmt: skip
-        nibbles = tl.interleave(pairs & 0xF, pairs >> 4)  # the first code is in the low half of its byte
-        numbers = (((nibbles & 7) << 9) | ((nibbles & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32)
-        block = first // BLOCK + tl.arange(0, BLOCK_INPUTS // BLOCK)
-        factor = tl.load(
-            scale + column[:, None] * (inputs // BLOCK) + block[None, :],
-            mask=(column < outputs)[:, None] & (block < inputs // BLOCK)[None, :], other=0.0,
-        ).to(tl.float32) * E2M1_IN_FP16  # fmt: skip
-        in_blocks = numbers.reshape(BLOCK_OUTPUTS, BLOCK_INPUTS // BLOCK, BLOCK) * factor[:, :, None]
-        b = in_blocks.reshape(BLOCK_OUTPUTS, BLOCK_INPUTS).to(x.dtype.element_ty)
-        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + column, mask=column < outputs, other=0).to(tl.float32)[None, :]
-    tl.store(
-        output + row[:, None] * outputs + column[None, :], sums.to(output.dtype.element_ty),
-        mask=(row < rows)[:, None] & (column < outputs)[None, :],
-    )  # fmt: skip
-
-
-@torch.library.custom_op("sd_quant::weight_product", mutates_args=())
-def weight_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of ``x`` [M, K] and the weight of packed E2M1 ``codes``, uint8 [N, K / 2]: [M, N] in x's dtype.
-
-    ``scale`` [N, blocks] has one scale for each of as many equal blocks of a row. Dequantized weights are rounded to
-    x's dtype; sums are fp32. Raises ValueError for tensors of 2^31 numbers and more.
-    """
-    (rows, inputs), (outputs, blocks) = x.shape, scale.shape
-    output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    check_size(max(x.numel(), output.numel(), outputs * inputs))
-    with torch.cuda.device_of(x):
-        weight_kernel[grid_of(rows, outputs)](
-            x.contiguous(), codes, scale, bias, output, rows, outputs, inputs,
-            BLOCK=inputs // blocks, HAS_BIAS=bias is not None,
-        )  # fmt: skip
-    return output
-
-
-@weight_product.register_fake
-def weight_product_shape(x, codes, scale, bias):
-    return x.new_empty((x.shape[0], scale.shape[0]))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 LARGEST = 6.0
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-NUMBERS = torch.cat([MAGNITUDES, -MAGNITUDES])
 HALFWAY = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
 # The code of a magnitude is the number of boundaries below it. A tie above an odd code belongs to the next code, so its
 # boundary is the next smaller number.

@@ -143,18 +143,12 @@ def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, k
     assert stored == weight.numel() * FORMATS[fmt].bits // 8 + scales
 
 
-def test_a_weight_alone_is_multiplied_by_the_devices_own_product_where_it_has_one(monkeypatch):
-    monkeypatch.setattr(
-        native, "WEIGHT_PRODUCTS", {"cpu": {("FLOAT4E2M1", "FLOAT16"): lambda x, layer: x @ torch.ones(32, 8)}}
-    )
-    network = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8), nn.Conv2d(32, 8, 1))
-    rows = {
-        name: LayerAssignment(name, "ffn", tuple(network[int(name)].weight.shape), fmt, weight_amax=torch.ones(1))
-        for name, fmt in (("0", "mxfp4"), ("1", "int8"), ("2", "mxfp4"))
-    }
-    first, other_format, convolution = native.with_native_layers(network, rows)
-    assert torch.equal(first(torch.ones(2, 3, 32)), torch.full((2, 3, 8), 32.0))
-    assert other_format.product is None and convolution(torch.ones(1, 32, 2, 2)).shape == (1, 8, 2, 2)
+def test_hopper_multiplies_int8_by_torch_and_other_gpus_by_the_kernel(monkeypatch):
+    monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: (int(device.index == 0) + 8, 0))
+    hopper, other = (native.products_on(torch.device("cuda", index)) for index in (0, 1))
+    assert hopper["INT8"] == native.Products(native.aligned_int_mm, None)
+    assert other["INT8"] == native.Products(native.kernel_linear, native.kernel_convolution)
+    assert hopper["FLOAT8E4M3FN"] == other["FLOAT8E4M3FN"]
 
 
 def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
