@@ -2,7 +2,8 @@
 
     make .venv/.sd-quant-consumers      # the tools, in a folder of their own
     PYTHONPATH=.venv/consumers python benchmarks/candidates.py --out outputs/candidates
-    python judge.py 'candidates=[<those that it prints>]' infer.prompts=benchmarks/prompts/report.txt infer.batch_size=8
+    python judge.py 'candidates=[<those that it prints>]' infer.batch_size=8 \\
+        infer.prompts=benchmarks/prompts/sdxl_mini_report.txt
 
 Each tool quantizes by its own code and saves by its own code, or, where a format is one of files that others convert
 (GGUF, ComfyUI), by the functions that its readers call. Nothing of ours chooses a code or a scale. Each takes the

@@ -54,7 +54,7 @@ from sd_quant.report.record import weights_sha256
 from sd_quant.report.summary import interval_columns
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
-from sd_quant.stages.choose import choose
+from sd_quant.stages.choose import choose, rows_of_layers
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import generate
 from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
@@ -63,7 +63,7 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import by_torch, workload_of
 from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
-from sd_quant.stages.variants import SIMULATED, open_engine
+from sd_quant.stages.variants import Assignments, Simulated, open_engine
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
@@ -171,7 +171,7 @@ class Model:
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
-        return Quantized(self, label, job, loaded, chosen.assignment, knobs)
+        return Quantized(self, label, job, loaded, chosen.assignment, knobs, chosen.parts)
 
     def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
@@ -184,18 +184,17 @@ class Model:
         self,
         prompts: str | Sequence[str],
         knobs: Mapping[str, object],
-        assignment: dict[str, LayerAssignment] | None = None,
+        assignments: Mapping[str, Mapping[str, LayerAssignment]] = {},
     ) -> Generated:
-        """Images and latents by torch, with the denoiser quantized by an ``assignment`` where one is given."""
-        session, infer = to_generate(self, prompts, knobs, simulated=assignment is not None)
-        checkpoint, keys = session.checkpoint, {part: part for part in session.parts}
-        if assignment is not None:
-            keys[session.denoiser] = SIMULATED
+        """Images and latents by torch, with the parts quantized that have an assignment."""
+        session, infer = to_generate(self, prompts, knobs, simulated=bool(assignments))
+        checkpoint = session.checkpoint
+        keys = {part: Simulated(part) if part in assignments else part for part in session.parts}
         together = session.together(by_torch(workload_of(infer)))
-        pool = session.engines(partial(open_engine, checkpoint, infer, assignment or {}), together)
+        pool = session.engines(partial(open_engine, checkpoint, infer, assignments), together)
         try:
             texts = infer.prompt_list()
-            what = "full precision" if assignment is None else "quantized"
+            what = "quantized" if assignments else "full precision"
             return generate(pipeline_of(checkpoint, Variant(pool, keys)), texts, infer, what)
         finally:
             pool.close()
@@ -220,15 +219,21 @@ class Quantized:
     loaded: Loaded
     assignment: dict[str, LayerAssignment]
     knobs: Mapping[str, object] = field(default_factory=dict)  # those that were given to ``quantize``
+    parts: dict[str, dict[str, LayerAssignment]] = field(default_factory=dict)  # of other parts than the denoiser
 
     def __repr__(self) -> str:
         count = count_layers(self.assignment)
         of = count["quantized"] + count["high_precision"]
         return f"Quantized({self.label}: {count['quantized']} of {of} layers of {self.model.preset})"
 
+    @property
+    def assignments(self) -> Assignments:
+        """Those of all quantized parts, by part."""
+        return {self.loaded.denoiser: self.assignment, **self.parts}
+
     def layers(self) -> list[dict[str, object]]:
         """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
-        return [layer.row() for layer in self.assignment.values()]
+        return rows_of_layers(self.assignment, self.parts)
 
     @property
     def weight_bytes(self) -> int:
@@ -242,7 +247,7 @@ class Quantized:
 
     def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
-        return self.model.generate(prompts, knobs, self.assignment).images
+        return self.model.generate(prompts, knobs, self.assignments).images
 
     def export(self, folder: str | Path) -> dict[str, Path]:
         """Write an ONNX file for each part, the denoiser quantized.
@@ -259,7 +264,7 @@ class Quantized:
         directory, checkpoint = output_path(folder), self.loaded.checkpoint
         directory.mkdir(parents=True, exist_ok=True)
         export_parts(
-            checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignment, directory), self.model.cache
+            checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignments, directory), self.model.cache
         )
         return {part: artifact(directory, "onnx", part) for part in exported(checkpoint.parts())}
 
@@ -431,7 +436,7 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
     full = model.generate(prompts, knobs)
     results = []
     for each in quantized:
-        made = model.generate(prompts, knobs, each.assignment)
+        made = model.generate(prompts, knobs, each.assignments)
         results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
     texts = model.job(None, {}, {"prompts": texts_of(prompts), **knobs}).infer.prompt_list()  # one for each image
     return Comparison(texts, full.images, results)

@@ -33,7 +33,14 @@ BEFORE: dict[str, dict[str, object]] = {
         "observed": None,
     },  # fmt: skip
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
-    "quantize": {"include": {}, "weights_alone": {}, "per_token": False, "rotation": 0, "weight_observer": "min_max"},
+    "quantize": {
+        "include": {},
+        "weights_alone": {},
+        "parts": None,
+        "per_token": False,
+        "rotation": 0,
+        "weight_observer": "min_max",
+    },
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }

@@ -9,12 +9,12 @@ from typing import Annotated
 import yaml
 
 from sd_quant.config.sections import SEED
-from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
+from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Recipe
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe
 
 
 def presets() -> dict[str, Path]:
@@ -31,6 +31,31 @@ BY_FAMILY = Limit(
 Patterns = Annotated[dict[str, list[str]], BY_FAMILY]
 
 
+def part_recipe(preset: str) -> Recipe | None:
+    """Return the recipe of a preset for the weights of another network than the denoiser, all of its layers.
+
+    None where the preset quantizes inputs, or chooses codes by them: other networks are not calibrated.
+    """
+    knobs = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
+    own = {field.name: knobs[field.name] for field in dataclasses.fields(Recipe) if field.name in knobs}
+    everything = {"quant_level": 3.0, "alpha": None, "smoothing": "none"}
+    recipe = Recipe(**own | everything | {"enable": read(Enable, knobs["enable"], "enable.")})
+    pairs = recipe.enable.conv, recipe.enable.linear
+    alone = all(pair.activation is None and not recipe.chooses_codes(pair.weight) for pair in pairs)
+    return recipe if alone and recipe.rank == 0 else None
+
+
+def part_presets() -> list[str]:
+    """Return the presets that other networks than the denoiser can have."""
+    return [name for name in presets() if part_recipe(name) is not None]
+
+
+OF_PARTS = Limit(
+    lambda parts: set(parts.values()) <= set(part_presets()),
+    lambda: f"parts with presets that quantize weights alone, to the nearest codes: {', '.join(part_presets())}",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Recipe):
     """The recipe, and the calibration that it is derived from; knobs that NeMo has keep its names and defaults."""
@@ -40,6 +65,11 @@ class Quantize(Recipe):
     exclude: Annotated[Patterns, "patterns of layers that stay in high precision, by model family"]
     include: Annotated[Patterns, "patterns of linears that are quantized although the family excludes them, by family"]
     weights_alone: Annotated[Patterns, "patterns of linears whose weights alone are quantized, without low-rank branch"]
+    parts: Annotated[
+        dict[str, str] | None,
+        OF_PARTS,
+        "other parts whose weights are quantized, such as text encoders: a preset for each",
+    ]
     exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[
         int | float,

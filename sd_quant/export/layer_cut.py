@@ -8,6 +8,7 @@ output.
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from sd_quant.export.nodes import only_reader
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
 
+Found = TypeVar("Found")
 OF_INPUT = re.compile(r"\.input[._]")  # in the names of nodes that quantize a layer's input, see ``qdq``
 
 
@@ -34,8 +36,8 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     for layer in assignment.values():
         if layer.format is None:
             continue
-        name = f"{prefix}{layer.name}.weight"
-        weight = values.get(f"{name}.shaped") or values[f"{name}.dequantized"]
+        weight = dequantized_weight(values, f"{prefix}{layer.name}.weight")
+        dtype = ir.DataType.FLOAT if weight.name.endswith(".cast") else ir.DataType.FLOAT16
         last = only_reader(weight)
         untouched = layer.activation_format is None and not layer.rotation
         readers = [(last, 0)] if untouched else readers_of_input(last)
@@ -46,7 +48,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         channels = layer.weight_shape[1]
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
         if first not in inputs:
-            value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT16))
+            value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
             for reader, index in readers:
                 reader.replace_input_with(index, value)
             inputs[first] = value
@@ -54,7 +56,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         output = last.outputs[0]
         if layer.scales_product:
             output = only_reader(output).outputs[0]
-        output.name, output.type = f"{layer.name}.output", ir.TensorType(ir.DataType.FLOAT16)
+        output.name, output.type = f"{layer.name}.output", ir.TensorType(dtype)
         output.shape = ir.Shape([None] * len(shape))
         outputs.append(output)
     model.graph.inputs[:] = inputs.values()
@@ -62,6 +64,11 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     ir.passes.common.RemoveUnusedNodesPass()(model)
     save(model, path)
     return reads
+
+
+def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
+    """What ``values`` have of the last value that stands for a quantized ``weight``, see ``weights`` and ``qdq``."""
+    return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
@@ -124,8 +131,7 @@ def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment]
             node = readers[f"{layer.name}.{operand}_dequantized"]
             names[product] = [node.name, node.output[0]]
     for layer in (layer for layer in assignment.values() if layer.format is not None):
-        weight = f"{prefix}{layer.name}.weight"
-        product = readers.get(f"{weight}.shaped") or readers[f"{weight}.dequantized"]
+        product = dequantized_weight(readers, f"{prefix}{layer.name}.weight")
         fused = [product]
         for fusable in ("Mul", "Add") if layer.scales_product else ("Add",):
             reader = readers.get(fused[-1].output[0])

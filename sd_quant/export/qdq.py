@@ -122,7 +122,10 @@ def quantize_layer(
         else:
             value = quantized_input(graph, node, rotated, layer, shared, rows)
         node.replace_input_with(0, value)
-    node.replace_input_with(1, quantized_weight(graph, node, weight.name, layer, read, transposed))
+    value = quantized_weight(graph, node, weight.name, layer, read, transposed)
+    if weight.dtype == ir.DataType.FLOAT:  # of a part that computes in fp32; scales are fp16
+        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=weight.dtype)
+    node.replace_input_with(1, value)
     if transposed:
         graph.remove(transpose, safe=True)
 

@@ -136,7 +136,7 @@ class Simulation:
     """The result of one call of the network with ModelOpt's quantizers."""
 
     network: nn.Module  # with the quantizers
-    output: Tensor  # of the whole network
+    output: Tensor  # of the whole network, as ``joined``
     inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input, away from where codes change
     attention_inputs: dict[str, tuple[Tensor, ...]]  # fp16, by quantized attention: crops of query, key and value
 
@@ -163,10 +163,15 @@ def run_simulation(
             hooks.append(network.get_submodule(row.name).register_forward_pre_hook(partial(keep_crop, row)))
         if row.attention_products:
             hooks.append(products_of(network, row).register_forward_pre_hook(partial(keep_heads, row)))
-    (output,) = simulated(**inputs).values()
+    outputs = simulated(**inputs)
     for hook in hooks:
         hook.remove()
-    return Simulation(network, output.cpu(), crops, heads_of)
+    return Simulation(network, joined(outputs), crops, heads_of)
+
+
+def joined(outputs: Mapping[str, Tensor]) -> Tensor:
+    """All outputs of a part as one vector, fp32 on the CPU."""
+    return torch.cat([output.float().cpu().flatten() for output in outputs.values()])
 
 
 def some_tokens(heads: Tensor) -> Tensor:
@@ -187,13 +192,19 @@ def is_linear(layer: LayerAssignment) -> bool:
 
 
 def layer_outputs(
-    simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, prefix: str, engine: str
+    simulation: Simulation,
+    assignment: Mapping[str, LayerAssignment],
+    onnx_path: Path,
+    prefix: str,
+    engine: str,
+    dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The output of each quantized layer of the exported network for the simulation's inputs."""
+    """The output of each quantized layer of the exported network, which computes in ``dtype``, for the simulation's
+    inputs."""
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
         names = set(cut_layers(onnx_path, assignment, path, prefix).values())
-        inputs = {name: tensor for name, tensor in simulation.inputs.items() if name in names}
+        inputs = {name: tensor.to(dtype) for name, tensor in simulation.inputs.items() if name in names}
         outputs = computed_by(engine, path, inputs)
     return {name: outputs[f"{name}.output"] for name in simulation.inputs}
 
@@ -345,19 +356,20 @@ def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Ten
 
 def layer_parity(
     simulation: Simulation,
-    full_output: Tensor,
-    quantized_output: Tensor,
+    full_outputs: Mapping[str, Tensor],
+    quantized_outputs: Mapping[str, Tensor],
     assignment: Mapping[str, LayerAssignment],
     outputs: Mapping[str, Tensor],
     attentions: Mapping[str, Tensor],
-    denoiser: str,
+    part: str,
 ) -> dict:
     """The record's entries for the quantized layers and attentions and for the whole network.
 
-    ``outputs`` and ``attentions`` are those of the engine for the simulation's inputs; ``full_output`` and
-    ``quantized_output`` are the network's, from torch and from the quantized engine.
+    ``outputs`` and ``attentions`` are those of the engine for the simulation's inputs; ``full_outputs`` and
+    ``quantized_outputs`` are the network's, from torch and from the quantized engine.
     Raises SdQuantError when a layer, an attention or the network exceeds its tolerance.
     """
+    full_output = joined(full_outputs)
     differences = {
         name: layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
         for name, x in simulation.inputs.items()
@@ -370,8 +382,8 @@ def layer_parity(
     return {
         "quantized_layers": layers_entry(differences, assignment),
         **({"quantized_attentions": attentions_entry(of_attentions)} if of_attentions else {}),
-        f"{denoiser}_quantized": network_entry(
-            denoiser, distance(full_output, quantized_output.float()), distance(full_output, simulation.output)
+        f"{part}_quantized": network_entry(
+            part, distance(full_output, joined(quantized_outputs)), distance(full_output, simulation.output)
         ),
     }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family, PipelineAdapter
-from sd_quant.models.parts import Contract, Part, wrapped
+from sd_quant.models.parts import Contract, Part, network_in, wrapped
 
 MakesPipeline = Callable[[Mapping[str, Any]], Any]  # of engines by part
 
@@ -56,8 +56,8 @@ def denoiser_part(checkpoint: Checkpoint) -> Part:
 
 
 def denoiser_of(checkpoint: Checkpoint, part: nn.Module) -> nn.Module:
-    """Returns the network inside the wrapped denoiser ``part``, to which names of layers in an assignment refer."""
-    return part.get_submodule(denoiser_part(checkpoint).prefix.removesuffix("."))
+    """Returns the network inside the wrapped denoiser ``part``."""
+    return network_in(denoiser_part(checkpoint), part)
 
 
 def denoiser_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:

@@ -109,11 +109,17 @@ class Part:
     arguments: Callable[[Contract, Mapping[str, Any]], dict[str, Tensor]] = as_inputs
     identity: str = ""  # of the graph, where the contract does not decide it
     refused: str | None = None  # why it is not exported, so that torch computes it; None: it is exported
+    excluded: tuple[str, ...] = ()  # layers that stay as they are where its weights are quantized, see ``layer_role``
 
 
 def exported(parts: Mapping[str, Part]) -> list[str]:
     """Returns the names of the parts that are exported; the others are computed by torch."""
     return [name for name, part in parts.items() if part.refused is None]
+
+
+def network_in(part: Part, module: nn.Module) -> nn.Module:
+    """Returns the network inside the part's wrapped ``module``, to which names of layers in an assignment refer."""
+    return module.get_submodule(part.prefix.removesuffix("."))
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -139,7 +145,7 @@ def vae_part(channels: int) -> Part:
     """
     single = torch.float32
     contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
-    return Part("vae", "", contract, VaePart)
+    return Part("vae", "", contract, VaePart, excluded=("conv_in", "conv_out", "post_quant_conv"))
 
 
 class VaeEncoderPart(nn.Module):

@@ -40,6 +40,8 @@ class ClipPart(nn.Module):
     def __init__(self, text_encoder: nn.Module, outputs: tuple[str, ...], tokens: int = 0):
         super().__init__()
         self.text_encoder, self.outputs, self.tokens = text_encoder, outputs, tokens
+        last = f"encoder.layers.{text_encoder.config.num_hidden_layers - 1}"
+        self.unread = (last,) if outputs == ("hidden_states",) else ()  # layers that the graph has not
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
@@ -76,7 +78,8 @@ def clip_part(component: str, *outputs: str, names: tuple[str, ...] = (), tokens
         named = {output: values[name] for output, name in zip(outputs, names, strict=True)}
         return text_answer({**values, **named}, outputs[-1:])
 
-    return Part(component, "text_encoder.", contract, partial(ClipPart, outputs=outputs, tokens=tokens), answer)
+    clip = partial(ClipPart, outputs=outputs, tokens=tokens)
+    return Part(component, "text_encoder.", contract, clip, answer, excluded=("text_projection",))
 
 
 class T5Part(nn.Module):
@@ -100,4 +103,5 @@ def t5_part(component: str, tokens: int, masked: bool = False) -> Part:
         dict.fromkeys(inputs, torch.int32),
         torch.float32,
     )
-    return Part(component, "text_encoder.", contract, T5Part, lambda values: text_answer(values, outputs))
+    answer = partial(text_answer, first=outputs)
+    return Part(component, "text_encoder.", contract, T5Part, answer, excluded=("wo",))

@@ -4,6 +4,7 @@ Statistics know no recipe, so another quant_level, alpha or format costs no furt
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
 from sd_quant.quantization.error_model import with_output_errors
 from sd_quant.quantization.linears import assign_linears
+from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
@@ -89,6 +91,22 @@ def derive(
             assignment[name] = assign_attention(
                 name, width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
             )
+    return assignment
+
+
+def derive_nearest(
+    roles: Mapping[str, str], weight_of: Callable[[str], Tensor], recipe: Recipe
+) -> dict[str, LayerAssignment]:
+    """The assignment of layers whose weights alone are quantized, to the nearest codes: it takes no statistics.
+
+    ``roles`` and ``weight_of`` as in ``derive``. Raises SdQuantError when a scale cannot be stored.
+    """
+    assignment = {}
+    for name, role in roles.items():
+        layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason="excluded by its network")
+        if role != "excluded":
+            layer = replace(with_ranges(layer, weight, InputRange(0.0), recipe), activation_amax=None)
+        assignment[name] = layer
     return assignment
 
 

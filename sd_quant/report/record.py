@@ -175,6 +175,23 @@ class Layers(TypedDict):
     high_precision: Annotated[Finite, Doc("layers that stay in high precision")]
 
 
+class Moved(TypedDict, total=False):
+    """The distance of a quantized part's output from full precision's: see ``sd_quant.metrics.embeddings``."""
+
+    relative_error: Annotated[Finite | None, Doc("of the norm of the difference to full precision's")]
+    cosine: Annotated[Finite, Doc("of the text's tokens, their mean; without the first token where there are several")]
+    worst: Annotated[Finite, Doc("the smallest cosine of these tokens")]
+    first_token: Annotated[Finite, Doc("cosine of the first token, which is the same in every text")]
+
+
+class QuantizedPart(TypedDict):
+    """Another quantized part than the denoiser."""
+
+    preset: Annotated[str, Doc("of its weights")]
+    layers: Annotated[Layers, Doc("how many are quantized")]
+    outputs: Annotated[dict[str, Moved], Doc("how far its outputs for the first prompts moved, by name")]
+
+
 class Executed(TypedDict):
     """How the engine multiplies the layers whose weights and inputs are quantized."""
 
@@ -292,6 +309,7 @@ class Record(AnyRecord, total=False):
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
     text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
+    parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
     sensitivity: Annotated[dict[str, Any], Doc("basis for the choice of layers, with `keep` or `quantize.budget`")]

@@ -40,6 +40,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
+        _moved(record, reasons),
         as_text(handed_over_table(record.get("hand_over"))),
         _costs(record),
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
@@ -131,6 +132,17 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
                 title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
             ])  # fmt: skip
     return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+
+
+def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    """The outputs of other quantized parts than the denoiser."""
+    keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
+    for part in names(record, "parts"):
+        for output in names(record, "parts", part, "outputs"):
+            cells = [number_at(record, "parts", part, "outputs", output, key) for key in keys]
+            rows.append([f"{part}, {output}", *("" if each.value is None else f"{each.value:.5f}" for each in cells)])
+    titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
+    return as_text(table_of_texts(titles, rows))
 
 
 def handed_over_table(entries: Mapping[str, Any] | None) -> Table:

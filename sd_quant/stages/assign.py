@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_modules
+from sd_quant.models.parts import network_in
+from sd_quant.models.roles import roles_of
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.derivation import derive, derive_nearest
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
@@ -45,6 +47,18 @@ def assign(
             optional("weight"),
             advance,
         )
+
+
+def assign_parts(loaded: Loaded) -> dict[str, dict[str, LayerAssignment]]:
+    """Derive how the layers of each other part are quantized, by part."""
+    networks, assignments = empty_modules(loaded.checkpoint), {}
+    for name, recipe in loaded.parts_recipes.items():
+        part = loaded.parts[name]
+        weights, network = loaded.checkpoint.components[part.component], networks[part.component]
+        module = part.wrap(network)
+        roles = roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))
+        assignments[name] = derive_nearest(roles, lambda layer, own=weights: own[f"{layer}.weight"], recipe)
+    return assignments
 
 
 def most_sensitive(

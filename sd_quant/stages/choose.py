@@ -1,6 +1,6 @@
 """The choice of the assignment: by the recipe, by a budget, or by the recipe with the most sensitive layers kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
-from sd_quant.stages.assign import assign, most_sensitive
+from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget
 from sd_quant.stages.load import Loaded
 
@@ -20,8 +20,17 @@ class Chosen:
     """The assignment, and the measurements that it was chosen by."""
 
     assignment: dict[str, LayerAssignment]
+    parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
     sensitivity: Sensitivity | None  # with quantize.keep
     fitted: Fitted | None  # with quantize.budget
+
+
+def rows_of_layers(
+    assignment: Mapping[str, LayerAssignment], parts: Mapping[str, Mapping[str, LayerAssignment]]
+) -> list[dict[str, object]]:
+    """The rows of ``layers.csv``: the denoiser's, then those of other parts, whose names begin with the part's."""
+    others = [layer.row() | {"name": f"{part}:{name}"} for part in parts for name, layer in parts[part].items()]
+    return [*(layer.row() for layer in assignment.values()), *others]
 
 
 def choose(
@@ -36,10 +45,11 @@ def choose(
         limit = bytes_to_share(loaded)
         fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
+        parts = assign_parts(loaded)
     if loaded.kept:
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
             assignment = assign(loaded, statistics, kept)
-    write_csv([layer.row() for layer in assignment.values()], directory / "layers.csv")
+    write_csv(rows_of_layers(assignment, parts), directory / "layers.csv")
     write_csv(ranges_by_step(assignment, statistics.layers), directory / "ranges.csv")
-    return Chosen(assignment, sensitivity, fitted)
+    return Chosen(assignment, parts, sensitivity, fitted)

@@ -1,6 +1,6 @@
 """Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -82,21 +82,25 @@ def compare_images(
     checkpoint: Checkpoint,
     framework: VariantOutputs,
     engines: Engines,
+    quantized: Collection[str],
     prompts: list[str],
     infer: Infer,
     kept: KeptOutputs,
 ) -> VariantOutputs:
-    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
+    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's.
+
+    ``quantized`` names the parts that are quantized.
+    """
     unquantized = kept.provide(
         checkpoint, prompts, infer,
         lambda: compare_unquantized(checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer),
         {"engine": infer.engine},
     )  # fmt: skip
-    variant, denoiser = engines[QUANTIZED], checkpoint.family.DENOISER  # its other parts are the unquantized ones
+    variant = engines[QUANTIZED]  # its other parts are the unquantized ones
     images = framework.images | unquantized.images
     outputs = framework.outputs | unquantized.outputs
     images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
-    outputs[QUANTIZED] = {denoiser: variant[denoiser](**framework.inputs[denoiser])}
+    outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in quantized}
     return VariantOutputs(images, framework.inputs, outputs, framework.calls)
 
 

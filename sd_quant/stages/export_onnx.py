@@ -41,22 +41,21 @@ class File:
     delivered: bool = True  # False: only this run compares with it
 
 
-def delivered_files(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """A file for every part that is exported, the denoiser quantized."""
-    denoiser = checkpoint.family.DENOISER
-    return [File(part, directory, assignment if part == denoiser else {}) for part in exported(checkpoint.parts())]
+def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path) -> list[File]:
+    """A file for every part that is exported, those of ``assignments`` quantized."""
+    return [File(part, directory, assignments.get(part, {})) for part in exported(checkpoint.parts())]
 
 
-def files_of_a_run(checkpoint: Checkpoint, assignment: Assignment, directory: Path) -> list[File]:
-    """``delivered_files`` and the unquantized denoiser, which has the graph of the quantized one.
+def files_of_a_run(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path) -> list[File]:
+    """``delivered_files``, each behind its unquantized twin where it is quantized: both have one graph.
 
     The denoiser comes last, because the process that traces ahead begins with it.
     """
-    denoiser = checkpoint.family.DENOISER
-    unquantized = File(denoiser, directory / "full_precision", {}, delivered=False)
-    files = delivered_files(checkpoint, assignment, directory)
-    with_denoiser = [unquantized] if any(file.part == denoiser for file in files) else []
-    return [*reversed(files[len(with_denoiser) :]), *with_denoiser, *files[: len(with_denoiser)]]
+    files = []
+    for file in reversed(delivered_files(checkpoint, assignments, directory)):
+        twin = File(file.part, directory / "full_precision", {}, delivered=False)
+        files += [twin, file] if file.part in assignments else [file]
+    return files
 
 
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:

@@ -160,16 +160,17 @@ def plans_beside(
 def build_run_plans(
     loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, check: Callable[[], None]
 ) -> dict[str, PlanReport]:
-    """Build the plans of a run's parts, and the unquantized denoiser's if the run's engine loads plans.
+    """Build the plans of a run's parts, and of their unquantized twins if the run's engine loads plans.
 
-    Returns the reports by part, without the unquantized denoiser's. ``check`` is called all the while; what it raises
+    Returns the reports by part, without the twins'. ``check`` is called all the while; what it raises
     stops the build.
     """
     paths = {part: artifact(directory, "onnx", part) for part in exported(loaded.parts)}
     plans = build_plans(paths, directory, trt, infer, cache, check)
-    if RUNTIMES[infer.engine].file == "plan" and loaded.denoiser in paths:
+    if RUNTIMES[infer.engine].file == "plan":
         unquantized = directory / "full_precision"
-        build_plans({loaded.denoiser: artifact(unquantized, "onnx", loaded.denoiser)}, unquantized, trt, infer, cache)
+        twins = {part: path for part in paths if (path := artifact(unquantized, "onnx", part)).exists()}
+        build_plans(twins, unquantized, trt, infer, cache)
     return plans
 
 

@@ -65,13 +65,14 @@ from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import Needs, by_torch, simulation_needs, workload_of
 from sd_quant.stages.session import Session, open_session
-from sd_quant.stages.variants import FULL_PRECISION, SIMULATED
+from sd_quant.stages.variants import FULL_PRECISION
 from sd_quant.text import one_line
 
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
     "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "calib_size", "n_steps",
 )  # fmt: skip
+CONSUMED = "consumed"  # the key of the denoiser as a target's consumer computes it
 ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 Rows = Mapping[str, LayerAssignment]
@@ -319,12 +320,10 @@ def fidelity_of(
 ) -> dict:
     """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``."""
     checkpoint = loaded.checkpoint
-    keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: SIMULATED}
+    keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: CONSUMED}
     pool = loaded.engines(
         lambda part: (
-            open_consumed(checkpoint, rows, target, result)
-            if part == SIMULATED
-            else open_torch(checkpoint, infer, part)
+            open_consumed(checkpoint, rows, target, result) if part == CONSUMED else open_torch(checkpoint, infer, part)
         ),
         loaded.together(by_torch(workload_of(infer))),
     )

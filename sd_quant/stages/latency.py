@@ -11,7 +11,7 @@ the time of an image is the sum of its parts' times; the record says so.
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from sd_quant.config import Infer, Timing
@@ -67,20 +67,23 @@ def compare_latency(
     timing: Timing,
     together: bool,
     simulated: str | None = None,
+    others: Collection[str] = (),
 ) -> dict:
     """The record's ``latency``, with the compiled baseline's denoiser where ``engines`` have one.
 
-    ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized variant is
-    simulated and not timed, or None.
+    ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized denoiser
+    is simulated and not timed, or None. ``others`` are the other parts that are quantized.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
     framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
     openings: Sequence[int] = ()  # of the denoiser
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
+    timed = {*others, *([denoiser] if simulated is None else [])}  # of the quantized variant
+    saved = 0.0  # milliseconds of an image, by the other parts that are quantized
     with progress(len(contracts) + 1, "latency") as advance:
         for part in contracts:
-            compared_with = [QUANTIZED] if part == denoiser and simulated is None else []
+            compared_with = [QUANTIZED] if part in timed else []
             compared_with += [COMPILED_FRAMEWORK] if part == denoiser and COMPILED_FRAMEWORK in engines else []
             turns = [[FULL_PRECISION, *compared_with], [FRAMEWORK]]  # torch's threads spin behind a call of its own
             if not together:
@@ -95,12 +98,14 @@ def compare_latency(
             samples = str(samples_per_call(checkpoint, part, sampling))
             framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
             runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
-            if part != denoiser or simulated is not None:
+            if part not in timed:
                 runtime[part][samples][QUANTIZED] = untimed if part == denoiser else NOT_QUANTIZED
             else:
-                found = compared(times[FULL_PRECISION]["samples_ms"], times[QUANTIZED]["samples_ms"], openings)
+                before, after = (times[name]["samples_ms"] for name in (FULL_PRECISION, QUANTIZED))
+                found = compared(before, after, rounds[0].openings)
                 found["rounds"] = conditions(rounds, FULL_PRECISION)
                 runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
+                saved += statistics.median(before) - statistics.median(after) if part != denoiser else 0.0
             if COMPILED_FRAMEWORK in times:
                 compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
             for name, each in medians.items():
@@ -130,8 +135,8 @@ def compare_latency(
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: untimed, **rounds_of(FULL_PRECISION)}}
     rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
 
-    def over_full_precision(samples: Sequence[float]) -> dict:
-        return compared(in_image(reference, reference, rest), in_image(reference, samples, rest), openings)
+    def over_full_precision(samples: Sequence[float], rest_of: float) -> dict:
+        return compared(in_image(reference, reference, rest), in_image(reference, samples, rest_of), openings)
 
     def composed(speedup: float, how: str) -> dict:
         """The image of another denoiser; there is none where the unquantized image has no figure."""
@@ -140,7 +145,8 @@ def compare_latency(
         return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
 
     if simulated is None:
-        found = over_full_precision(call[QUANTIZED]["samples_ms"])
+        less = saved / (sampling.steps_taken * medians[FULL_PRECISION][denoiser])
+        found = over_full_precision(call[QUANTIZED]["samples_ms"], max(0.0, rest - less))
         quantized = composed(found["speedup"], COMPOSED)
         if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
             found = {"speedup": {"value": None, "reason": full["reason"]}}
@@ -150,7 +156,7 @@ def compare_latency(
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
     (found,) = compiled[denoiser].values()
-    speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"])["speedup"]
+    speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"], rest)["speedup"]
     compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 

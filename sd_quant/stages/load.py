@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_quant.config import Infer, Model, Quantize
+from sd_quant.config.recipe import part_recipe
 from sd_quant.errors import ConfigError
+from sd_quant.knobs import check
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
-from sd_quant.models.parts import SharedInput, text_readers
+from sd_quant.models.parts import SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone, with_weights
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import check_layers, is_excluded
@@ -28,6 +30,7 @@ class Loaded(Session):
     weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
     kept: int  # how many of the most sensitive layers stay in high precision
     guidance_scale: float  # of the images, those of calibration too
+    parts_recipes: Mapping[str, Recipe]  # of other parts than the denoiser that are quantized
 
     @property
     def shared_inputs(self) -> list[SharedInput]:
@@ -82,9 +85,19 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
         check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
-    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, infer.scale)
+    others = recipes_of_parts(session, recipe)
+    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, infer.scale, others)
     check_readers(loaded)
     return loaded
+
+
+def recipes_of_parts(session: Session, recipe: Quantize) -> dict[str, Recipe]:
+    """The recipes of the other parts that are quantized. Raises ConfigError for a part that cannot be."""
+    others = [part for part in exported(session.parts) if part != session.denoiser]
+    for part in recipe.parts or ():
+        expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"
+        check(part in others, "quantize.parts", part, expected)
+    return {part: found for part, preset in (recipe.parts or {}).items() if (found := part_recipe(preset)) is not None}
 
 
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:

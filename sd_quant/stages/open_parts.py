@@ -18,7 +18,8 @@ from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.errors import ResourceError
 from sd_quant.inference.loading import load_part
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of
+from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.models.parts import network_in
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import with_native_layers
 from sd_quant.stages.export_onnx import Assignment
@@ -50,7 +51,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
     contract, device = contracts_of(checkpoint)[part], best_device()
     module = load_part(checkpoint, part).module
     if assignment is not None:
-        with_native_layers(denoiser_of(checkpoint, module), assignment, device)
+        with_native_layers(network_in(checkpoint.parts()[part], module), assignment, device)
     return TorchEngine(placed(module, device, dtype_on(device, infer.precision, contract)), contract)
 
 
@@ -67,11 +68,14 @@ def open_compiled(checkpoint: Checkpoint, infer: Infer, part: str) -> Engine:
     return open_torch_engine(checkpoint, replace(infer, engine=COMPILED), part)
 
 
-def open_simulated(checkpoint: Checkpoint, assignment: Assignment) -> TorchEngine:
-    """Open the denoiser with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization."""
-    part = checkpoint.family.DENOISER
+def open_simulated(checkpoint: Checkpoint, assignment: Assignment, part: str | None = None) -> TorchEngine:
+    """Open a part with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization.
+
+    None: the denoiser.
+    """
+    part = part or checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module
-    simulate(denoiser_of(checkpoint, module), assignment)
+    simulate(network_in(checkpoint.parts()[part], module), assignment)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 

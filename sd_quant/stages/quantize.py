@@ -144,18 +144,21 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
         for name in rows:
             check_free(directory / HAND_OVER / name)
-        variants = variants_of(loaded, job.infer, assignment, directory, simulated, job.compiled_baseline)
+        assignments = {loaded.denoiser: assignment, **chosen.parts}
+        variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline)
         with step("images"):
             share()
             kept = KeptOutputs(facts, directory, cache)
             framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
             variants.make_room()
     with step("export"):
-        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignment, directory), cache)
+        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignments, directory), cache)
     tracer.end()
     with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
-            comparison = compare_images(loaded.checkpoint, framework, variants.engines, prompts, job.infer, kept)
+            comparison = compare_images(
+                loaded.checkpoint, framework, variants.engines, assignments, prompts, job.infer, kept
+            )
             label = f"{job.quantize.format} level {job.quantize.quant_level:g}"
             frame = job.infer.width if loaded.checkpoint.family.MOVES else None
             save_pairs(comparison, prompts, label, directory, frame)
@@ -169,8 +172,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
     with step("latency"):  # with nothing beside it
         latency = compare_latency(
-            loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated
-        )
+            loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated,
+            chosen.parts,
+        )  # fmt: skip
     variants.pool.close()
     results = Results(loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over)
     check_still_there(directory)

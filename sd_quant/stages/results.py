@@ -11,6 +11,7 @@ import onnx
 from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
@@ -98,6 +99,17 @@ def record_of(
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(assignment),
+        "parts": {
+            part: {
+                "preset": (job.quantize.parts or {})[part],
+                "layers": count_layers(rows),
+                "outputs": {
+                    name: moved(output, results.comparison.outputs[QUANTIZED][part][name])
+                    for name, output in results.comparison.outputs[FRAMEWORK][part].items()
+                },
+            }
+            for part, rows in results.chosen.parts.items()
+        },
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,

@@ -3,11 +3,11 @@
 With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed.
 
 All share one pool of engines. An engine's key says how its part is opened: the name of a part by torch, a path by the
-runtime that loads the file, ``Native`` by torch as an engine of its own, and ``SIMULATED`` by torch with ModelOpt's
+runtime that loads the file, ``Native`` by torch as an engine of its own, and ``Simulated`` by torch with ModelOpt's
 quantizers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,15 @@ from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated,
 from sd_quant.stages.resources import Needs, workload_of
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
-SIMULATED = "simulated"  # the key of the denoiser that torch computes as if it were quantized
 COMPILED_FRAMEWORK = "compiled_framework"
+Assignments = Mapping[str, Mapping[str, LayerAssignment]]  # of the quantized parts, by part
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The key of a part that torch computes as if it were quantized, with ModelOpt's quantizers."""
+
+    part: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Variants:
     """The engines of all variants of a run, opened when they are asked for."""
 
     loaded: Loaded
-    assignment: Mapping[str, LayerAssignment]
+    assignments: Assignments
     engine: str  # of the unquantized and the quantized variant
     directory: Path  # of the run's files
     # by variant, which is FRAMEWORK, FULL_PRECISION, QUANTIZED or COMPILED_FRAMEWORK, and part
@@ -66,9 +73,13 @@ class Variants:
     simulated: str | None  # the reason why the quantized variant is simulated; None where the engine computes it
 
     @property
-    def simulation(self) -> TorchEngine:
-        """The denoiser with ModelOpt's quantizers."""
-        return self.pool[SIMULATED]  # type: ignore[return-value]
+    def assignment(self) -> Mapping[str, LayerAssignment]:
+        """The denoiser's."""
+        return self.assignments[self.loaded.denoiser]
+
+    def simulation(self, part: str) -> TorchEngine:
+        """A quantized part with ModelOpt's quantizers."""
+        return self.pool[Simulated(part)]  # type: ignore[return-value]
 
     def make_room(self) -> None:
         """Close all engines where memory does not hold them together."""
@@ -79,7 +90,7 @@ class Variants:
 def variants_of(
     loaded: Loaded,
     infer: Infer,
-    assignment: Mapping[str, LayerAssignment],
+    assignments: Assignments,
     directory: Path,
     simulated: str | None,
     compiled_baseline: bool = False,
@@ -95,41 +106,44 @@ def variants_of(
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
-    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignment), together)
-    keys = keys_of(loaded, infer.engine, directory, simulated is not None)
+    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
+    keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
-    return Variants(loaded, assignment, infer.engine, directory, engines, pool, together, most, simulated)
+    return Variants(loaded, assignments, infer.engine, directory, engines, pool, together, most, simulated)
 
 
-def keys_of(loaded: Loaded, engine: str, directory: Path, simulated: bool) -> dict[str, dict[str, object]]:
-    """The key of each part by variant; unquantized and quantized differ in the denoiser alone."""
-    parts, denoiser, kind = list(loaded.parts), loaded.denoiser, RUNTIMES[engine].file
+def keys_of(
+    loaded: Loaded, assigned: Collection[str], engine: str, directory: Path, simulated: bool
+) -> dict[str, dict[str, object]]:
+    """The key of each part by variant; unquantized and quantized differ in the ``assigned`` parts alone."""
+    parts, kind = list(loaded.parts), RUNTIMES[engine].file
     framework: dict[str, object] = {part: part for part in parts}
     full_precision: dict[str, object]
-    quantized: object
+    quantized: dict[str, object]
     if kind is None:
         full_precision = {part: Native(part, quantized=False) for part in parts}
-        quantized = Native(denoiser, quantized=True)
+        quantized = {part: Native(part, quantized=True) for part in assigned}
     else:
         files: dict[str, object] = {part: artifact(directory, kind, part) for part in exported(loaded.parts)}
-        if denoiser in files:
-            full_precision = framework | files | {denoiser: artifact(directory / "full_precision", kind, denoiser)}
-        else:
-            full_precision = framework | files
-        quantized = SIMULATED if simulated else files[denoiser]
-    return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | {denoiser: quantized}}
+        twins = {part: artifact(directory / "full_precision", kind, part) for part in assigned if part in files}
+        full_precision, quantized = framework | files | twins, {part: files[part] for part in twins}
+    if simulated:
+        quantized[loaded.denoiser] = Simulated(loaded.denoiser)
+    return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | quantized}
 
 
 def open_engine(
-    checkpoint: Checkpoint, infer: Infer, assignment: Mapping[str, LayerAssignment], key: str | Path | Native | Compiled
+    checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Compiled | Simulated
 ) -> Engine:
-    """Open the engine of a key; torch quantizes the denoiser by the ``assignment``."""
+    """Open the engine of a key; torch quantizes a part by its assignment."""
     if isinstance(key, Path):
         return open_file(key, infer)
     if isinstance(key, Compiled):
         return open_compiled(checkpoint, infer, key.part)
     if isinstance(key, Native):
-        return open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
-    return open_simulated(checkpoint, assignment) if key == SIMULATED else open_torch(checkpoint, infer, key)
+        return open_torch_engine(checkpoint, infer, key.part, assignments[key.part] if key.quantized else None)
+    if isinstance(key, Simulated):
+        return open_simulated(checkpoint, assignments[key.part], key.part)
+    return open_torch(checkpoint, infer, key)

@@ -18,6 +18,7 @@ from sd_quant.inference.parity import (
     run_simulation,
 )
 from sd_quant.models.checkpoint import contracts_of, denoiser_of
+from sd_quant.models.parts import network_in
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import products_of_layers
 from sd_quant.stages.compare import VariantOutputs
@@ -34,7 +35,7 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
     loaded, assignment, directory = variants.loaded, variants.assignment, variants.directory
     outputs, denoiser, computes_file = comparison.outputs, loaded.denoiser, RUNTIMES[variants.engine].file is not None
     parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(loaded.checkpoint))
-    simulated_part = variants.simulation
+    simulated_part = variants.simulation(denoiser)
     network = denoiser_of(loaded.checkpoint, simulated_part.module)
     simulation = None
     if variants.simulated is None:
@@ -45,15 +46,29 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
         if not computes_file:
             weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
             simulation = rounded_inputs(simulation, weight.dtype)
-        layers = outputs_of_layers(variants, simulation)
+        layers = outputs_of_layers(variants, simulation, denoiser)
         attentions = {}  # torch's own layers have the simulation's
         if computes_file:
             path = artifact(directory, "onnx", denoiser)
             attentions = attention_outputs(simulation, assignment, path, variants.engine)
-        (expected,), (output,) = (outputs[variant][denoiser].values() for variant in (FRAMEWORK, QUANTIZED))
-        parity |= layer_parity(simulation, expected, output.cpu(), assignment, layers, attentions, denoiser)
+        full, quantized = outputs[FRAMEWORK][denoiser], outputs[QUANTIZED][denoiser]
+        parity |= layer_parity(simulation, full, quantized, assignment, layers, attentions, denoiser)
+    for part in variants.assignments.keys() - {denoiser}:
+        parity |= parity_of_part(variants, comparison, part)
     variants.make_room()
     return parity
+
+
+def parity_of_part(variants: Variants, comparison: VariantOutputs, part: str) -> dict:
+    """The record's entries for another quantized part and its layers. Raises SdQuantError as ``verify``."""
+    variants.make_room()
+    assignment, simulated = variants.assignments[part], variants.simulation(part)
+    network = network_in(variants.loaded.parts[part], simulated.module)
+    simulation = run_simulation(simulated, network, comparison.inputs[part], assignment)
+    layers = outputs_of_layers(variants, simulation, part)
+    full, quantized = comparison.outputs[FRAMEWORK][part], comparison.outputs[QUANTIZED][part]
+    found = layer_parity(simulation, full, quantized, assignment, layers, {}, part)
+    return {f"{part}_layers": found.pop("quantized_layers"), **found}
 
 
 def executed_layers(variants: Variants) -> dict:
@@ -72,12 +87,11 @@ def executed_layers(variants: Variants) -> dict:
     return executed_entry(variants.engine, types, assignment)
 
 
-def outputs_of_layers(variants: Variants, simulation: Simulation) -> dict[str, Tensor]:
-    """The output of each of the quantized engine's layers for the simulation's inputs."""
-    loaded, denoiser = variants.loaded, variants.loaded.denoiser
+def outputs_of_layers(variants: Variants, simulation: Simulation, name: str) -> dict[str, Tensor]:
+    """The output of each of the layers of a part by the quantized engine, for the simulation's inputs."""
+    part, assignment = variants.loaded.parts[name], variants.assignments[name]
     if RUNTIMES[variants.engine].file is None:
-        module = module_of(variants.engines[QUANTIZED][denoiser])
-        return native_outputs(denoiser_of(loaded.checkpoint, module), simulation)
+        return native_outputs(network_in(part, module_of(variants.engines[QUANTIZED][name])), simulation)
     variants.make_room()  # for the layers
-    path, prefix = artifact(variants.directory, "onnx", denoiser), loaded.parts[denoiser].prefix
-    return layer_outputs(simulation, variants.assignment, path, prefix, variants.engine)
+    path = artifact(variants.directory, "onnx", name)
+    return layer_outputs(simulation, assignment, path, part.prefix, variants.engine, part.contract.weights)

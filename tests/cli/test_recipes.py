@@ -114,6 +114,7 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
         "infer.negative_prompt=a red square", "infer.num_timed_runs=2", "infer.num_warmup_runs=1",
         f"cache.dir={tmp_path}/cache", "export_trt=tensorrt_rtx", "trt.targets=[SM86]", "trt.min_batch_size=2",
         "trt.max_batch_size=3", "trt.optimization_level=0",
+        "quantize.parts={text_encoder:int8_weight_only,vae:int8_weight_only}",
     )  # fmt: skip
     (entry,) = (tmp_path / "cache/statistics").rglob("*.safetensors")
     with safe_open(entry, "pt") as file:
@@ -138,6 +139,16 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     assert (latency["vae"]["2"]["full_precision"]["n"], latency["vae"]["2"]["full_precision"]["warmup"]) == (2, 1)
     plan = json.loads((run / "plan/unet.plan.json").read_text())
     assert plan["targets"] == ["SM86"] and [shape[0] for shape in plan["profile"]["sample"]] == [2, 4, 6]
+
+    of_parts = [row for row in rows(run / "layers.csv") if row["name"].startswith(("text_encoder:", "vae:"))]
+    for part, output in (("text_encoder", "last_hidden_state"), ("vae", "dec")):
+        sizes, own = record["sizes_bytes"][part], record["parts"][part]
+        count = sum(row["name"].startswith(f"{part}:") and row["format"] == "int8" for row in of_parts)
+        assert own["layers"]["quantized"] == record["parity"][f"{part}_layers"]["count"] == count > 10
+        assert sizes["onnx_quantized"] < sizes["onnx_full_precision"] - count
+        assert 1e-4 < own["outputs"][output]["relative_error"] < 0.05
+        assert latency[part]["2"]["quantized"]["n"] == 2
+    assert 0.99 < record["parts"]["text_encoder"]["outputs"]["last_hidden_state"]["worst"] < 1
 
 
 def test_what_is_done_is_not_done_again_and_what_changed_is(command, tiny, tmp_path):

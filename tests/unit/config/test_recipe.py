@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from sd_quant.config import QuantizeJob, check_heeded, targets_for
-from sd_quant.config.recipe import check_recipe
+from sd_quant.config.recipe import check_recipe, part_presets
+from sd_quant.config.targets import check_targets
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair
@@ -116,6 +117,24 @@ def test_by_default_there_are_no_plans_where_no_library_builds_them():
 @pytest.mark.parametrize("preset", ["mxfp4_weight_only", "int8_weight_only"])
 def test_torch_computes_weights_alone_in_every_format(preset):
     assert job(preset, {"infer.engine": "torch_native"}).infer.engine == "torch_native"
+
+
+def test_other_parts_have_presets_of_weights_that_no_input_decides():
+    """int8 rounds inputs, svdquant_w4a16 has a branch, q4_k_weight_only chooses codes by inputs."""
+    assert part_presets() == ["int8_weight_only"]
+    assert job("int8", {"quantize.parts": {"vae": "int8_weight_only"}}).quantize.parts == {"vae": "int8_weight_only"}
+    for preset in ("int8", "svdquant_w4a16", "q4_k_weight_only", "none_such"):
+        with pytest.raises(
+            ConfigError, match="^quantize.parts is .*, expected parts with presets .*: int8_weight_only$"
+        ):
+            job("int8", {"quantize.parts": {"vae": preset}})
+
+
+def test_exports_to_other_tools_hold_no_other_part():
+    recipe = job("int8", {"quantize.parts": {"vae": "int8_weight_only"}}).quantize
+    with pytest.raises(ConfigError, match="^hand_over is .*, expected an empty list with quantize.parts"):
+        check_targets("hand_over", ["openvino"], "sdxl", ["int8"], recipe)
+    check_targets("hand_over", [], "sdxl", ["int8"], recipe)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sd_quant.models.parts import SharedInput
 from sd_quant.quantization import row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.budget import with_weights
-from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.derivation import derive, derive_nearest
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.linears import ALPHAS
 from sd_quant.quantization.low_rank import low_rank
@@ -237,6 +237,19 @@ def torchs_accumulated_error(layer: LayerAssignment, weight: Tensor, rows: Tenso
     of_input, of_weight = (outputs[which] - outputs["neither"] for which in ("input", "weight"))
     summed = STEPS * of_input.square().sum() + (STEPS * of_weight).square().sum()
     return (summed.sqrt() / (STEPS**0.5 * outputs["neither"].norm())).item()
+
+
+def test_weights_of_another_network_take_no_statistics():
+    """One range for each output; what its network keeps stays."""
+    weights = {"fc1": drawn(6, 4), "wo": drawn(4, 6), "conv": drawn(3, 2, 3, 3)}
+    roles, recipe = {"fc1": "linear", "wo": "excluded", "conv": "conv"}, recipe_of("int8_weight_only")
+    found = derive_nearest(roles, weights.__getitem__, recipe)
+    assert [layer.format for layer in found.values()] == ["int8", None, "int8"] and found["wo"].reason
+    for name in ("fc1", "conv"):
+        layer, weight = found[name], weights[name]
+        assert torch.equal(layer.weight_amax, weight.flatten(1).abs().amax(1)) and layer.activation_format is None
+        error = (layer.rounded_weight(weight) - weight).flatten(1).abs()
+        assert (error <= 0.501 * layer.weight_scale[:, None]).all()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])

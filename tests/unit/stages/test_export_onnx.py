@@ -100,11 +100,20 @@ def test_a_remedy_that_changes_the_graph_alone_has_another_graph(tmp_path, monke
 def test_parts_that_are_refused_have_no_files(refused, delivered, written):
     parts = {name: SimpleNamespace(refused="because" if name in refused else None) for name in ("unet", "vae", "text")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
-    files = delivered_files(checkpoint, {"layer": LAYER}, Path("run"))
+    files = delivered_files(checkpoint, {"unet": {"layer": LAYER}}, Path("run"))
     assert [file.part for file in files] == delivered
     assert {file.part: bool(file.assignment) for file in files} == {part: part == "unet" for part in delivered}
-    of_a_run = files_of_a_run(checkpoint, {"layer": LAYER}, Path("run"))
+    of_a_run = files_of_a_run(checkpoint, {"unet": {"layer": LAYER}}, Path("run"))
     assert [str((file.directory / file.part).relative_to("run")) for file in of_a_run] == written
+
+
+def test_each_quantized_part_is_behind_its_unquantized_twin():
+    parts = {name: SimpleNamespace(refused=None) for name in ("unet", "vae", "text")}
+    checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
+    files = files_of_a_run(checkpoint, dict.fromkeys(("unet", "text"), {"layer": LAYER}), Path("run"))
+    assert [(file.part, bool(file.assignment), file.delivered) for file in files] == [
+        ("text", False, False), ("text", True, True), ("vae", False, True), ("unet", False, False), ("unet", True, True)
+    ]  # fmt: skip
 
 
 def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
@@ -118,7 +127,10 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     )
     for run in (tmp_path / "one", tmp_path / "two"):
         export_parts(
-            checkpoint, "hash", files_of_a_run(checkpoint, {"layer": LAYER}, run), Cache(tmp_path / "cache", 1e9)
+            checkpoint,
+            "hash",
+            files_of_a_run(checkpoint, {"unet": {"layer": LAYER}}, run),
+            Cache(tmp_path / "cache", 1e9),
         )
         for part in parts:
             onnx.checker.check_model(run / f"onnx/{part}/{part}.onnx", full_check=True)

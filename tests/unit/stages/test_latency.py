@@ -103,6 +103,19 @@ def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
 
 
 @pytest.mark.parametrize("together", [True, False])
+def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clock, together):
+    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder."""
+    contracts = contracts_of(checkpoint)
+    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
+    variants["quantized"] |= {"clip1": engines_taking({"clip1": 1.0}, clock, contracts)["clip1"]}
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together, others=["clip1"])["openvino"]
+    assert found["clip1"]["1"]["speedup"] == pytest.approx(4) and "speedup" not in found["clip2"]["1"]
+    assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(2 * 4000 + 1000 + 2 * 1000)
+    if together:
+        assert found["image"]["1"]["whole_images"]["agree"]
+
+
+@pytest.mark.parametrize("together", [True, False])
 def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clock, together):
     """4 s of the unquantized engine, 1 s of the quantized one, 2 s of the compiled framework."""
     contracts = contracts_of(checkpoint)

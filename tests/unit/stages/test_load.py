@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.errors import ConfigError
+from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, read_the_text, with_recipe
 from sd_quant.stages.session import Session, open_unchecked
 from tests.presets import job
@@ -50,6 +51,15 @@ def test_weights_alone_leave_the_inputs_and_have_no_branch():
         assert (own.enable.linear.weight, own.enable.linear.activation, own.rank) == expected
 
 
+def test_other_parts_are_quantized_but_for_what_their_networks_keep():
+    """And for the last layer of an encoder whose last but one state is read."""
+    found = assign_parts(loaded("quantize.parts={clip1:int8_weight_only,clip2:int8_weight_only,vae:int8_weight_only}"))
+    kept = {part: {name for name, layer in rows.items() if layer.format is None} for part, rows in found.items()}
+    assert kept["vae"] == {"post_quant_conv", "decoder.conv_in", "decoder.conv_out"}
+    assert kept["clip2"] == {"text_projection"} and all(".layers.2." in name for name in kept["clip1"])
+    assert all(layer.activation_format is None for rows in found.values() for layer in rows.values())
+
+
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
     alone = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]", preset="int8_per_tensor")
     name = next(iter(alone.weights_alone))
@@ -61,6 +71,8 @@ def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantize
     [
         ("include.sdxl=[conv_in]", "quantize.include has 'conv_in', which matches none of the "),
         ("include.sdxl=[*.to_q]", r"quantize.include has '\*.to_q', which matches none of the "),  # it is quantized
+        ("parts={unet_xl:int8_weight_only}", "quantize.parts is unet_xl, expected parts .*denoiser: vae, clip1, clip2"),
+        ("parts={t5:int8_weight_only}", "quantize.parts is t5, expected parts "),
         ("weights_alone.sdxl=[nothing]", "quantize.weights_alone has 'nothing', which matches none of the 1"),
         ("weights_alone.sdxl=[*.attn1.to_q]", "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k"),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from sd_quant.stages import session, variants
 from sd_quant.stages.session import Session
-from sd_quant.stages.variants import SIMULATED, Native, keys_of
+from sd_quant.stages.variants import Native, Simulated, keys_of
 from tests.presets import job
 
 PARTS = ("unet", "vae")
@@ -14,8 +14,8 @@ LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoiser="unet")
 RUN = Path("run")
 
 
-def keys(engine: str, simulated: bool = False) -> dict[str, dict]:
-    return keys_of(LOADED, engine, RUN, simulated)
+def keys(engine: str, simulated: bool = False, assigned: tuple[str, ...] = ("unet",)) -> dict[str, dict]:
+    return keys_of(LOADED, assigned, engine, RUN, simulated)
 
 
 def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
@@ -33,22 +33,29 @@ def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
 
 def test_what_no_engine_executes_is_simulated_and_the_rest_is_not():
     found = keys("openvino", simulated=True)
-    assert found["quantized"] == {"unet": SIMULATED, "vae": RUN / "onnx/vae/vae.onnx"}
+    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
     assert found["full_precision"] == keys("openvino")["full_precision"]
+
+
+def test_another_quantized_part_has_an_unquantized_twin_too():
+    found = keys("openvino", simulated=True, assigned=PARTS)
+    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
+    assert found["full_precision"]["vae"] == RUN / "full_precision/onnx/vae/vae.onnx"
+    assert keys("torch_native", assigned=PARTS)["quantized"]["vae"] == Native("vae", quantized=True)
 
 
 def test_a_part_that_is_not_exported_is_computed_by_torch():
     loaded = SimpleNamespace(parts={"unet": EXPORTED, "vae": REFUSED}, denoiser="unet")
-    found = keys_of(loaded, "openvino", RUN, False)
+    found = keys_of(loaded, ["unet"], "openvino", RUN, False)
     assert {variant: engines["vae"] for variant, engines in found.items()} == dict.fromkeys(found, "vae")
     assert found["quantized"]["unet"] == RUN / "onnx/unet/unet.onnx" != found["full_precision"]["unet"]
 
 
 def test_a_denoiser_that_is_not_exported_is_simulated():
     loaded = SimpleNamespace(parts={"unet": REFUSED, "vae": EXPORTED}, denoiser="unet")
-    found = keys_of(loaded, "openvino", RUN, True)
+    found = keys_of(loaded, ["unet"], "openvino", RUN, True)
     assert found["full_precision"] == {"unet": "unet", "vae": RUN / "onnx/vae/vae.onnx"}
-    assert found["quantized"] == {"unet": SIMULATED, "vae": RUN / "onnx/vae/vae.onnx"}
+    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
 
 
 def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():

@@ -1,0 +1,100 @@
+"""What each part's quantization costs the image, alone and together: text encoders, autoencoder and denoiser.
+
+    python benchmarks/parts.py --model sdxl_mini
+    python benchmarks/parts.py --model sd3_mini
+
+Torch simulates every row, so that all of its error is that of quantization. The distance of two engines in full
+precision is in the record of a run (``fidelity_unquantized_engine``). Prompts are those on which results are reported;
+the denoiser is calibrated on its preset's own. A text encoder changes an image as another prompt would, so the table
+also has the cosine between its tokens in both precisions.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import sd_quant
+from benchmarks.common import HOME, PROMPTS, report
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.config.recipe import part_presets
+from sd_quant.engines.base import Engine
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.watched import WatchedVariant
+from sd_quant.metrics.embeddings import moved
+from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.intervals import mean_interval
+from sd_quant.models.parts import exported
+from sd_quant.quantization.budget import assigned_bytes
+from sd_quant.stages.generate import generate
+from sd_quant.stages.variants import Assignments, Simulated, open_engine
+
+
+def tokens_of(cosines: Mapping[str, Mapping[str, Any]]) -> str:
+    """The smallest cosine of a token, and the mean, over a part's outputs."""
+    found = [each for each in cosines.values() if "cosine" in each]
+    return f"{min(each['cosine'] for each in found):.5f}, {min(each['worst'] for each in found):.5f}" if found else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="sdxl_mini", help="as in model= (%(default)s)")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="(%(default)s)")
+    parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
+    parser.add_argument("--quantize", default="int8", help="preset of the denoiser, at level 3 (%(default)s)")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    chosen = parser.parse_args()
+    model, prompts = sd_quant.open(chosen.model, cache=HOME / "outputs/cache"), read_prompts(chosen.prompts)
+    prompts = prompts[: chosen.images]
+    checkpoint, denoiser = model.session.checkpoint, model.session.denoiser
+    others = [part for part in exported(model.session.parts) if part != denoiser]
+    rows: dict[str, Assignments] = {}
+    statistics = model.calibrate()
+    for preset in part_presets():
+        found = model.quantize(statistics, chosen.quantize, quant_level=3, parts=dict.fromkeys(others, preset))
+        rows |= {f"{part} {preset}": {part: found.parts[part]} for part in others}
+        rows[f"all of these {preset}"] = found.parts
+        rows[f"{denoiser} {chosen.quantize}"] = {denoiser: found.assignment}
+        rows[f"{denoiser} {chosen.quantize}, the others {preset}"] = found.assignments
+
+    def engines(assignments: Assignments) -> dict[str, Engine]:
+        keys: dict[str, Any] = {part: Simulated(part) if part in assignments else part for part in model.session.parts}
+        return {part: open_engine(checkpoint, infer, assignments, key) for part, key in keys.items()}
+
+    knobs = {"prompts": prompts, "steps": chosen.steps, "batch_size": 8}
+    infer = model.job(None, {}, knobs).infer
+    watched = WatchedVariant(engines({}), {})
+    full = generate(pipeline_of(checkpoint, watched), prompts, infer, "full precision")
+    inputs = {part: calls[0] for part, calls in watched.seen.items() if part in others}
+    outputs = {part: watched[part](**given) for part, given in inputs.items()}
+    table = {}
+    for name, assignments in rows.items():
+        made = engines(assignments)
+        images = generate(pipeline_of(checkpoint, made), prompts, infer, name)
+        cosines = {
+            part: {output: moved(outputs[part][output], found) for output, found in made[part](**given).items()}
+            for part, given in inputs.items()
+            if part in assignments
+        }
+        table[name] = fidelity(full.images, images.images, full.latents, images.latents), cosines
+    print(
+        "| quantized | PSNR, dB | worst | LPIPS | cosine of tokens: mean, worst | MB | of fp16 |\n" + "|---" * 7 + "|"
+    )
+    figures = {}
+    for name, (found, cosines) in table.items():
+        assignments, psnr = rows.get(name, {}), found["psnr"]
+        interval = mean_interval(psnr["values"])
+        size = sum(assigned_bytes(count, assignments.get(part, {})) for part, count in model.parameters.items())
+        share = size / sum(2 * count for count in model.parameters.values())
+        print(
+            f"| {name} | {interval.value:.2f} ± {interval.high - interval.value:.2f} | {psnr['min']:.2f} | "
+            f"{found['lpips']['mean']:.4f} | {'; '.join(filter(None, map(tokens_of, cosines.values())))} | "
+            f"{size / 1e6:.2f} | {share:.3f} |"
+        )
+        figures[name] = {"fidelity": found, "outputs": cosines, "bytes": size}
+    report(chosen, figures)
+
+
+if __name__ == "__main__":
+    main()
