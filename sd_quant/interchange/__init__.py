@@ -94,6 +94,8 @@ class ForeignFormat:
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
+    # what goes wrong where a person would not look for it, by the format of weights; "": in any
+    traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property

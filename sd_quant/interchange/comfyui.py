@@ -132,6 +132,19 @@ FACTS = ForeignFormat(
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
+    traps={
+        "": (
+            "`Unsupported quantization format`: ComfyUI is too old. It has int8 from 0.27 on, convrot_w4a4 from 0.28, "
+            "asym_w4a8_int8 from 0.31.",
+        ),
+        "fp8": (
+            "stable-diffusion.cpp of before 2026-08-26 leaves out FP8's scales (pull request 1898) and draws white.",
+        ),
+        "int8": (
+            "ComfyUI of June 2026 forgets the rotation and the scales of rows where it adds a LoRA (issue 14642).",
+            "On ROCm rotated INT8 has drawn black (ComfyUI's issue 15084, open); quantize.rotation=0 rotates none.",
+        ),
+    },
 )
 METADATA, OLD_MARK = "_quantization_metadata", "scaled_fp8"
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
