@@ -73,6 +73,7 @@ FACTS = ForeignFormat(
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
+    untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI 0.38, which calls comfy-kitchen.",
     formats={
         "fp8": STATIC,
         "int8": PER_ROW,

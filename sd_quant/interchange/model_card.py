@@ -33,7 +33,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        *([target.untried or f"Tried with {', '.join(target.tried)}.", ""] if target.untried or target.tried else []),
+        *([" ".join(tried), ""] if (tried := tried_with(target)) else []),
         *traps_of(figures, target),
         "## What it computes, against full precision",
         "",
@@ -70,6 +70,11 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
     also = ["", target.also.format(folder=folder)] if target.also else []
     return [*install, "```python", code, "```", *also]
+
+
+def tried_with(target: ForeignFormat) -> list[str]:
+    """What has opened it, and what of it nobody has run."""
+    return [*([f"Tried with {', '.join(target.tried)}."] if target.tried else []), *filter(None, [target.untried])]
 
 
 def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:

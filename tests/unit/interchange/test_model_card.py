@@ -42,6 +42,18 @@ def test_what_nobody_has_run_is_said_in_place_of_what_was_tried():
 
 
 @pytest.mark.parametrize(
+    "name, library, source",
+    [
+        ("comfyui", "comfy-kitchen==0.2.40", "ComfyUI 0.38"),
+        ("gguf", "gguf==0.19.0", "ComfyUI-GGUF of December 2025"),
+    ],
+)
+def test_a_library_that_has_opened_it_is_not_the_tool(name, library, source):
+    card = model_card(FIGURES, TARGETS[name])
+    assert f"\nTried with {library}. Nobody has run it in ComfyUI: it follows the source of {source}" in card
+
+
+@pytest.mark.parametrize(
     "name, fmt, words, others",
     [
         ("comfyui", "fp8", ["stable-diffusion.cpp of before 2026-08-26"], ["ROCm"]),
