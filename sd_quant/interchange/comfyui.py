@@ -148,6 +148,7 @@ FACTS = ForeignFormat(
     },
 )
 METADATA, OLD_MARK = "_quantization_metadata", "scaled_fp8"
+VERSION = "1.0"  # of the metadata; FLUX.3's 1.1 has other marks
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
@@ -314,7 +315,13 @@ def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
 
 def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> Marks:
     """The denoiser's marks in the header; those of other networks are left out."""
-    layers = as_object(path, METADATA, metadata[METADATA]).get("layers")
+    header = as_object(path, METADATA, metadata[METADATA])
+    if (version := header.get("format_version", VERSION)) != VERSION:
+        raise ArtifactError(
+            f"{path}: {METADATA} has the format_version {ascii(version)[:100]}, expected {VERSION!r}, whose marks are "
+            "known here; give a file in it"
+        )
+    layers = header.get("layers")
     if not isinstance(layers, Mapping) or not all(isinstance(mark, Mapping) for mark in layers.values()):
         raise ArtifactError(f"{path}: {METADATA} lists no layers with their marks; fetch the file again")
     if not whole:
