@@ -93,8 +93,8 @@ FACTS = ForeignFormat(
     left_out=("of Flux: fp16, in place of which all is bfloat16, and of its modulations 12 bits, rounded to nearest",),
     traps={
         "": ("`pip install nunchaku` installs another project; take a wheel of GitHub's releases of nunchaku.",),
-        "int4": ("nunchaku takes NVFP4 for granted on SM120 and 121, and refuses INT4 there for its sizes.",),
-        "nvfp4": ("nunchaku takes INT4 for granted but on SM120 and 121, and refuses NVFP4 there for its sizes.",),
+        "int4": ("On SM120 and 121 nunchaku expects NVFP4, whatever the file says, and refuses INT4 for its sizes.",),
+        "nvfp4": ("On any GPU but SM120 and 121 nunchaku expects INT4, and refuses NVFP4 for its sizes.",),
     },
     always=True,
     layers=(

@@ -59,8 +59,8 @@ def test_a_library_that_has_opened_it_is_not_the_tool(name, library, source):
         ("comfyui", "fp8", ["stable-diffusion.cpp of before 2026-08-26"], ["ROCm"]),
         ("comfyui", "int8", ["On ROCm rotated INT8 has drawn black", "where it adds a LoRA"], ["draws white"]),
         ("comfyui", "mxfp8", ["`Unsupported quantization format`: ComfyUI is too old"], ["ROCm", "draws white"]),
-        ("nunchaku", "int4", ["installs another project", "refuses INT4 there"], ["refuses NVFP4"]),
-        ("nunchaku", "nvfp4", ["installs another project", "refuses NVFP4 there"], ["refuses INT4"]),
+        ("nunchaku", "int4", ["installs another project", "refuses INT4 for its sizes"], ["refuses NVFP4"]),
+        ("nunchaku", "nvfp4", ["installs another project", "refuses NVFP4 for its sizes"], ["refuses INT4"]),
     ],
 )
 def test_a_card_warns_of_what_goes_wrong_with_its_formats(name, fmt, words, others):
