@@ -69,7 +69,7 @@ class ForeignFormat:
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
-    untried: str = ""  # where no test opens the result with the tool: what was read instead, and what it needs
+    untried: str = ""  # where no test opens the result with the tool itself: what was read of it, and what it needs
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
@@ -94,6 +94,8 @@ class ForeignFormat:
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
+    # what goes wrong where a person would not look for it, by the format of weights; "": in any
+    traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property

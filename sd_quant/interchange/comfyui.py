@@ -73,6 +73,7 @@ FACTS = ForeignFormat(
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
+    untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI 0.38, which calls comfy-kitchen.",
     formats={
         "fp8": STATIC,
         "int8": PER_ROW,
@@ -132,8 +133,22 @@ FACTS = ForeignFormat(
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
+    traps={
+        "": (
+            "`Unsupported quantization format`: ComfyUI is too old. It has int8 from 0.27 on, convrot_w4a4 from 0.28, "
+            "asym_w4a8_int8 from 0.31.",
+        ),
+        "fp8": (
+            "stable-diffusion.cpp of before 2026-08-26 leaves out FP8's scales (pull request 1898) and draws white.",
+        ),
+        "int8": (
+            "ComfyUI of June 2026 forgets the rotation and the scales of rows where it adds a LoRA (issue 14642).",
+            "On ROCm rotated INT8 has drawn black (ComfyUI's issue 15084, open); quantize.rotation=0 rotates none.",
+        ),
+    },
 )
 METADATA, OLD_MARK = "_quantization_metadata", "scaled_fp8"
+VERSION = "1.0"  # of the metadata; FLUX.3's 1.1 has other marks
 OLD_NAMES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 MAX_MARK = 4096  # bytes
 FOREIGN = ".qweight"  # the end of a name that others give to codes in their own order
@@ -300,7 +315,13 @@ def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
 
 def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> Marks:
     """The denoiser's marks in the header; those of other networks are left out."""
-    layers = as_object(path, METADATA, metadata[METADATA]).get("layers")
+    header = as_object(path, METADATA, metadata[METADATA])
+    if (version := header.get("format_version", VERSION)) != VERSION:
+        raise ArtifactError(
+            f"{path}: {METADATA} has the format_version {ascii(version)[:100]}, expected {VERSION!r}, whose marks are "
+            "known here; give a file in it"
+        )
+    layers = header.get("layers")
     if not isinstance(layers, Mapping) or not all(isinstance(mark, Mapping) for mark in layers.values()):
         raise ArtifactError(f"{path}: {METADATA} lists no layers with their marks; fetch the file again")
     if not whole:

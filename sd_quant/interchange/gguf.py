@@ -56,6 +56,7 @@ FACTS = ForeignFormat(
     package="gguf",
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
+    untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI-GGUF of December 2025, which calls gguf.",
     formats={
         "int8": FP16,
         "int4": FP16,

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, ForeignFormat
+from sd_quant.files.checks import listing
+from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import nvfp4
 
-REASONS = 2  # the commonest, which a refusal gives
+REASONS = 2  # the commonest, which a refusal gives; of layers the first
 
 
 def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
@@ -42,9 +43,12 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
         found = ", ".join(sorted({layer.format for layer in wanted})) or "nothing"
         reasons = Counter(rows[layer.name].reason for layer in wanted)
         because = f" ({'; '.join(str(reason) for reason, _ in reasons.most_common(REASONS))})" if reasons else ""
+        such = f", {listing([layer.name for layer in wanted], REASONS)}" if wanted else ""
+        others = Counter(name for name, other in TARGETS.items() for layer in wanted if is_held(layer, other))
+        counts = ", ".join(f"{name} holds {count}" for name, count in others.most_common())
         raise ConfigError(
-            f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}{because}; "
-            "hand over a run with another quantize= preset"
+            f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}{such}{because}; "
+            f"hand over {f'to another ({counts}), or ' if counts else ''}a run with another quantize= preset"
         )
     branches = sum(layer.low_rank is not None for layer in kept)
     if branches and not target.low_rank:
@@ -116,6 +120,11 @@ def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | Non
     if not target.attention:
         return f"{target.name} holds no products of attention"
     return target.refuses("attention", layer.activation_format)
+
+
+def is_held(layer: LayerAssignment, target: ForeignFormat) -> bool:
+    """Whether a quantized layer stays so, and keeps its branch."""
+    return why_not_held(layer, target) is None and (layer.low_rank is None or target.low_rank)
 
 
 def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:

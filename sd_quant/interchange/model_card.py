@@ -33,7 +33,8 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        *([target.untried or f"Tried with {', '.join(target.tried)}.", ""] if target.untried or target.tried else []),
+        *([" ".join(tried), ""] if (tried := tried_with(target)) else []),
+        *traps_of(figures, target),
         "## What it computes, against full precision",
         "",
         *fidelity_lines(figures["fidelity"]),
@@ -69,6 +70,19 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
     also = ["", target.also.format(folder=folder)] if target.also else []
     return [*install, "```python", code, "```", *also]
+
+
+def tried_with(target: ForeignFormat) -> list[str]:
+    """What has opened it, and what of it nobody has run."""
+    return [*([f"Tried with {', '.join(target.tried)}."] if target.tried else []), *filter(None, [target.untried])]
+
+
+def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
+    """A list of what goes wrong with the formats that are in it, and with its weights if they are smoothed."""
+    found = [trap for name in ("", *figures["inputs"]) for trap in target.traps.get(name, ())]
+    if figures["knobs"].get("smoothing", "none") != "none":
+        found.append("Fuse a LoRA before, with `model.loras`: it does not fit weights that are smoothed, as these are.")
+    return [*(f"- {trap}" for trap in found), ""] if found else []
 
 
 def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:

@@ -91,6 +91,11 @@ FACTS = ForeignFormat(
     families=frozenset({"sdxl", "flux"}),
     others=None,
     left_out=("of Flux: fp16, in place of which all is bfloat16, and of its modulations 12 bits, rounded to nearest",),
+    traps={
+        "": ("`pip install nunchaku` installs another project; take a wheel of GitHub's releases of nunchaku.",),
+        "int4": ("On SM120 and 121 nunchaku expects NVFP4, whatever the file says, and refuses INT4 for its sizes.",),
+        "nvfp4": ("On any GPU but SM120 and 121 nunchaku expects INT4, and refuses NVFP4 for its sizes.",),
+    },
     always=True,
     layers=(
         "*.attn1.to_[qkv]", "*.attn1.to_out.0", "*.attn2.to_q", "*.attn2.to_out.0", "*.ff.net.0.proj", "*.ff.net.2",

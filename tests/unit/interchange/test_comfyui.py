@@ -373,6 +373,8 @@ def test_what_has_two_meanings_or_none_is_refused(opened, tensors_in):
         (tensors, "", marks, f"1 layers in two ways ({LAYER})"),
         (old_file(tensors, torch.zeros(1)), "", marks, "two meanings"),
         (tensors, PREFIX, marks, "without the prefix"),
+        (tensors, "", {"_quantization_metadata": '{"format_version": "1.1", "layers": {}}'},
+         "has the format_version '1.1', expected '1.0'"),
         (tensors | marked("input_blocks.0.0"), "", None, "which is no linear"),
         (tensors | marked("nothing"), "", None, "nothing.weight, marked"),
         (old_file(tensors_in("e5m2"), torch.zeros(1, dtype=torch.float8_e5m2)), "", None,

@@ -16,7 +16,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
-from sd_quant.interchange.comfyui_written import e8m0, signed, with_rows_of_zeros
+from sd_quant.interchange.comfyui_written import e8m0, in_tiles_of_e4m3, packed, signed, with_rows_of_zeros
 from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
@@ -43,6 +43,7 @@ CASES = [
     ("sd3", "nvfp4", PLAIN),
     ("flux", "fp8", {"per_channel": False}),
     ("flux", "int8", {"per_channel": False, **PLAIN}),
+    ("flux", "int8", {**ROTATED, "rotation": 256}),
     ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("sd3", "mxfp8", PLAIN),
     ("sd3", "int4_per_row", INT4_ROWS),
@@ -288,6 +289,20 @@ def test_a_block_of_zeros_and_rows_that_are_added_are_comfy_kitchens():
     expected = tensor.QuantizedTensor.from_float(weight, "TensorCoreMXFP8Layout").state_dict("")
     assert torch.equal(with_rows_of_zeros(codes).view(torch.uint8), expected[""].view(torch.uint8))
     assert torch.equal(in_tiles(e8m0(codes, *scales)), expected["_scale"].view(torch.uint8))
+
+
+@pytest.mark.consumer
+def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
+    """To multiples of 16, and scales to whole tiles. The common scale is 2^-8: our codes are of a product in fp16."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor")
+    weight = torch.randn(150, 80, generator=torch.Generator().manual_seed(0))
+    weight[0, 0] = 6 * 448 / 2**8
+    fmt = FORMATS["nvfp4"]
+    scales = fmt.scales(weight, weight.abs().max())
+    expected = tensor.QuantizedTensor.from_float(weight, "TensorCoreNVFP4Layout").state_dict("")
+    assert torch.equal(packed(fmt.quantize(weight, *scales)), expected[""])
+    assert torch.equal(in_tiles_of_e4m3(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
+    assert scales[1] == expected["_scale_2"]
 
 
 @pytest.mark.slow

@@ -41,6 +41,39 @@ def test_what_nobody_has_run_is_said_in_place_of_what_was_tried():
     assert "\nNobody has run it: " in card and "Tried with" not in card and "\n    pip install" not in card
 
 
+@pytest.mark.parametrize(
+    "name, library, source",
+    [
+        ("comfyui", "comfy-kitchen==0.2.40", "ComfyUI 0.38"),
+        ("gguf", "gguf==0.19.0", "ComfyUI-GGUF of December 2025"),
+    ],
+)
+def test_a_library_that_has_opened_it_is_not_the_tool(name, library, source):
+    card = model_card(FIGURES, TARGETS[name])
+    assert f"\nTried with {library}. Nobody has run it in ComfyUI: it follows the source of {source}" in card
+
+
+@pytest.mark.parametrize(
+    "name, fmt, words, others",
+    [
+        ("comfyui", "fp8", ["stable-diffusion.cpp of before 2026-08-26"], ["ROCm"]),
+        ("comfyui", "int8", ["On ROCm rotated INT8 has drawn black", "where it adds a LoRA"], ["draws white"]),
+        ("comfyui", "mxfp8", ["`Unsupported quantization format`: ComfyUI is too old"], ["ROCm", "draws white"]),
+        ("nunchaku", "int4", ["installs another project", "refuses INT4 for its sizes"], ["refuses NVFP4"]),
+        ("nunchaku", "nvfp4", ["installs another project", "refuses NVFP4 for its sizes"], ["refuses INT4"]),
+    ],
+)
+def test_a_card_warns_of_what_goes_wrong_with_its_formats(name, fmt, words, others):
+    card = model_card(FIGURES | {"inputs": {fmt: "static"}}, TARGETS[name])
+    assert all(each in card for each in words) and not any(each in card for each in others)
+
+
+def test_a_card_says_that_smoothed_weights_take_no_lora():
+    for smoothing, told in (("folded", True), ("modelopt", True), ("none", False)):
+        card = model_card(FIGURES | {"knobs": {"smoothing": smoothing}}, TARGETS["gguf"])
+        assert ("- Fuse a LoRA before, with `model.loras`: " in card) == told
+
+
 def test_ends_of_an_interval_are_those_of_the_score_or_unknown():
     scores = {"lpips": {"values": [0.001, 0.09]}, "ssim": {"values": [0.8, 0.99]}, "psnr": {"values": [30.0, None]}}
     card = model_card(FIGURES | {"fidelity": scores}, TARGETS["comfyui"])

@@ -7,6 +7,7 @@ of 1.2.0dev; its products are comfy-kitchen's, row by row, with the tiles taken 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from .conftest import recipe_of
-from .test_nunchaku_tiles import auto_round  # noqa: F401 a fixture
+from .test_nunchaku_tiles import auto_round, in_sixteens, micro_scale, scale, word  # noqa: F401 auto_round is a fixture
 
 NAME = "nunchaku"
 FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
@@ -36,16 +37,14 @@ FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
 
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
-    """``made(family)``: a tiny checkpoint with its assignment, and the file that is written."""
-    known: dict = {}
+    """``made(family, format)``: a tiny checkpoint with its assignment, and the file that is written."""
 
-    def make(family: str):
-        if family not in known:
-            case = tiny(family)
-            with torch.no_grad():
-                assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
-                known[family] = case, assignment, case.written(assignment, NAME, tmp_path_factory.mktemp("nunchaku"))
-        return known[family]
+    @cache
+    @torch.no_grad()
+    def make(family: str, fmt: str = "int4"):
+        case = tiny(family)
+        assignment = case.assignment(recipe_of(fmt, **FAMILIES[family]), NAME)
+        return case, assignment, case.written(assignment, NAME, tmp_path_factory.mktemp("nunchaku"))
 
     return make
 
@@ -92,15 +91,22 @@ def as_flux_loads(key: str) -> str:
 LOADS = {"sdxl_wide": as_sdxl_loads, "flux": as_flux_loads}
 
 
-def w4a4(rows: int, columns: int, rank: int, bias: bool, dtype: torch.dtype) -> dict[str, tuple]:
-    """The parameters of ``SVDQW4A4Linear``."""
-    shapes = {"wscales": (columns // 64, rows), "smooth_factor": (columns,), "smooth_factor_orig": (columns,),
-              "proj_down": (columns, rank), "proj_up": (rows, rank)} | ({"bias": (rows,)} if bias else {})  # fmt: skip
-    return {"qweight": ((rows, columns // 2), torch.int8)} | {end: (shape, dtype) for end, shape in shapes.items()}
+def parameters(
+    fmt: str, rows: int, columns: int, rank: int, bias: bool, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Those of ``SVDQW4A4Linear``, whose ``wtscale`` is no parameter."""
+    shapes = {"smooth_factor": (columns,), "smooth_factor_orig": (columns,), "proj_down": (columns, rank),
+              "proj_up": (rows, rank)} | ({"bias": (rows,)} if bias else {})  # fmt: skip
+    scales = {"wscales": ((columns // 64, rows), dtype)}
+    if fmt == "nvfp4":
+        scales = {"wscales": ((columns // 16, rows), torch.float8_e4m3fn), "wcscales": ((rows,), dtype)}
+    others = {end: (shape, dtype) for end, shape in shapes.items()}
+    return {"qweight": ((rows, columns // 2), torch.int8)} | scales | others
 
 
-def expected(network: nn.Module, family: str, rank: int, dtype: torch.dtype) -> dict[str, tuple]:
+def expected(network: nn.Module, fmt: str, rank: int, dtype: torch.dtype) -> dict[str, tuple]:
     """Names, shapes and dtypes of the network that nunchaku patches (``_patch_model``)."""
+    w4a4 = partial(parameters, fmt)
     found = {name: (tuple(each.shape), dtype) for name, each in network.state_dict().items()}
 
     def replace_with(name: str, parameters: Mapping[str, tuple], *old: str) -> None:
@@ -136,23 +142,33 @@ def expected(network: nn.Module, family: str, rank: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fmt, name, numbers, scale_dtype, group", [
+    ("int4", "int4", "int4", None, 64),
+    ("nvfp4", "fp4", "fp4_e2m1_all", "fp8_e4m3_nan", 16),
+])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_has_the_names_shapes_and_dtypes_that_nunchaku_loads(made, family):
+def test_a_file_has_the_names_shapes_and_dtypes_that_nunchaku_loads(
+    made, family, fmt, name, numbers, scale_dtype, group
+):
     """Strictly: SDXL's loader refuses what is missing or too much, Flux's also another dtype."""
-    case, assignment, path = made(family)
+    case, assignment, path = made(family, fmt)
     metadata = metadata_of(path)
+    assert metadata.keys() == {"format", "model_class", "config", "comfy_config", "quantization_config"}
+    assert json.loads(metadata["comfy_config"]) == {}
     config = json.loads(metadata["quantization_config"])
+    activation = {"dtype": numbers, "scale_dtype": scale_dtype, "group_size": group}
+    weight = activation | {"scale_dtype": scale_dtype and [None, scale_dtype]}
+    assert config == {"method": "svdquant", "rank": config["rank"], "weight": weight, "activation": activation}
     dtype = torch.bfloat16 if family == "flux" else torch.float16
     assert metadata["model_class"] == {
         "sdxl_wide": "NunchakuSDXLUNet2DConditionModel", "flux": "NunchakuFluxTransformer2dModel",
     }[family]  # fmt: skip
-    assert path.name == f"svdq-int4_r{config['rank']}-{'flux.1' if family == 'flux' else 'sdxl'}.safetensors"
-    assert config["method"] == "svdquant" and config["weight"]["dtype"] == "int4"
+    assert path.name == f"svdq-{name}_r{config['rank']}-{'flux.1' if family == 'flux' else 'sdxl'}.safetensors"
     with torch.device("meta"):
         network = case.kind.from_config(json.loads(metadata["config"]))
     loaded = {LOADS[family](key): each for key, each in load_file(path).items()}
     assert {name: (tuple(each.shape), each.dtype) for name, each in loaded.items()} == expected(
-        network, family, config["rank"], dtype
+        network, fmt, config["rank"], dtype
     )
 
 
@@ -197,10 +213,10 @@ def comfy_kitchen(tensors: Mapping[str, Tensor], x: Tensor, unsigned: bool = Fal
     )
 
 
-def with_multiplied(family: str, folder: Path, tiny) -> tuple:
+def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple:
     """A file whose inputs are multiplied, alike for what is fused."""
     case = tiny(family)
-    assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
+    assignment = case.assignment(recipe_of(fmt, **FAMILIES[family]), NAME)
     for name, row in assignment.items():
         if row.format:
             factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
@@ -247,6 +263,50 @@ def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
         assert relative_error(theirs, mine) < 1e-4, name
         seen += 1
     assert seen == {"sdxl_wide": 8 * 6, "flux": 2 * 8 + 2 * 4}[family]
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_e2m1(x: Tensor) -> Tensor:
+    """Inputs in blocks of 16 with a scale in E4M3, each rounded to the nearest number."""
+    blocks = x.unflatten(1, (-1, 16))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    nearest = (blocks.abs() / scale)[..., None].sub(E2M1).abs().argmin(-1)
+    return (E2M1[nearest] * blocks.sign() * scale).flatten(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, layer",
+    [
+        ("sdxl_wide", "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_qkv"),
+        ("flux", "transformer_blocks.0.qkv_proj_context"),
+    ],
+)
+@torch.no_grad()
+def test_a_linear_of_nvfp4_computes_the_formula(tiny, tmp_path, family, layer):
+    """Each number of the file by its place in memory: no library has the product."""
+    case, path = with_multiplied(family, tmp_path, tiny, "nvfp4")
+    stored = {end: load_file(path)[f"{layer}.{end}"] for end in
+              ("qweight", "wscales", "wcscales", "smooth", "lora_down", "lora_up")}  # fmt: skip
+    bias = load_file(path).get(f"{layer}.bias")
+    (rows, half), rank = stored["qweight"].shape, stored["lora_down"].shape[1]
+    n, k, r = torch.arange(rows)[:, None], torch.arange(2 * half), torch.arange(rank)
+    nibbles = torch.stack([stored["qweight"].view(torch.uint8) & 15, stored["qweight"].view(torch.uint8) >> 4], -1)
+    codes = nibbles.flatten()[8 * word(n, k, 2 * half) + k % 8].long()
+    vectors = {end: stored[end].float() for end in ("wcscales", "smooth")} | ({} if bias is None else {"bias": bias})
+    natural = {end: each[scale(torch.arange(len(each)), 0, 1)].float() for end, each in vectors.items()}
+    of_block = stored["wscales"].view(torch.uint8).flatten()[micro_scale(n, k // 16, 2 * half)]
+    weight = E2M1[codes & 7] * (1 - 2.0 * (codes >> 3)) * of_block.view(torch.float8_e4m3fn).float()
+    weight *= natural["wcscales"][:, None]
+    down = stored["lora_down"].float().flatten()[in_sixteens(k[:, None], r, r, k[:, None], rank)]
+    up = stored["lora_up"].float().flatten()[in_sixteens(n, r, n, r, rank)]
+    x = torch.randn(64, 2 * half, generator=torch.Generator().manual_seed(0))
+    expected = in_e2m1(x / natural["smooth"]) @ weight.T + x @ down @ up.T + natural.get("bias", 0)
+    ours, fused = case.network(case.read(path, NAME)).eval(), new_name(f"{layer}.qweight").removesuffix(".qweight")
+    found = [ours.get_submodule(fused.replace("qkv", letter))(x) for letter in "qkv"]
+    assert relative_error(expected, torch.cat(found, -1)) < 1e-5
 
 
 @pytest.mark.slow
