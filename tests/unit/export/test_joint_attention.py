@@ -60,8 +60,7 @@ def parity(joint: Joint, path: Path, rows: Rows, runtime: str) -> dict:
     part, inputs = joint.part(), joint.inputs(seed=7)
     simulate(part.transformer, rows)
     simulation = run_simulation(called(part), part.transformer, inputs, rows)
-    (full,) = called(joint.part())(**inputs).values()
-    (found,) = load_engine(runtime, path, threads=1)(**inputs).values()
+    full, found = called(joint.part())(**inputs), load_engine(runtime, path, threads=1)(**inputs)
     layers = layer_outputs(simulation, rows, path, PREFIX, runtime)
     return layer_parity(
         simulation, full, found, rows, layers, attention_outputs(simulation, rows, path, runtime), "transformer"
