@@ -3,5 +3,5 @@
 # The files that reports write into the folder of a job or a sweep.
 WRITES = (
     "metrics.json", "failure.json", "provenance.json", "report.html", "summary.*",
-    "trajectory.png", "layers.png", "ranges.png",
+    "parts.png", "trajectory.png", "layers.png", "ranges.png",
 )  # fmt: skip

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,7 +27,7 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
-from sd_quant.report.readings import score_of
+from sd_quant.report.readings import names, number_at, score_of
 from sd_quant.report.recommendation import fidelity_db, front, recommend
 from sd_quant.report.record import CANDIDATE, DONE
 from sd_quant.report.sensitivity_plot import COLOURS
@@ -67,6 +67,7 @@ LONGEST_NAME = 28
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 WORST_LAYERS = 6
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
+MOST_BARS = 8  # recipes whose bytes by part are drawn
 MOST_BOXES = 20
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
@@ -86,7 +87,7 @@ def style() -> Iterator[None]:
 
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
-    """``pareto_latency``, ``pareto_size``, ``trajectory``, ``layers`` and ``ranges``, if they show something."""
+    """The plots by name, of which those that show nothing are left out."""
     table = sweep.rows
     best = recommend(sweep, lambda row: row["job"]).job
     done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
@@ -94,6 +95,7 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
         drawn = {
             "pareto_latency": pareto(table, sweep.varied, TIME, best),
             "pareto_size": pareto(table, sweep.varied, SIZE, best),
+            "parts": parts(done, sweep.varied),
             "trajectory": trajectory(sweep, best),
             "layers": next(filter(None, map(layers, done)), None),
             "ranges": next(filter(None, map(ranges, done)), None),
@@ -197,6 +199,48 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     subject = " · ".join(varied)
     axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
     return figure
+
+
+def parts(jobs: Sequence[Job], varied: Sequence[str]) -> Figure | None:
+    """Bars of the bytes that the parts' files take, unquantized and by recipe; None without sizes of several parts.
+
+    ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once.
+    """
+    bars: dict[str, dict[str, float]] = {}
+    for job in jobs[:MOST_BARS]:
+        sizes = {part: sizes_of(job, part) for part in names(job.record, "sizes_bytes")}
+        known = {part: each for part, each in sizes.items() if each is not None}
+        bars.setdefault("unquantized", {part: full for part, (full, _) in known.items()})
+        label = short_name({**job.varied, "job": job.name}, varied)
+        bars[label] = {part: quantized for part, (_, quantized) in known.items()}
+    several = dict.fromkeys(part for bar in bars.values() for part in bar)
+    if len(several) < 2:
+        return None
+    figure = Figure(figsize=(WHOLE[0], 0.9 + 0.33 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    lefts = [0.0] * len(bars)
+    for part, colour in zip(several, cycle(LINES), strict=False):
+        widths = [bar.get(part, 0.0) / 1e6 for bar in bars.values()]
+        axes.barh(range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(part, LONGEST_NAME))
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    for place, total in enumerate(lefts):
+        axes.annotate(
+            f"{total:,.1f}", (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+        )  # fmt: skip
+    axes.set_yticks(range(len(bars)), [fitted(name, LONGEST_NAME) for name in bars], fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="files of all parts, MB")
+    axes.margins(x=0.08)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(several), fontsize=9, borderaxespad=0)
+    return figure
+
+
+def sizes_of(job: Job, part: str) -> tuple[float, float] | None:
+    """Bytes of a part's file unquantized and as it is delivered; None where the record does not say."""
+    full, own = (
+        number_at(job.record, "sizes_bytes", part, f"onnx_{kind}").value for kind in ("full_precision", "quantized")
+    )
+    return None if full is None else (full, own if own is not None else full)
 
 
 def draw_interval(axes: Axes, row: Row, height: float) -> None:

@@ -62,7 +62,7 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     exit_with_its_code(main)
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
         "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
-        "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
+        "pareto_latency.png", "pareto_size.png", "parts.png", "trajectory.png", "layers.png",
     }  # fmt: skip
     assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
     text = (directory / "report.html").read_text(encoding="utf-8")
@@ -71,7 +71,8 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
         "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
         "Worth of a recipe",
         "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
-        'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="trajectory-figure_1"', 'id="layers-figure_1"',
+        'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="parts-figure_1"', 'id="trajectory-figure_1"',
+        'id="layers-figure_1"',
         "<h2>Images</h2>",
     ]  # fmt: skip
     places = [text.find(part) for part in order]

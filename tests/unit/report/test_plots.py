@@ -14,7 +14,7 @@ from .sweeps import change_record, write_job, write_plan, write_sweep
 
 pytestmark = pytest.mark.slow
 
-NAMES = ["pareto_latency", "pareto_size", "trajectory", "layers"]
+NAMES = ["pareto_latency", "pareto_size", "parts", "trajectory", "layers"]
 RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\n"
 
 
@@ -38,6 +38,20 @@ def test_the_front_joins_the_recipes_that_no_other_beats(figures):
     sizes = figures["pareto_size"].axes[0]
     assert sizes.lines[0].get_xydata()[:, 0] == pytest.approx([10.2, 11.9, 13.6])  # in megabytes
     assert "unquantized, 17 MB" in words(sizes.figure)
+
+
+def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
+    """Unquantized, then each recipe, of a denoiser of 17 MB and a decoder of 5."""
+    axes = figures["parts"].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()][:1] == ["unquantized"]
+    assert words(figures["parts"])[0] == "22.0" and len(words(figures["parts"])) == 5
+    assert [bar.get_width() for bar in axes.patches[:5]][0] == pytest.approx(17)
+    folder = write_job(tmp_path / "run")
+    change_record(folder, {"sizes_bytes.vae.onnx_quantized": 2e6})
+    (figure,) = [plots.parts(read_sweep(folder).jobs, [])]
+    assert words(figure)[0] == "22.0" and float(words(figure)[1]) < 19
+    change_record(folder, {"sizes_bytes": {}})
+    assert plots.parts(read_sweep(folder).jobs, []) is None
 
 
 def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
@@ -110,7 +124,7 @@ def test_layers_that_cannot_be_read_are_no_plot(tmp_path, content):
     sweep = read_sweep(write_job(tmp_path / "run"))
     path = sweep.directory / "layers.csv"
     path.unlink() if content is None else path.write_bytes(content)
-    assert list(plots.figures(sweep)) == ["trajectory"]
+    assert list(plots.figures(sweep)) == ["parts", "trajectory"]
 
 
 def test_plots_are_the_same_bytes_every_time(tmp_path):
@@ -125,7 +139,7 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
         return plots.svg(plots.layers(sweep.jobs[0]), "layers")
 
     first = files()
-    assert first.keys() == {"trajectory.png", "layers.png"} and files() == first
+    assert first.keys() == {"parts.png", "trajectory.png", "layers.png"} and files() == first
     assert drawing() == drawing()
     with Image.open(sweep.directory / "layers.png") as image:
         assert image.width > 1500 and set(image.info) == {"dpi"}
