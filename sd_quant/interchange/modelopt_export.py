@@ -130,6 +130,11 @@ KINDS = {  # of the codes of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
 PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
+# What SGLang's own converters say of another order of NVFP4's bytes or scales, or of inputs; ModelOpt writes none of it
+ORDER: Mapping[str, str | bool] = {
+    "swap_weight_nibbles": False, "checkpoint_uses_packed_qkv": False, "dynamic_input_scale": False,
+    "checkpoint_weight_scale_layout": "linear", "weight_scale_layout": "linear",
+}  # fmt: skip
 
 
 # Reading
@@ -143,12 +148,13 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. What multiplies or rounds inputs is read, no weight.
 
-    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` that
-    is not decoded here.
+    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` or an
+    order of numbers and scales that is not decoded here.
     """
     config = quantization_config(path)
     if config is None or not recognizes(path):
         raise ArtifactError(f"{path} holds no config of ModelOpt; expected a folder that it exported")
+    check_order(path, config)
     tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, ENDS)
     ignored = config.get("ignore") or []
@@ -161,6 +167,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         )
     layers = {name: layer_of(stored, shapes[name], algo_of(path, config, name)) for name, stored in found.items()}
     return whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+
+
+def check_order(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ArtifactError for a config that says of another layout than ModelOpt's, which SGLang alone reads."""
+    for key, own in ORDER.items():
+        if config.get(key) not in (None, own):
+            raise ArtifactError(
+                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
+                "folder that this was converted from"
+            )
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:

@@ -528,6 +528,16 @@ def test_a_folder_that_breaks_its_layout_is_refused(written, tmp_path):
         (lambda tensors: None, {"quant_algo": "MIXED_PRECISION"}, "quant_algo of .* is None"),
         (lambda tensors: None, {"ignore": [f"{name}*"]}, "quantizes layers that its ignore excludes"),
         (lambda tensors: None, {"ignore": {"a": 1}}, "ignore is a dict"),
+        *(  # the same codes and scales mean other numbers there, so the judge would take a good file for a bad one
+            (lambda tensors: None, {key: value}, f"its {key} is {words} as in what ModelOpt exports; give the folder")
+            for key, value, words in (
+                ("swap_weight_nibbles", True, "True, expected False"),
+                ("checkpoint_uses_packed_qkv", True, "True, expected False"),
+                ("dynamic_input_scale", True, "True, expected False"),
+                ("checkpoint_weight_scale_layout", "swizzled", "swizzled, expected linear"),
+                ("weight_scale_layout", ["swizzled"], "a list, expected linear"),
+            )
+        ),
     ]:
         changed(folder, tmp_path, change)
         whole = json.loads((folder / "config.json").read_text())
@@ -535,6 +545,20 @@ def test_a_folder_that_breaks_its_layout_is_refused(written, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(whole))
         with pytest.raises(ArtifactError, match=words):
             read(tmp_path, case.checkpoint)
+
+
+@slow
+@pytest.mark.parametrize("written", ["nvfp4"], indirect=True)
+def test_a_config_that_says_what_is_so_anyway_is_read(written, tmp_path):
+    """SGLang's converters write these of ModelOpt's own order too."""
+    case, layers, folder = written
+    changed(folder, tmp_path)
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] |= {
+        "swap_weight_nibbles": False, "checkpoint_weight_scale_layout": "linear", "dynamic_input_scale": None
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read(tmp_path, case.checkpoint).layers.keys() == layers.keys()
 
 
 def test_a_block_of_zeros_has_a_scale_that_divides():
