@@ -73,6 +73,10 @@ FACTS = ForeignFormat(
     per_token=frozenset({"fp8"}),
     block=16,
     one_range=frozenset({"nvfp4"}),
+    left_out=(
+        "codes of query, key and value in FP8, where each has a scale of its own: vLLM-Omni, and SGLang on some GPUs, "
+        "round those of two once more, by the largest scale; FP8 by row and NVFP4 keep them",
+    ),
     families=frozenset({"flux", "diffusers"}),
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),

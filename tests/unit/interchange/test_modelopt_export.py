@@ -324,6 +324,35 @@ def test_names_dtypes_shapes_and_directions_are_those_that_servers_register(writ
     assert {each.dtype for key, each in tensors.items() if key.endswith("bias")} == {torch.float16}
 
 
+def stacked_by_vllm(parts: list[dict[str, Tensor]]) -> Tensor:
+    """The weight that it multiplies of layers in FP8: of unequal scales the largest, by which codes are rounded again.
+
+    As its ``requantize_with_max_scale`` has it, and SGLang's.
+    """
+    scales = torch.stack([part["weight_scale"] for part in parts])  # [parts], or [parts, out]
+    codes = torch.stack([part["weight"].float() for part in parts])
+    numbers = codes * scales.reshape(len(parts), -1, 1)
+    if scales.ndim > 1 or (scales == scales[0]).all():
+        return numbers
+    return (numbers / scales.max()).to(torch.float8_e4m3fn).float() * scales.max()
+
+
+@slow
+@pytest.mark.parametrize("written", ["fp8", "fp8_per_row"], indirect=True)
+@torch.no_grad()
+def test_what_a_server_rounds_again_of_query_key_and_value_is_in_the_readme(written):
+    """A scale for each row is stacked with its row. Half as much error more, as of any two scales but powers of two."""
+    case, layers, folder = written
+    tensors, weights = tensors_in(folder), denoiser_weights(case.checkpoint)
+    for begin in {name.removesuffix("to_q") for name in layers if name.endswith(".to_q")}:
+        parts = [layer_tensors(tensors, begin + part) for part in QKV]
+        original = torch.stack([weights[f"{begin}{part}.weight"].float() for part in QKV])
+        own = torch.stack([each["weight"].float() * each["weight_scale"].reshape(-1, 1) for each in parts])
+        lost = (torch.dist(stacked_by_vllm(parts), original) / torch.dist(own, original)).item()
+        assert lost == 1 if parts[0]["weight_scale"].ndim else 1.05 < lost < 2, begin
+    assert "round those of two once more" in TARGET.left_out[0]
+
+
 def quantized_at_load(config: dict) -> bool:
     """TensorRT-LLM: without groups weights are taken for unquantized."""
     groups = list(config.get("config_groups", {}).values())
