@@ -20,9 +20,9 @@ gives no ``config_groups``. A block of zeros has the scale 2^-9 where ModelOpt h
 
 The three servers match ``ignore`` differently. SGLang takes ``*`` for any characters and matches the whole name;
 vLLM-Omni takes an entry for a name, for a part of one, or for a pattern; TensorRT-LLM's patterns match a name or a
-module around it. The last two also give q, k and v one name, each its own. So every entry ends in ``*``, because the
-bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a quantized layer; and joint
-layers are listed under their names there.
+module around it. Each has names of its own for q, k and v together, SGLang in Qwen-Image and Z-Image. So every entry
+ends in ``*``, because the bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a
+quantized layer; and joint layers are listed under their names there.
 
 The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
 codes anew.
@@ -80,7 +80,7 @@ FACTS = ForeignFormat(
     families=frozenset({"flux", "diffusers"}),
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
-        ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj"),
+        ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj", "to_added_qkv"),
         ("w1", "w3"): ("w13",),
         ("net.0.proj",): ("up_proj",),  # single layers with another name
         ("net.2",): ("down_proj",),

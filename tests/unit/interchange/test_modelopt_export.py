@@ -238,10 +238,11 @@ def flux_linears(double: int = 12, single: int = 12) -> list[str]:
 
 def units(linears: list[str]) -> list[list[str]]:
     """The linears in groups that are quantized together."""
+    joint = {**dict.fromkeys(QKV, "qkv"), **dict.fromkeys(ADDED, "added"), "w1": "w13", "w3": "w13"}
     groups: dict[str, list[str]] = {}
     for name in linears:
         begin, _, last = name.rpartition(".")
-        groups.setdefault(f"{begin} q" if last in QKV else f"{begin} add" if last in ADDED else name, []).append(name)
+        groups.setdefault(f"{begin} {joint[last]}" if last in joint else name, []).append(name)
     return list(groups.values())
 
 
@@ -256,6 +257,57 @@ def test_the_exclusions_mean_the_same_to_every_server(seed):
         "single_transformer_blocks.3.proj_out"
     }
     assert disagreements(ignored(linears, quantized), quantized, linears) == []
+
+
+# Linears by diffusers' names, and SGLang's names for those that it calls otherwise: by ``param_names_mapping`` and the
+# modules of ``dits/qwen_image.py`` and ``dits/zimage.py``, after which ``ignore`` is matched (sglang #23625)
+QWEN = ["attn." + end for end in (*QKV, *ADDED, "to_out.0", "to_add_out")]
+QWEN += [f"{stream}_{end}" for stream in ("img", "txt") for end in ("mod.1", "mlp.net.0.proj", "mlp.net.2")]
+Z_IMAGE = [*(f"attention.{end}" for end in (*QKV, "to_out.0")), *(f"feed_forward.w{n}" for n in (1, 2, 3))]
+SGLANG = {
+    "QwenImagePipeline": (
+        ["img_in", "txt_in", *(f"transformer_blocks.{n}.{end}" for n in range(12) for end in QWEN), "proj_out"],
+        {r"\.add_[qkv]_proj$": ".to_added_qkv", r"_mod\.1$": "_mod"},
+    ),
+    "ZImagePipeline": (
+        [
+            f"{blocks}.{n}.{end}" for blocks, count in {"noise_refiner": 2, "context_refiner": 2, "layers": 12}.items()
+            for n in range(count) for end in (*Z_IMAGE, "adaLN_modulation.0")
+        ],
+        {r"\.to_[qkv]$": ".to_qkv", r"\.w[13]$": ".w13"},
+    ),
+}  # fmt: skip
+
+
+def wrong_in_sglang(pipeline: str, ignore: list[str], quantized: set[str]) -> list[str]:
+    """The linears of a pipeline that SGLang would take for what they are not."""
+    linears, renamed = SGLANG[pipeline]
+    names = {name: name for name in linears}
+    for pattern, other in renamed.items():
+        names = {name: re.sub(pattern, other, theirs) for name, theirs in names.items()}
+    return [name for name, theirs in names.items() if by_sglang(theirs, ignore) == (name in quantized)]
+
+
+@pytest.mark.parametrize("pipeline", SGLANG)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_exclusions_are_found_under_sglangs_own_names(pipeline, seed):
+    linears, chance = SGLANG[pipeline][0], random.Random(seed)
+    share = chance.choice((0.02, 0.3, 0.7, 0.98))
+    quantized = {name for unit in units(linears) if chance.random() < share for name in unit}
+    assert wrong_in_sglang(pipeline, ignored(linears, quantized), quantized) == []
+
+
+def test_what_sglang_would_make_of_diffusers_names_alone():
+    """A joint layer, which no part's name begins, and a modulation that lies in a sequence in diffusers."""
+    name, linears = "QwenImagePipeline", set(SGLANG["QwenImagePipeline"][0])
+    added = {each for each in linears if each.endswith(ADDED)}
+    own_names = [each for each in ignored(linears, linears - added) if each[:-1] in linears]
+    assert set(wrong_in_sglang(name, own_names, linears - added)) == added
+    modulations = {each for each in linears if "_mod." in each}
+    right = ignored(linears, linears - modulations)
+    assert "transformer_blocks.3.img_mod*" in right and wrong_in_sglang(name, right, linears - modulations) == []
+    whole = [each.replace("_mod*", "_mod.1*") for each in right]
+    assert set(wrong_in_sglang(name, whole, linears - modulations)) == modulations
 
 
 def test_what_each_server_would_make_of_other_lists():
@@ -322,6 +374,32 @@ def test_names_dtypes_shapes_and_directions_are_those_that_servers_register(writ
             for end in ("input_scale", "weight_scale_2"):
                 assert end not in found or torch.equal(found[end], other[end]), f"{begin}.{part}.{end}"
     assert {each.dtype for key, each in tensors.items() if key.endswith("bias")} == {torch.float16}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """FP8 as bytes, which can be moved."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+@slow
+@pytest.mark.parametrize("written", ["fp8_per_row", "nvfp4"], indirect=True)
+def test_scales_lie_in_the_order_of_rows_so_that_halves_can_be_swapped(written):
+    """vLLM-Omni swaps the two halves of some first linears of feed-forwards, and has to swap both (#5848)."""
+    from diffusers.quantizers.bfl.utils import dequantize_nvfp4
+
+    case, layers, folder = written
+    found = layer_tensors(tensors_in(folder), name := min(each for each in layers if each.endswith("net.0.proj")))
+    codes, scale = (as_bytes(found[end]) for end in ("weight", "weight_scale"))
+
+    def numbers(codes: Tensor, scale: Tensor) -> Tensor:
+        if layers[name].per_token:
+            return codes.view(torch.float8_e4m3fn).float() * scale[:, None]
+        return dequantize_nvfp4(codes, scale.view(torch.float8_e4m3fn), found["weight_scale_2"])
+
+    half = len(codes) // 2
+    swapped = numbers(codes, scale).roll(half, 0)
+    assert torch.equal(numbers(codes.roll(half, 0), scale.roll(half, 0)), swapped)
+    assert torch.dist(numbers(codes.roll(half, 0), scale), swapped) > 0.02 * swapped.norm()
 
 
 def stacked_by_vllm(parts: list[dict[str, Tensor]]) -> Tensor:
