@@ -26,6 +26,7 @@ from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, nvfp4
 
+from ..observed.conftest import observe, tiny_folder  # noqa: F401 fixtures
 from ..tiny import Tiny, changed
 from .conftest import recipe_of
 
@@ -206,13 +207,16 @@ def by_tensorrt(name: str, ignore: list[str]) -> bool:
 
 
 def disagreements(ignore: list[str], quantized: set[str], linears: list[str]) -> list[str]:
-    """Layers that a server would take for what they are not, as the servers name them in FLUX.1."""
+    """Layers that a server would take for what they are not, as they name them in FLUX.1, Qwen-Image and Z-Image."""
     found = []
     for name in linears:
         begin, _, last = name.rpartition(".")
-        joint = {"to_q": ("to_qkv", "qkv_proj", QKV), "add_q_proj": ("add_kv_proj", "add_qkv_proj", ADDED)}
+        joint = {
+            "to_q": ("to_qkv", "qkv_proj", QKV), "add_q_proj": ("add_kv_proj", "add_qkv_proj", ADDED),
+            "w1": ("w13", "w13", ("w1", "w3")),
+        }  # fmt: skip
         taken = {"SGLang": by_sglang(name, ignore)}
-        if last in (*QKV, *ADDED):
+        if last in (*QKV, *ADDED, "w1", "w3"):
             if last in joint:
                 vllm, tensorrt, parts = joint[last]
                 taken["vLLM-Omni"] = by_vllm(f"{begin}.{vllm}", ignore, parts)
@@ -279,11 +283,12 @@ SGLANG = {
 }  # fmt: skip
 
 
-def wrong_in_sglang(pipeline: str, ignore: list[str], quantized: set[str]) -> list[str]:
+def wrong_in_sglang(
+    pipeline: str, ignore: list[str], quantized: set[str], linears: list[str] | None = None
+) -> list[str]:
     """The linears of a pipeline that SGLang would take for what they are not."""
-    linears, renamed = SGLANG[pipeline]
-    names = {name: name for name in linears}
-    for pattern, other in renamed.items():
+    names = {name: name for name in linears or SGLANG[pipeline][0]}
+    for pattern, other in SGLANG[pipeline][1].items():
         names = {name: re.sub(pattern, other, theirs) for name, theirs in names.items()}
     return [name for name, theirs in names.items() if by_sglang(theirs, ignore) == (name in quantized)]
 
@@ -585,6 +590,57 @@ def test_every_pipeline_is_diffusers():
 
     known = set().union(*(server.pipelines for server in TARGET.servers.values()))
     assert [name for name in known if not hasattr(diffusers, name)] == []
+
+
+def rows_of(network: torch.nn.Module, roles: dict[str, str], fmt: str) -> dict[str, LayerAssignment]:
+    """Rows of a network's linears as a recipe gives them, ``fp8_per_row`` and formats; inputs reach 4."""
+    rows = {}
+    for name, role in roles.items():
+        weight = network.get_submodule(name).weight
+        plain = LayerAssignment(name, role, tuple(weight.shape), reason="it reads no token")
+        by_row = {"per_token": True, "weight_axis": 0, "weight_amax": weight.abs().amax(1), "activation_amax": 1.0}
+        ranges = {"weight_amax": weight.abs().max().reshape(1), "activation_amax": 4.0}
+        kind = fmt.partition("_")[0]
+        own = {"format": kind, "activation_format": kind, **(by_row if fmt == "fp8_per_row" else ranges)}
+        rows[name] = plain if role == "excluded" else replace(plain, reason=None, **own)
+    return rows
+
+
+@slow
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_per_row", "nvfp4"])
+@pytest.mark.parametrize("pipeline", SGLANG)
+@torch.no_grad()
+def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe, tmp_path, pipeline, fmt):  # noqa: F811
+    checkpoint = observe(pipeline)
+    network = checkpoint.build()["transformer"]
+    roles = checkpoint.family.layer_roles(network)
+    weights = denoiser_weights(checkpoint)
+    for name in roles:
+        network.get_submodule(name).weight = torch.nn.Parameter(weights[f"{name}.weight"].float())
+    rows = adapted(rows_of(network, roles, fmt), TARGET)
+    quantized = {name for name, each in rows.items() if each.format}
+    assert len(quantized) > 15 and not any(name.endswith(("_mod.1", "adaLN_modulation.0")) for name in quantized)
+    shutil.copytree(checkpoint.path / "transformer", tmp_path / "transformer", ignore=lambda *_: ["*.safetensors"])
+    written = TARGET.module.write(checkpoint, rows, tmp_path) / "transformer"
+
+    tensors, ignore, linears = tensors_in(written), config_in(written)["ignore"], list(roles)
+    assert disagreements(ignore, quantized, linears) == wrong_in_sglang(pipeline, ignore, quantized, linears) == []
+    assert {name.rpartition(".")[0] for name in tensors if name.endswith("weight_scale")} == quantized
+    read_back = read(written, checkpoint)
+    for name in quantized:
+        ends = {"weight", "weight_scale", "input_scale", "weight_scale_2"}
+        ends -= {"weight_scale_2"} if fmt == "fp8" else {"weight_scale_2", "input_scale"} if fmt != "nvfp4" else set()
+        assert layer_tensors(tensors, name).keys() == ends
+        weight = weights[f"{name}.weight"].float()
+        assert (
+            torch.dist(read_back.layers[name].weight.read(), weight)
+            < (0.15 if fmt == "nvfp4" else 0.05) * weight.norm()
+        )
+    told = servers_of(TARGET, checkpoint, rows)
+    able = {"SGLang", "vLLM-Omni"} | ({"TensorRT-LLM"} if pipeline == "QwenImagePipeline" else set())
+    assert {name for name, reason in told.items() if reason is None} == (
+        able if fmt != "fp8_per_row" else {"vLLM-Omni"}
+    )
 
 
 # Reading
