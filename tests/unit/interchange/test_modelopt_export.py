@@ -99,11 +99,20 @@ def exported(case: Tiny, layers: dict[str, LayerAssignment], weights: dict[str, 
 def test_it_is_what_modelopt_exports_of_the_same_numbers(written, tmp_path):
     """All codes, scales and the config, given the numbers that our codes stand for, and their ranges."""
     case, layers, folder = written
+    mine, config = config_in(folder), assert_tensors_are_modelopts(case, layers, folder, tmp_path)
+    assert mine | {"ignore": None} == config | {"ignore": None} and list(mine) == list(config)
+    linears = [name for name in case.roles]
+    for name in linears:  # theirs are spelt without a star where they are whole names
+        assert matches(name, mine["ignore"]) == matches(name, config["ignore"]) == (name not in layers), name
+
+
+def assert_tensors_are_modelopts(case: Tiny, layers: dict[str, LayerAssignment], folder, place) -> dict:
+    """And ModelOpt's config of them, given the numbers that our codes stand for, and their ranges."""
     ours, read_back = tensors_in(folder), case.read(folder, "modelopt_export")
     weights = {name: read_back.layers[name].weight.read() for name in layers}
     signed = torch.tensor(1e-30)  # in place of zero, whose sign ModelOpt drops
     weights = {name: each.where(each != 0, signed.copysign(each)) for name, each in weights.items()}
-    theirs, config = exported(case, layers, weights, tmp_path)
+    theirs, config = exported(case, layers, weights, place)
     assert theirs.keys() == ours.keys()
     for name in layers:
         mine, their = layer_tensors(ours, name), layer_tensors(theirs, name)
@@ -111,11 +120,7 @@ def test_it_is_what_modelopt_exports_of_the_same_numbers(written, tmp_path):
             assert tensor.dtype == their[end].dtype and tensor.shape == their[end].shape, f"{name}.{end}"
             if layers[name].rounded is None or tensor.ndim == 0:  # of chosen codes, 4 may be a block's largest
                 assert torch.equal(tensor.float(), their[end].float()), f"{name}.{end}"
-    mine = config_in(folder)
-    assert mine | {"ignore": None} == config | {"ignore": None} and list(mine) == list(config)
-    linears = [name for name in case.roles]
-    for name in linears:  # theirs are spelt without a star where they are whole names
-        assert matches(name, mine["ignore"]) == matches(name, config["ignore"]) == (name not in layers), name
+    return config
 
 
 @slow
@@ -529,6 +534,8 @@ def test_two_formats_are_said_by_layer_and_read_so(tiny, tmp_path):
     assert len({each.format for each in single.values() if each.format}) == 2
     assert servers_of(TARGET, case.checkpoint, single)["vLLM-Omni"] is None
     assert refusals["TensorRT-LLM"] == refusals["SGLang"] == "it loads one format, and this has fp8 and nvfp4"
+    theirs = assert_tensors_are_modelopts(case, {name: rows[name] for name in held}, folder, tmp_path / "theirs")
+    assert theirs == config
 
 
 # Servers and pipelines
