@@ -82,8 +82,10 @@ FACTS = ForeignFormat(
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
         ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj", "to_added_qkv"),
         ("w1", "w3"): ("w13",),
-        ("net.0.proj",): ("up_proj",),  # single layers with another name
-        ("net.2",): ("down_proj",),
+        ("net.0.proj",): ("up_proj", "fc_in"),  # single layers with another name
+        ("net.2",): ("down_proj", "fc_out"),
+        ("attn1.to_q",): ("to_q",), ("attn1.to_k",): ("to_k",), ("attn1.to_v",): ("to_v",),
+        ("attn1.to_out.0",): ("to_out",),
     },
     servers={
         "SGLang": Server(
