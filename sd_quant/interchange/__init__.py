@@ -50,6 +50,7 @@ class Server:
     gpus: Mapping[str, str]  # that the formats need
     pipelines: frozenset[str]  # diffusers' classes whose layers it loads quantized
     mixed: bool = False  # whether it loads several formats together
+    per_token: bool = False  # whether it loads layers whose inputs are scaled per token
     one_config: bool = False  # whether it takes a denoiser's quantization_config for a second denoiser's too
     # Patterns of layers that it makes in full precision and fills with codes; by pipeline, as far as that was read
     plain: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

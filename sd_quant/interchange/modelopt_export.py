@@ -15,14 +15,14 @@ the network's config.json has ``quant_algo``, for MIXED_PRECISION with the one o
 which TensorRT-LLM takes weights for unquantized and quantizes them again; and ``ignore``, patterns of linears that are
 not quantized. Nothing else of ModelOpt's is there, so diffusers does not open the folder.
 
-FP8 and NVFP4 with static inputs are written, and both together for vLLM-Omni. A block of zeros has the scale 2^-9 where
-ModelOpt has 1: both are read as zeros.
+FP8 and NVFP4 with static inputs are written, both together for vLLM-Omni, and for it alone FP8 by row, which ModelOpt
+gives no ``config_groups``. A block of zeros has the scale 2^-9 where ModelOpt has 1: both are read as zeros.
 
 The three servers match ``ignore`` differently. SGLang takes ``*`` for any characters and matches the whole name;
 vLLM-Omni takes an entry for a name, for a part of one, or for a pattern; TensorRT-LLM's patterns match a name or a
-module around it. The last two also give q, k and v one name, each its own. So every entry ends in ``*``, because the
-bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a quantized layer; and joint
-layers are listed under their names there.
+module around it. Each has names of its own for q, k and v together, SGLang in Qwen-Image and Z-Image. So every entry
+ends in ``*``, because the bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a
+quantized layer; and joint layers are listed under their names there.
 
 The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
 codes anew.
@@ -70,16 +70,22 @@ FACTS = ForeignFormat(
     consumer="SGLang, vLLM-Omni and TensorRT-LLM",
     tried=DIFFUSERS,  # its BFLQuantizationConfig reads the tensors of NVFP4
     formats={"fp8": STATIC, "nvfp4": STATIC},
-    per_channel={"fp8": False},
+    per_token=frozenset({"fp8"}),
     block=16,
     one_range=frozenset({"nvfp4"}),
+    left_out=(
+        "codes of query, key and value in FP8, where each has a scale of its own: vLLM-Omni, and SGLang on some GPUs, "
+        "round those of two once more, by the largest scale; FP8 by row and NVFP4 keep them",
+    ),
     families=frozenset({"flux", "diffusers"}),
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
-        ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj"),
+        ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj", "to_added_qkv"),
         ("w1", "w3"): ("w13",),
-        ("net.0.proj",): ("up_proj",),  # single layers with another name
-        ("net.2",): ("down_proj",),
+        ("net.0.proj",): ("up_proj", "fc_in"),  # single layers with another name
+        ("net.2",): ("down_proj", "fc_out"),
+        ("attn1.to_q",): ("to_q",), ("attn1.to_k",): ("to_k",), ("attn1.to_v",): ("to_v",),
+        ("attn1.to_out.0",): ("to_out",),
     },
     servers={
         "SGLang": Server(
@@ -103,6 +109,7 @@ FACTS = ForeignFormat(
                 "WanPipeline", "LTX2Pipeline", "GlmImagePipeline",
             }),
             mixed=True,
+            per_token=True,
             plain={
                 "FluxPipeline": ("transformer_blocks.*", "*.norm.linear"),
                 "QwenImagePipeline": ("*.img_mod.1", "*.txt_mod.1"),
@@ -130,6 +137,11 @@ KINDS = {  # of the codes of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
 PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
+# What SGLang's own converters say of another order of NVFP4's bytes or scales, or of inputs; ModelOpt writes none of it
+ORDER: Mapping[str, str | bool] = {
+    "swap_weight_nibbles": False, "checkpoint_uses_packed_qkv": False, "dynamic_input_scale": False,
+    "checkpoint_weight_scale_layout": "linear", "weight_scale_layout": "linear",
+}  # fmt: skip
 
 
 # Reading
@@ -143,12 +155,13 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. What multiplies or rounds inputs is read, no weight.
 
-    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` that
-    is not decoded here.
+    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` or an
+    order of numbers and scales that is not decoded here.
     """
     config = quantization_config(path)
     if config is None or not recognizes(path):
         raise ArtifactError(f"{path} holds no config of ModelOpt; expected a folder that it exported")
+    check_order(path, config)
     tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, ENDS)
     ignored = config.get("ignore") or []
@@ -161,6 +174,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         )
     layers = {name: layer_of(stored, shapes[name], algo_of(path, config, name)) for name, stored in found.items()}
     return whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+
+
+def check_order(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ArtifactError for a config that says of another layout than ModelOpt's, which SGLang alone reads."""
+    for key, own in ORDER.items():
+        if config.get(key) not in (None, own):
+            raise ArtifactError(
+                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
+                "folder that this was converted from"
+            )
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
@@ -258,19 +281,20 @@ def nvfp4_weight(stored: LayerTensors, shape: Shape, scale: str, double: str, dt
 
 # Writing
 
+FP8_ALGO, NVFP4_ALGO = "FP8", "NVFP4"
 GROUPS = {
-    "fp8": {
+    FP8_ALGO: {
         "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
         "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
     },
-    "nvfp4": {
+    NVFP4_ALGO: {
         "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
         "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
     },
 }
-ALGOS: Mapping[str, Mapping[str, str | int]] = {
-    "fp8": {"quant_algo": "FP8"},
-    "nvfp4": {"quant_algo": "NVFP4", "group_size": BLOCK},
+OF_LAYERS: Mapping[str, Mapping[str, str | int]] = {
+    FP8_ALGO: {"quant_algo": FP8_ALGO},
+    NVFP4_ALGO: {"quant_algo": NVFP4_ALGO, "group_size": BLOCK},
 }
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM-Omni knows the layout by this name too
 
@@ -279,7 +303,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
     All other weights are fp16; one is in memory at a time. Raises ConfigError where no ``ignore`` has one meaning for
-    all servers, ResourceError when the disk is full.
+    all servers or no ``quant_algo`` says what the layers are, ResourceError when the disk is full.
     """
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
@@ -290,6 +314,13 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized linear by their names."""
     (rows, columns), name = flat_shape(layer), layer.name
+    if algo_written(layer) == PER_TOKEN:
+        return {
+            f"{name}.weight": lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn),
+            f"{name}.weight_scale": lazy_piece(
+                checkpoint, layer, 1, (rows,), torch.float32, lambda each: each.expand(rows, 1)
+            ),
+        }
     few = torch.zeros(1, BLOCK)  # of the scales of blocks, the last is the one that they have in common
     of_weight = layer.rounded[-1] if layer.rounded is not None else layer.weight_scales(few)[-1]
     of_inputs = lazy(layer.activation_scales(few)[-1].reshape(()).float())
@@ -305,23 +336,39 @@ def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Read
     }  # fmt: skip
 
 
+def algo_written(layer: LayerAssignment) -> str:
+    """The ``quant_algo`` of a quantized layer."""
+    if layer.format == "nvfp4":
+        return NVFP4_ALGO
+    return PER_TOKEN if layer.per_token else FP8_ALGO
+
+
 def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -> dict[str, Any]:
     """``quantization_config`` of the quantized ``layers`` among all ``linears`` of a network."""
-    by_format: dict[str, list[str]] = {}
+    by_algo: dict[str, list[str]] = {}
     for layer in layers.values():
-        by_format.setdefault(str(layer.format), []).append(layer.name)
-    mixed = len(by_format) > 1
-    groups = {
-        f"group_{index}": GROUPS[fmt] | {"targets": sorted(names) if mixed else ["Linear"]}
-        for index, (fmt, names) in enumerate(by_format.items())
-    }
-    found: dict[str, Any] = {"config_groups": groups}
+        by_algo.setdefault(algo_written(layer), []).append(layer.name)
+    if rows := [name for name in by_algo.get(FP8_ALGO, ()) if layers[name].weight_axis == 0]:
+        raise ConfigError(
+            f"{len(rows)} layers in fp8 ({listing(rows, 2)}) have a scale for each row and static inputs, which no "
+            "quant_algo of ModelOpt has; quantize.per_channel=false has one scale, quantize.per_token=true such inputs"
+        )
+    mixed = len(by_algo) > 1
+    if mixed and PER_TOKEN in by_algo:
+        raise ConfigError(
+            f"{len(by_algo[PER_TOKEN])} layers in fp8 have inputs that are scaled per token and others are in another "
+            "format, which no server loads together; set quantize.per_token=false"
+        )
+    found: dict[str, Any] = {}
+    if PER_TOKEN not in by_algo:
+        found["config_groups"] = {
+            f"group_{index}": GROUPS[algo] | {"targets": sorted(names) if mixed else ["Linear"]}
+            for index, (algo, names) in enumerate(by_algo.items())
+        }
     if mixed:
-        found |= {"quantized_layers": {name: ALGOS[str(layer.format)] for name, layer in layers.items()}, "ignore": []}
-    else:
-        found["ignore"] = ignored(linears, layers)
-    algo = MIXED if mixed else ALGOS[next(iter(by_format))]["quant_algo"]
-    return found | {"quant_algo": algo, "producer": PRODUCER, "quant_method": METHOD}
+        found |= {"quantized_layers": {name: OF_LAYERS[algo_written(layer)] for name, layer in layers.items()}}
+    found["ignore"] = [] if mixed else ignored(linears, layers)
+    return found | {"quant_algo": MIXED if mixed else next(iter(by_algo)), "producer": PRODUCER, "quant_method": METHOD}
 
 
 def ignored(linears: Collection[str], layers: Collection[str]) -> list[str]:

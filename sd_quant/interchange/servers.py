@@ -33,6 +33,8 @@ def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, La
     quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
     if len(formats := set(quantized.values())) > 1 and not server.mixed:
         return f"it loads one format, and this has {' and '.join(sorted(formats))}"
+    if not server.per_token and any(rows[name].per_token for name in quantized):
+        return f"it loads no {' or '.join(sorted(formats))} whose inputs are scaled per token"
     found: dict[str, str] = {}
     for pattern in [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]:
         found |= {name: pattern for name in quantized if fnmatchcase(name, pattern)}

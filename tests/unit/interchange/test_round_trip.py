@@ -91,6 +91,8 @@ CASES = [
         for family, fmt in (("sdxl", "q4_k"), ("sd3", "q5_k"), ("flux", "q6_k"), ("sd21", "q4_1"))
     ),
     ("modelopt_export", "flux", "fp8", {"per_channel": False}),
+    ("modelopt_export", "flux", "fp8", PER_ROW_FP8),
+    ("modelopt_export", "flux", "fp8", PER_ROW_FP8 | {"per_channel": False}),
     ("modelopt_export", "flux", "nvfp4", PLAIN),
     ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
 ]
