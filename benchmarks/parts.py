@@ -39,13 +39,13 @@ def tokens_of(cosines: Mapping[str, Mapping[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="sdxl_mini", help="as in model= (%(default)s)")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="(%(default)s)")
+    parser.add_argument("--prompts", default=str(PROMPTS / "sdxl_mini_report.txt"), help="(%(default)s)")
     parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
     parser.add_argument("--quantize", default="int8", help="preset of the denoiser, at level 3 (%(default)s)")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
-    model, prompts = sd_quant.open(chosen.model, cache=HOME / "outputs/cache"), read_prompts(chosen.prompts)
+    model, prompts = sd_quant.open(chosen.model, cache=HOME / "outputs/cache"), read_prompts(Path(chosen.prompts))
     prompts = prompts[: chosen.images]
     checkpoint, denoiser = model.session.checkpoint, model.session.denoiser
     others = [part for part in exported(model.session.parts) if part != denoiser]

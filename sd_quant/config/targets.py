@@ -53,6 +53,7 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
         ),
         f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (
             target.per_channel.get(linear, recipe.per_channel) == recipe.per_channel
+            or (recipe.per_token and target.formats.get(linear) == STATIC)
         ),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or recipe.rank == 0,
         f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (

@@ -160,7 +160,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
         wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized as weights in"
         return f"{target.name} wants {wanted} {fmt}, and the recipe leaves them in {found}"
-    if fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
+    static = inputs_of(layer, target) == target.formats[fmt]  # or rows are scaled, of the inputs and of the weight
+    if static and fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
 
@@ -200,7 +201,7 @@ def joined(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[L
     if target.joined and first.activation_amax is not None:
         largest = max(row.activation_amax for row in rows)
         rows = [replace(row, activation_amax=largest) for row in rows]
-    if first.format not in target.one_range:
+    if first.format not in target.one_range or first.weight_axis == 0:
         return rows
     readers = [[each for each in rows if each.activation_amax == row.activation_amax] for row in rows]  # of one tensor
     ranges = [torch.stack([each.weight_amax.max() for each in group]).max().reshape(1) for group in readers]

@@ -70,13 +70,10 @@ FACTS = ForeignFormat(
     consumer="SGLang, vLLM-Omni and TensorRT-LLM",
     tried=DIFFUSERS,  # its BFLQuantizationConfig reads the tensors of NVFP4
     formats={"fp8": STATIC, "nvfp4": STATIC},
+    per_channel={"fp8": False},
     per_token=frozenset({"fp8"}),
     block=16,
-    one_range=frozenset({"nvfp4"}),
-    left_out=(
-        "codes of query, key and value in FP8, where each has a scale of its own: vLLM-Omni, and SGLang on some GPUs, "
-        "round those of two once more, by the largest scale; FP8 by row and NVFP4 keep them",
-    ),
+    one_range=frozenset({"fp8", "nvfp4"}),
     families=frozenset({"flux", "diffusers"}),
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
@@ -348,11 +345,6 @@ def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -
     by_algo: dict[str, list[str]] = {}
     for layer in layers.values():
         by_algo.setdefault(algo_written(layer), []).append(layer.name)
-    if rows := [name for name in by_algo.get(FP8_ALGO, ()) if layers[name].weight_axis == 0]:
-        raise ConfigError(
-            f"{len(rows)} layers in fp8 ({listing(rows, 2)}) have a scale for each row and static inputs, which no "
-            "quant_algo of ModelOpt has; quantize.per_channel=false has one scale, quantize.per_token=true such inputs"
-        )
     mixed = len(by_algo) > 1
     if mixed and PER_TOKEN in by_algo:
         raise ConfigError(
