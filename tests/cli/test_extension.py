@@ -160,6 +160,7 @@ def composed(conf: Path, name: str, job: type, *overrides: str):
         return job_of(job, compose(name, list(overrides)))
 
 
+@pytest.mark.soak
 def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
     run, name = tmp_path / "run", f"model.path={pipeline_folder}"
     job = composed(

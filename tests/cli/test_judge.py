@@ -148,6 +148,7 @@ def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(comm
     assert not (tmp_path / "judged/sweep.json").exists()
 
 
+@pytest.mark.soak
 def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
     command, tiny, unbroken_sweep, sweep_arguments, tmp_path
 ):
