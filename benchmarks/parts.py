@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sd_quant
-from benchmarks.common import HOME, PROMPTS, report
+from benchmarks.common import PROMPTS, report
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.recipe import part_presets
 from sd_quant.engines.base import Engine
@@ -41,16 +41,16 @@ def main() -> None:
     parser.add_argument("--model", default="sdxl_mini", help="as in model= (%(default)s)")
     parser.add_argument("--prompts", default=str(PROMPTS / "sdxl_mini_report.txt"), help="(%(default)s)")
     parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--calib-size", type=int, help="prompts that the denoiser is calibrated on; by default its own")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
     parser.add_argument("--quantize", default="int8", help="preset of the denoiser, at level 3 (%(default)s)")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
-    model, prompts = sd_quant.open(chosen.model, cache=HOME / "outputs/cache"), read_prompts(Path(chosen.prompts))
-    prompts = prompts[: chosen.images]
+    model, prompts = sd_quant.open(chosen.model), read_prompts(Path(chosen.prompts))[: chosen.images]
     checkpoint, denoiser = model.session.checkpoint, model.session.denoiser
     others = [part for part in exported(model.session.parts) if part != denoiser]
     rows: dict[str, Assignments] = {}
-    statistics = model.calibrate()
+    statistics = model.calibrate(**({} if chosen.calib_size is None else {"calib_size": chosen.calib_size}))
     for preset in part_presets():
         found = model.quantize(statistics, chosen.quantize, quant_level=3, parts=dict.fromkeys(others, preset))
         rows |= {f"{part} {preset}": {part: found.parts[part]} for part in others}

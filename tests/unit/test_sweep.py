@@ -120,7 +120,11 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
 
 
-@pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
+EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]
+LONG = {"nemo_docs_grid": pytest.mark.soak}
+
+
+@pytest.mark.parametrize("experiment", [pytest.param(name, marks=LONG.get(name, ())) for name in EXPERIMENTS])
 def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         *_, jobs = sweep.plan_of("quantize", [f"experiment={experiment}"], lambda config: job_of(QuantizeJob, config))

@@ -67,6 +67,7 @@ IN_THIS_PROCESS = [
     Case("shapes", [*ONE_STEP, "--images", "1", "--repeats", "2"]),
     Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
     Case("saturation", [*ONE_STEP, "--repeats", "2"]),
+    Case("parts", TWO_IMAGES),
     Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
 ]  # fmt: skip
 TOOLS = {  # of candidates, and the packages that it takes

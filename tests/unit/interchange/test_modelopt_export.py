@@ -624,9 +624,14 @@ def rows_of(network: torch.nn.Module, roles: dict[str, str], fmt: str) -> dict[s
     return rows
 
 
+OBSERVED = [("QwenImagePipeline", "nvfp4"), ("ZImagePipeline", "fp8_per_row"), ("QwenImagePipeline", "fp8"),
+            ("QwenImagePipeline", "fp8_per_row"), ("ZImagePipeline", "fp8"), ("ZImagePipeline", "nvfp4")]  # fmt: skip
+
+
 @slow
-@pytest.mark.parametrize("fmt", ["fp8", "fp8_per_row", "nvfp4"])
-@pytest.mark.parametrize("pipeline", ["QwenImagePipeline", "ZImagePipeline"])
+@pytest.mark.parametrize(
+    "pipeline, fmt", [*OBSERVED[:2], *(pytest.param(*each, marks=pytest.mark.soak) for each in OBSERVED[2:])]
+)
 @torch.no_grad()
 def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe, tmp_path, pipeline, fmt):  # noqa: F811
     checkpoint = observe(pipeline)
