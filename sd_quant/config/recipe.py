@@ -9,6 +9,7 @@ from typing import Annotated
 import yaml
 
 from sd_quant.config.sections import SEED
+from sd_quant.errors import ConfigError
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
@@ -34,12 +35,17 @@ Patterns = Annotated[dict[str, list[str]], BY_FAMILY]
 def part_recipe(preset: str) -> Recipe | None:
     """Return the recipe of a preset for the weights of another network than the denoiser, all of its layers.
 
-    None where the preset quantizes inputs, or chooses codes by them: other networks are not calibrated.
+    None where the preset quantizes inputs, or chooses codes by them, because other networks are not calibrated, and
+    where it enables nothing that can be read.
     """
     knobs = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
+    try:
+        enable = read(Enable, knobs["enable"], "enable.")
+    except (ConfigError, KeyError, TypeError):
+        return None
     own = {field.name: knobs[field.name] for field in dataclasses.fields(Recipe) if field.name in knobs}
     everything = {"quant_level": 3.0, "alpha": None, "smoothing": "none"}
-    recipe = Recipe(**own | everything | {"enable": read(Enable, knobs["enable"], "enable.")})
+    recipe = Recipe(**own | everything | {"enable": enable})
     pairs = recipe.enable.conv, recipe.enable.linear
     alone = all(pair.activation is None and not recipe.chooses_codes(pair.weight) for pair in pairs)
     return recipe if alone and recipe.rank == 0 else None

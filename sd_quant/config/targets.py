@@ -67,7 +67,7 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
 
 def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: HeldWithParts) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats."""
-    expected = "an empty list with quantize.parts, because exports to other tools hold the denoiser alone quantized"
+    expected = "a recipe without quantize.parts, because exports to other tools hold the denoiser alone quantized"
     check(not (targets and recipe.parts), knob, targets, expected)
     facts = {
         family: lambda target: target.families is None or family in target.families,

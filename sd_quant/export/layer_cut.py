@@ -67,7 +67,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
 
 
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
-    """What ``values`` have of the last value that stands for a quantized ``weight``, see ``weights`` and ``qdq``."""
+    """What ``values`` have under the name that a dequantized ``weight`` has where its layer reads it."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 

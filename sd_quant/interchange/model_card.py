@@ -73,7 +73,7 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 
 def tried_with(target: ForeignFormat) -> list[str]:
-    """What has opened it, and what of it nobody has run."""
+    """The card's sentences: which packages have opened such a result, and what nobody has run."""
     return [*([f"Tried with {', '.join(target.tried)}."] if target.tried else []), *filter(None, [target.untried])]
 
 

@@ -52,7 +52,7 @@ def assign(
 def assign_parts(loaded: Loaded) -> dict[str, dict[str, LayerAssignment]]:
     """Derive how the layers of each other part are quantized, by part."""
     networks, assignments = empty_modules(loaded.checkpoint), {}
-    for name, recipe in loaded.parts_recipes.items():
+    for name, recipe in loaded.part_recipes.items():
         part = loaded.parts[name]
         weights, network = loaded.checkpoint.components[part.component], networks[part.component]
         module = part.wrap(network)

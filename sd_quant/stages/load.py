@@ -30,7 +30,7 @@ class Loaded(Session):
     weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
     kept: int  # how many of the most sensitive layers stay in high precision
     guidance_scale: float  # of the images, those of calibration too
-    parts_recipes: Mapping[str, Recipe]  # of other parts than the denoiser that are quantized
+    part_recipes: Mapping[str, Recipe]  # of other parts than the denoiser that are quantized
 
     @property
     def shared_inputs(self) -> list[SharedInput]:

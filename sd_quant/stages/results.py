@@ -22,6 +22,8 @@ from sd_quant.report.record import (
     SCHEMA_VERSION,
     HandedOver,
     Layers,
+    Moved,
+    QuantizedPart,
     Record,
     Sizes,
     explained,
@@ -99,22 +101,19 @@ def record_of(
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(assignment),
-        "parts": {
-            part: {
-                "preset": (job.quantize.parts or {})[part],
-                "layers": count_layers(rows),
-                "outputs": {
-                    name: moved(output, results.comparison.outputs[QUANTIZED][part][name])
-                    for name, output in results.comparison.outputs[FRAMEWORK][part].items()
-                },
-            }
-            for part, rows in results.chosen.parts.items()
-        },
+        "parts": {part: part_entry(results, part, preset) for part, preset in (job.quantize.parts or {}).items()},
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,
         "judged": None,
     })  # fmt: skip
+
+
+def part_entry(results: Results, part: str, preset: str) -> QuantizedPart:
+    """The record's entry for another quantized part than the denoiser."""
+    full, quantized = (results.comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
+    outputs = {name: cast(Moved, moved(output, quantized[name])) for name, output in full.items()}
+    return {"preset": preset, "layers": count_layers(results.chosen.parts[part]), "outputs": outputs}
 
 
 def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
