@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.quantization.formats.e2m1 import encode
+from sd_quant.quantization.formats.e2m1 import decode, encode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -20,3 +20,10 @@ def test_codes_are_the_bit_patterns_of_ml_dtypes(dtype):
     grid = torch.cat([grid, torch.tensor([-0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, torch.inf, -torch.inf])]).to(dtype)
     expected = grid.float().numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     assert np.array_equal(encode(grid).numpy(), expected)
+
+
+def test_numbers_are_those_of_ml_dtypes():
+    """Of every code, and -0 too."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    expected = codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert np.array_equal(decode(codes).numpy().view(np.int32), expected.view(np.int32))
