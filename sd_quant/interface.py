@@ -18,7 +18,7 @@ own, which would be another product after a year.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +32,6 @@ from sd_quant.cache import Cache
 from sd_quant.composition import composing, job_of, knobs_of
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact
 from sd_quant.config.targets import check_consumers, check_targets
-from sd_quant.engines.pool import Variant
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated
@@ -60,10 +59,9 @@ from sd_quant.stages.generate import generate
 from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.resources import by_torch, workload_of
 from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
-from sd_quant.stages.variants import Assignments, Simulated, open_engine
+from sd_quant.stages.variants import Assignments, torch_variant
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
@@ -147,7 +145,7 @@ class Model:
         return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
-        """Derive how each layer is quantized. Takes seconds, but for ``keep`` and ``budget``, which try every layer.
+        """Derive how each layer is quantized. Takes seconds, but for ``keep``, ``budget`` and ``fit``, which try every layer.
 
         Args:
             statistics: what ``calibrate`` has returned.
@@ -188,16 +186,12 @@ class Model:
     ) -> Generated:
         """Images and latents by torch, with the parts quantized that have an assignment."""
         session, infer = to_generate(self, prompts, knobs, simulated=bool(assignments))
-        checkpoint = session.checkpoint
-        keys = {part: Simulated(part) if part in assignments else part for part in session.parts}
-        together = session.together(by_torch(workload_of(infer)))
-        pool = session.engines(partial(open_engine, checkpoint, infer, assignments), together)
+        variant = torch_variant(session, infer, assignments)
         try:
-            texts = infer.prompt_list()
             what = "quantized" if assignments else "full precision"
-            return generate(pipeline_of(checkpoint, Variant(pool, keys)), texts, infer, what)
+            return generate(pipeline_of(session.checkpoint, variant), infer.prompt_list(), infer, what)
         finally:
-            pool.close()
+            variant.pool.close()
 
     def job(self, preset: str | None, recipe: Mapping[str, object], infer: Mapping[str, object] = {}) -> QuantizeJob:
         """The job of a command with these knobs, checked."""

@@ -43,7 +43,7 @@ class RecipeJob:
 
     def formats(self) -> dict[str, set[str]]:
         used = formats_used(self.quantize.enable, self.quantize.quant_level)
-        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.budget else ())}
+        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.chooses_bits else ())}
 
     def calibration_prompts(self) -> list[str]:
         """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table.
@@ -164,7 +164,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
         codes = f"infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
-        check_unused(quantize, "quantize.", [("budget", None, codes), ("rank", 0, branch)])
+        check_unused(quantize, "quantize.", [("budget", None, codes), ("fit", None, codes), ("rank", 0, branch)])
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)

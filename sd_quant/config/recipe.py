@@ -1,6 +1,7 @@
 """The section ``quantize``: NeMo's knobs and ours, and which of them go together."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,16 @@ BY_FAMILY = Limit(
     lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
 )
 Patterns = Annotated[dict[str, list[str]], BY_FAMILY]
+
+
+UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("kMGT", 1)}}
+UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
+
+
+def bytes_in(size: int | str) -> int | None:
+    """Return the bytes of a size such as 12GB or 800MiB; None for a text that is none."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", str(size))
+    return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
 
 def part_recipe(preset: str) -> Recipe | None:
@@ -94,8 +105,24 @@ class Quantize(Recipe):
         ),
         "limit of the denoiser's weights; layers get more bits where that changes images most; null: all as the preset",
     ]
+    fit: Annotated[
+        int | str | None,
+        Called("fit"),
+        Limit(
+            lambda size: bytes_in(size) is not None,
+            "bytes, such as 12GB or 800MiB",
+        ),
+        "memory that the whole pipeline has to fit in: all parts get bits where images change most; null: no limit",
+    ]
+    resident: Annotated[
+        str,
+        one_of(["all", "one"]),
+        "with fit: parts that are in memory at once; one: the others are offloaded, so that each has to fit alone",
+    ]
     choices: Annotated[
-        list[str], one_of(FORMATS, each=True), "with a budget: other formats of a layer's weights, beside fp16"
+        list[str],
+        one_of(FORMATS, each=True),
+        "with a budget or fit: other formats of a layer's weights, beside high precision",
     ]
     n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
     calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
@@ -108,6 +135,11 @@ class Quantize(Recipe):
     ]
     accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
     devices: Annotated[int, at_least(1), "processes, or GPUs, that share the prompts"]
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether layers get one of several formats each."""
+        return self.budget is not None or self.fit is not None
 
 
 def check_recipe(quantize: Quantize) -> None:
@@ -133,6 +165,11 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
     if quantize.budget is not None:
         yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
+    if quantize.fit is None:
+        yield "resident", "all", "there is no fit, whose memory it is about"
+    else:
+        for knob, idle in (("keep", 0), ("budget", None), ("parts", None)):
+            yield knob, idle, f"fit={quantize.fit} chooses the formats of all layers of all parts"
     if quantize.smoothing == "none":
         yield "alpha", None, f"{label} smooths nothing"
     if "percentile" not in (quantize.observer, quantize.weight_observer):
@@ -180,7 +217,7 @@ def check_observers(quantize: Quantize) -> None:
         return
     weights = [FORMATS[pair.weight] for pair in (enable.conv, enable.linear)]
     fits = all(fmt.static_scale and OBSERVERS[observer].judges(fmt) for fmt in weights)
-    fits &= not (quantize.per_channel or quantize.budget) and quantize.smoothing == "none"
+    fits &= not (quantize.per_channel or quantize.chooses_bits) and quantize.smoothing == "none"
     expected = (
         "min_max, because the others choose the one range of a weight that is not smoothed, as of "
         "quantize=int8_weight_only quantize.per_channel=false, and without a budget"

@@ -45,6 +45,12 @@ def activations(parameters: Parameters, pixels: int) -> dict[str, int]:
     return dict.fromkeys(parameters, 0) | {denoiser: 2 * DENOISER_PIXEL * pixels} | autoencoder
 
 
+def working_bytes(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
+    """Bytes that one call of each part takes beside all weights: its activations and the process."""
+    share = 1.0 if call.runtime.device == "cpu" else call.bytes_on_gpu / TORCH_BYTES
+    return {part: PROCESS + share * size for part, size in activations(parameters, call.pixels).items()}
+
+
 def all_open(parameters: Parameters, bytes_each: float, pixels: int) -> dict[str, float]:
     """Bytes of all parts of a variant, by what takes them."""
     largest = max(activations(parameters, pixels).values())

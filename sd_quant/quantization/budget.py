@@ -10,6 +10,7 @@ Linears that read one tensor are smoothed together, so they take one format toge
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from sd_quant.process import without_output
@@ -41,10 +42,13 @@ def inputs_left_alone(recipe: Recipe) -> Recipe:
     return replace(with_weights(recipe, recipe.enable.linear.weight), per_channel=recipe.per_channel)
 
 
-def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None) -> int:
-    """Bytes of a layer's weight [out, in...], its scales and its low-rank branch; without a recipe, in fp16."""
+def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None, unquantized: int = HALF) -> int:
+    """Bytes of a layer's weight [out, in...], its scales and its low-rank branch.
+
+    Without a recipe each number takes ``unquantized`` bytes.
+    """
     if recipe is None:
-        return HALF * prod(shape)
+        return unquantized * prod(shape)
     rank = 0 if role == "conv" else rank_of(recipe.rank, tuple(shape))
     fmt = dividing(recipe.formats_of(role).weight, prod(shape[1:]))
     return weight_bytes(shape, fmt, recipe.per_channel, rank)
@@ -62,14 +66,27 @@ def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) 
     return -(-numbers * fmt.bits // 8) + scales * scale_dtype.itemsize + global_scale + branch
 
 
-def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment]) -> int:
-    """Bytes of a network with this number of ``parameters``: layers as assigned, everything else in fp16."""
-    return HALF * parameters + sum(
+def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], unquantized: int = HALF) -> int:
+    """Bytes of a network with this number of ``parameters``: layers as assigned, any other number ``unquantized``."""
+    return unquantized * parameters + sum(
         weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank)
-        - HALF * prod(layer.weight_shape)
+        - unquantized * prod(layer.weight_shape)
         for layer in assignment.values()
         if layer.format is not None
     )
+
+
+def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: int) -> list[str] | None:
+    """The name of each part's one choice, with the least sum of squared errors within ``limit`` bytes; None: none fits.
+
+    All combinations are tried, of a few choices for a few parts.
+    """
+    fitting = []
+    for names in product(*parts):
+        taken = [part[name] for part, name in zip(parts, names, strict=True)]
+        if sum(choice.bytes for choice in taken) <= limit:
+            fitting.append((sum(choice.squared_error for choice in taken), list(names)))
+    return min(fitting)[1] if fitting else None
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:

@@ -95,17 +95,19 @@ def derive(
 
 
 def derive_nearest(
-    roles: Mapping[str, str], weight_of: Callable[[str], Tensor], recipe: Recipe
+    roles: Mapping[str, str], weight_of: Callable[[str], Tensor], recipes: Mapping[str, Recipe]
 ) -> dict[str, LayerAssignment]:
     """The assignment of layers whose weights alone are quantized, to the nearest codes: it takes no statistics.
 
-    ``roles`` and ``weight_of`` as in ``derive``. Raises SdQuantError when a scale cannot be stored.
+    ``roles`` and ``weight_of`` as in ``derive``. A layer without one of the ``recipes`` stays in high precision.
+    Raises SdQuantError when a scale cannot be stored.
     """
     assignment = {}
     for name, role in roles.items():
-        layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason="excluded by its network")
-        if role != "excluded":
-            layer = replace(with_ranges(layer, weight, InputRange(0.0), recipe), activation_amax=None)
+        reason = "excluded by its network" if role == "excluded" else "left in high precision by the budget"
+        layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason=reason)
+        if role != "excluded" and name in recipes:
+            layer = replace(with_ranges(layer, weight, InputRange(0.0), recipes[name]), activation_amax=None)
         assignment[name] = layer
     return assignment
 

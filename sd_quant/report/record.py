@@ -312,7 +312,9 @@ class Record(AnyRecord, total=False):
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
-    sensitivity: Annotated[dict[str, Any], Doc("basis for the choice of layers, with `keep` or `quantize.budget`")]
+    sensitivity: Annotated[
+        dict[str, Any], Doc("basis for the choice of layers, with `keep`, `quantize.budget` or `fit`")
+    ]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
 
 

@@ -41,6 +41,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
         _moved(record, reasons),
+        *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
         _costs(record),
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
@@ -143,6 +144,31 @@ def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
             rows.append([f"{part}, {output}", *("" if each.value is None else f"{each.value:.5f}" for each in cells)])
     titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
     return as_text(table_of_texts(titles, rows))
+
+
+def _fit(record: Mapping[str, Any]) -> list[list[str]]:
+    """What ``fit`` chose for each part, and against what."""
+    entry = at(record, "sensitivity", "fit") or {}
+    candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
+    chosen = candidates.get(entry.get("taken"))
+    if chosen is None:
+        return []
+    rows = []
+    for part, size in chosen["weight_bytes"].items():
+        formats = ", ".join(f"{count} {label}" for label, count in chosen["formats"][part].items())
+        rows.append([part, _bytes(whole[part]), _bytes(size), formats])
+    resident = "all parts in memory" if entry["resident"] == "all" else "one part in memory at a time"
+    titles = [f"fit in {_bytes(entry['limit_bytes'])}, {resident}", "weights", "chosen", "layers in each format"]
+    lines = [
+        f"formats {name}: expected {_decibels(each['expected_psnr'])}, in calibration images {_decibels(each['psnr'])}"
+        f"{', taken' if name == entry['taken'] else ''}"
+        for name, each in candidates.items()
+    ]
+    return [as_text(table_of_texts(titles, rows)), lines]
+
+
+def _decibels(value: float | None) -> str:
+    return "no error" if value is None else f"{value:.1f} dB"
 
 
 def handed_over_table(entries: Mapping[str, Any] | None) -> Table:

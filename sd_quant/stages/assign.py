@@ -51,14 +51,26 @@ def assign(
 
 def assign_parts(loaded: Loaded) -> dict[str, dict[str, LayerAssignment]]:
     """Derive how the layers of each other part are quantized, by part."""
-    networks, assignments = empty_modules(loaded.checkpoint), {}
-    for name, recipe in loaded.part_recipes.items():
-        part = loaded.parts[name]
-        weights, network = loaded.checkpoint.components[part.component], networks[part.component]
-        module = part.wrap(network)
-        roles = roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))
-        assignments[name] = derive_nearest(roles, lambda layer, own=weights: own[f"{layer}.weight"], recipe)
-    return assignments
+    return {
+        name: assign_nearest(loaded, name, dict.fromkeys(layers_of(loaded, name), recipe))
+        for name, recipe in loaded.part_recipes.items()
+    }
+
+
+def layers_of(loaded: Loaded, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Role and shape of the weight of each layer of another part than the denoiser."""
+    part = loaded.parts[name]
+    module = part.wrap(empty_modules(loaded.checkpoint)[part.component])
+    network = network_in(part, module)
+    roles = roles_of(network, (*part.excluded, *getattr(module, "unread", ())))
+    return {layer: (role, tuple(network.get_parameter(f"{layer}.weight").shape)) for layer, role in roles.items()}
+
+
+def assign_nearest(loaded: Loaded, name: str, recipes: Mapping[str, Recipe]) -> dict[str, LayerAssignment]:
+    """Quantize the weights of another part to the nearest codes, each layer by its own of the ``recipes``."""
+    weights = loaded.checkpoint.components[loaded.parts[name].component]
+    roles = {layer: role for layer, (role, _) in layers_of(loaded, name).items()}
+    return derive_nearest(roles, lambda layer: weights[f"{layer}.weight"], recipes)
 
 
 def most_sensitive(

@@ -12,6 +12,7 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget
+from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
 from sd_quant.stages.load import Loaded
 
 
@@ -23,6 +24,7 @@ class Chosen:
     parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
     sensitivity: Sensitivity | None  # with quantize.keep
     fitted: Fitted | None  # with quantize.budget
+    pipeline: FittedPipeline | None = None  # with quantize.fit
 
 
 def rows_of_layers(
@@ -41,6 +43,10 @@ def choose(
     Raises ConfigError for a budget that cannot be met.
     """
     sensitivity = None
+    if loaded.recipe.fit is not None:
+        with step("fit"):
+            whole = fit_pipeline(loaded, statistics, directory)
+        return written(Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
     with step("assign"):
         limit = bytes_to_share(loaded)
         fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
@@ -50,6 +56,11 @@ def choose(
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
             assignment = assign(loaded, statistics, kept)
-    write_csv(rows_of_layers(assignment, parts), directory / "layers.csv")
-    write_csv(ranges_by_step(assignment, statistics.layers), directory / "ranges.csv")
-    return Chosen(assignment, parts, sensitivity, fitted)
+    return written(Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
+
+
+def written(chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
+    """Write the choice's tables of layers and ranges to ``directory``, and return it."""
+    write_csv(rows_of_layers(chosen.assignment, chosen.parts), directory / "layers.csv")
+    write_csv(ranges_by_step(chosen.assignment, statistics.layers), directory / "ranges.csv")
+    return chosen

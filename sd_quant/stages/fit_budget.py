@@ -1,6 +1,7 @@
 """A format for each layer, so that the denoiser's weights take no more bytes than ``quantize.budget``."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sd_quant.stages.assign import assign, measure_sensitivity
 from sd_quant.stages.load import Loaded
 
 LOG = logging.getLogger(__name__)
-FP32, KEPT = 4, "fp16"  # bytes of a number, and what a layer that is not quantized is called
+FP32, KEPT = 4, "unquantized"  # bytes of a number, and the label of a layer in high precision
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,31 @@ def bytes_to_share(loaded: Loaded) -> int | None:
     return limit - fixed
 
 
+def errors_of(loaded: Loaded, statistics: Statistics) -> dict[str, dict[str, float]]:
+    """Relative errors of the denoiser's output by the label of a recipe and by the one layer that it quantizes."""
+    errors = {}
+    for label, recipe in recipes_of(loaded).items():
+        if recipe is not None:
+            assignment = assign(loaded, statistics, recipes=dict.fromkeys(loaded.roles, recipe))
+            sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
+            errors[label] = sensitivity.network_error
+    return errors
+
+
+def assign_chosen(loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
+    """Derive the assignment of the denoiser with the ``chosen`` label of each layer."""
+    recipes = recipes_of(loaded)
+    kept = [name for name, label in chosen.items() if label == KEPT]
+    own = {name: recipe for name, label in chosen.items() if (recipe := recipes[label])}
+    return assign(loaded, statistics, kept, own)
+
+
 def fit_budget(loaded: Loaded, statistics: Statistics, limit: int, directory: Path) -> Fitted:
     """The assignment with which the network's output changes least within ``limit`` bytes for the quantized layers.
 
     Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each format, and which it got.
     """
-    units, recipes, errors = units_of(loaded), recipes_of(loaded), {}
-    for label, recipe in recipes.items():
-        if recipe is not None:
-            assignment = assign(loaded, statistics, recipes=dict.fromkeys(loaded.roles, recipe))
-            sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
-            errors[label] = sensitivity.network_error
+    units, recipes, errors = units_of(loaded), recipes_of(loaded), errors_of(loaded, statistics)
 
     def choice(unit: tuple[str, ...], label: str) -> Choice:
         squared = sum(errors[label][name] ** 2 for name in unit) if label in errors else 0.0
@@ -105,11 +120,7 @@ def fit_budget(loaded: Loaded, statistics: Statistics, limit: int, directory: Pa
     write_csv([row(loaded, name, chosen[name], errors) for name in chosen], directory / "budget.csv")
     fixed = HALF * loaded.parameters[loaded.denoiser] - sum(unit[KEPT].bytes for unit in offered)
     fitted = Fitted(
-        assign(
-            loaded, statistics,
-            [name for name, label in chosen.items() if label == KEPT],
-            {name: recipe for name, label in chosen.items() if (recipe := recipes[label])},
-        ),
+        assign_chosen(loaded, statistics, chosen),
         fixed + limit,
         fixed + sum(each.bytes for each in picked),
         sum(each.squared_error for each in picked) ** 0.5,

@@ -29,8 +29,13 @@ class Loaded(Session):
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
     weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
     kept: int  # how many of the most sensitive layers stay in high precision
-    guidance_scale: float  # of the images, those of calibration too
+    model: Model
+    infer: Infer  # the images that are made, whose guidance scale calibration takes too
     part_recipes: Mapping[str, Recipe]  # of other parts than the denoiser that are quantized
+
+    @property
+    def guidance_scale(self) -> float:
+        return self.infer.scale
 
     @property
     def shared_inputs(self) -> list[SharedInput]:
@@ -80,13 +85,13 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     if recipe.exclude_text:
         exclude += read_the_text(checkpoint, roles)
     alone = frozenset(matched("weights_alone", recipe.weights_alone.get(family, ()), linears))
-    alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.budget else []
+    alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.chooses_bits else []
     for each in (recipe, *alternatives):
         check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
     others = recipes_of_parts(session, recipe)
-    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, infer.scale, others)
+    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, model, infer, others)
     check_readers(loaded)
     return loaded
 

@@ -31,6 +31,7 @@ from sd_quant.stages.compare import KeptOutputs, compare_images, framework_image
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
 from sd_quant.stages.export_trt import check_gpu, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
+from sd_quant.stages.fit_pipeline import check_fit
 from sd_quant.stages.hand_over import check_servers, hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     HAND_OVER,
@@ -130,6 +131,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
+        check_fit(loaded)
         check_servers(job.hand_over, loaded.checkpoint)
         write_observed(loaded, directory)
     simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)

@@ -101,7 +101,10 @@ def record_of(
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(assignment),
-        "parts": {part: part_entry(results, part, preset) for part, preset in (job.quantize.parts or {}).items()},
+        "parts": {
+            part: part_entry(results, part, preset)
+            for part, preset in (job.quantize.parts or dict.fromkeys(results.chosen.parts, "fit")).items()
+        },
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,
@@ -122,6 +125,8 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:
         return {"curve": None, "reason": "quantize.budget chose the formats", "budget": chosen.fitted.entry()}
+    if chosen.pipeline:
+        return {"curve": None, "reason": "fit chose the formats", "fit": chosen.pipeline.entry}
     return {"curve": None, "reason": "keep is 0"}
 
 

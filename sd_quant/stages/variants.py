@@ -28,7 +28,8 @@ from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
-from sd_quant.stages.resources import Needs, workload_of
+from sd_quant.stages.resources import Needs, by_torch, workload_of
+from sd_quant.stages.session import Session
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 COMPILED_FRAMEWORK = "compiled_framework"
@@ -112,6 +113,16 @@ def variants_of(
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
     return Variants(loaded, assignments, infer.engine, directory, engines, pool, together, most, simulated)
+
+
+def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> Variant:
+    """All parts by torch, simulated where a part has an assignment. Its pool has to be closed.
+
+    Where memory does not hold all of them, one part is open at a time.
+    """
+    keys = {part: Simulated(part) if part in assignments else part for part in session.parts}
+    together = session.together(by_torch(workload_of(infer)))
+    return Variant(session.engines(partial(open_engine, session.checkpoint, infer, assignments), together), keys)
 
 
 def keys_of(

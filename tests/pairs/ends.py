@@ -29,6 +29,8 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.parts": ["null", "{clip1:int8_weight_only,vae:int8_weight_only}"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
+    "quantize.fit": ["null", "1.052GB"],
+    "quantize.resident": ["all", "one"],
     "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
     "quantize.n_steps": ["1", "2", "30"],
     "quantize.seed": ["0", "4294967295"],

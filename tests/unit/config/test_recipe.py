@@ -37,6 +37,12 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
         ("nvfp4", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, such as"),
         ("int8", {"budget": 0.4, "infer.engine": "torch_native"}, "quantize.budget is 0.4, expected null, because "
          "infer.engine=torch_native multiplies codes with codes"),
+        ("int8", {"fit": "1GB", "infer.engine": "torch_native"}, "fit is 1GB, expected null, because infer.engine"),
+        ("int8", {"fit": "1GB", "keep": 2}, "keep is 2, expected 0, because fit=1GB chooses the formats of all"),
+        ("int8", {"fit": "1GB", "budget": 0.4}, "quantize.budget is 0.4, expected null, because fit=1GB chooses"),
+        ("int8", {"fit": "1GB", "parts": {"vae": "int8_weight_only"}}, "quantize.parts is {'vae': 'int8_weight_only'}, "
+         "expected null, because fit=1GB"),
+        ("int8", {"resident": "one"}, "quantize.resident is one, expected all, because there is no fit"),
         ("int8", {"rank": 8, "infer.engine": "torch_native"}, "quantize.rank is 8, expected 0, because "
          "infer.engine=torch_native"),
         ("fp8", {"alpha": 0.5}, "alpha is 0.5, expected null, because fp8 smooths nothing"),

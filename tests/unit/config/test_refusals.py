@@ -57,6 +57,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "numbers of prompts": {"quantize.snapshots": [[0, 8]]},
     "0, a number of singular directions, or a fraction below 1 of": {"quantize.rank": [-1, 1.5]},
     "bytes, or a share below 1 of what the denoiser's weights take in fp32": {"quantize.budget": [0, 1.5]},
+    "bytes, such as 12GB or 800MiB": {"quantize.fit": [0, "GB", "12 gb", "0GB", "1e9GB"]},
     "a number of layers below 1000 or a fraction below 1: keeping all would quantize nothing": {
         "quantize.keep": [1.0, -1, 1000],
     },

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sd_quant.quantization.budget import Choice, choose, stored_bytes, with_weights
+from sd_quant.quantization.budget import Choice, choose, choose_uniform, stored_bytes, with_weights
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 INT4 = Recipe(3.0, None, enable=Enable(Pair("int4", None), Pair("int4", "int4"), None), rank=8, per_channel=False)
@@ -44,6 +44,14 @@ def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
     assert choose([{"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}], 10) == ["int8"]  # no unit has an error
 
 
+def test_one_choice_for_each_of_a_few_parts():
+    parts = drawn(3)[:3]
+    least = sum(part["int4"].bytes for part in parts)
+    assert choose_uniform(parts, least) == ["int4"] * 3 and choose_uniform(parts, least - 1) is None
+    room = least + min(part["int8"].bytes - part["int4"].bytes for part in parts)
+    assert choose_uniform(parts, room).count("int8") == 1
+
+
 @pytest.mark.parametrize(
     "role, recipe, expected",
     [
@@ -58,6 +66,7 @@ def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
 def test_bytes_of_a_layer_worked_by_hand(role, recipe, expected):
     shape = (64, 32, 2, 2) if role == "conv" else (64, 128)
     assert stored_bytes(shape, role, recipe) == expected
+    assert stored_bytes(shape, role, recipe, 4) == (2 * expected if recipe is None else expected)
 
 
 def test_another_format_of_weights_leaves_inputs_alone():

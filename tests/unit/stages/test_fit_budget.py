@@ -98,7 +98,7 @@ def test_the_layers_that_err_most_get_more_bits(monkeypatch, tmp_path):
     given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
     limit = stage.bytes_to_share(given)
     fitted = stage.fit_budget(given, None, limit, tmp_path)
-    assert fitted.layers == {"svdquant_w4a16": 2, "int8": 2, "fp16": 0}
+    assert fitted.layers == {"svdquant_w4a16": 2, "int8": 2, "unquantized": 0}
     kept, recipes = derived[-1]
     assert kept == [] and {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
     assert fitted.predicted_error == pytest.approx((1e-6 + 0.02**2 + 1e-8 + 0.2**2) ** 0.5)
@@ -108,4 +108,4 @@ def test_the_layers_that_err_most_get_more_bits(monkeypatch, tmp_path):
     assert {name: row["chosen"] for name, row in rows.items()} == {
         "conv": "svdquant_w4a16", "q": "int8", "k": "int8", "out": "svdquant_w4a16",
     }  # fmt: skip
-    assert rows["q"]["network_error_int8"] == "0.02" and int(rows["q"]["bytes_fp16"]) == 2 * 64 * 64
+    assert rows["q"]["network_error_int8"] == "0.02" and int(rows["q"]["bytes_unquantized"]) == 2 * 64 * 64
