@@ -145,7 +145,7 @@ class Model:
         return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
-        """Derive how each layer is quantized. Takes seconds, but for ``keep``, ``budget`` and ``fit``, which try every layer.
+        """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.
 
         Args:
             statistics: what ``calibrate`` has returned.

@@ -89,6 +89,30 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tm
     assert predicted == pytest.approx(chosen["predicted_error"])
 
 
+@pytest.mark.soak
+def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job, tiny, tmp_path):
+    knobs = ("quantize=int8", "quant_level=3")
+    refused = command(
+        "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, "fit=1MB", f"hydra.run.dir={tmp_path}/refused"
+    )
+    assert refused.returncode == 2 and "calibrat" not in refused.stderr.splitlines()[-1]
+    found = re.search(r"fit is 1MB, expected from (\d+) bytes, which unet, .* process; to (\d+), below", refused.stderr)
+    least, most = int(found[1]), int(found[2])
+    limit = least + (most - least) // 2
+    run = job(*knobs, f"fit={limit}")
+    record, table = record_of(run), {row["name"]: row for row in rows(run / "budget.csv")}
+    entry = record["sensitivity"]["fit"]
+    chosen, (group,) = entry["candidates"][entry["taken"]], entry["groups"]
+    taken = group["beside_weights_bytes"] + sum(chosen["weight_bytes"].values())
+    assert least < taken <= limit and set(group["parts"]) == chosen["weight_bytes"].keys()
+    assert len({row["chosen"] for row in table.values()}) == 2
+    for part, size in record["sizes_bytes"].items():
+        if size["onnx_quantized"] is not None and part in record["parts"]:
+            assert size["onnx_quantized"] == pytest.approx(chosen["weight_bytes"][part], rel=0.1, abs=100_000)
+    named = {row["name"] for row in rows(run / "layers.csv") if row["format"]}
+    assert {name for name, row in table.items() if row["chosen"] == "int8" and not name.startswith("unet:")} <= named
+
+
 def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_graphs, tmp_path):
     """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
     (statistics,) = (tiny.cache / "statistics").iterdir()
