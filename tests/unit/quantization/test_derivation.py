@@ -243,7 +243,8 @@ def test_weights_of_another_network_take_no_statistics():
     """One range for each output; what its network keeps stays."""
     weights = {"fc1": drawn(6, 4), "wo": drawn(4, 6), "conv": drawn(3, 2, 3, 3)}
     roles, recipe = {"fc1": "linear", "wo": "excluded", "conv": "conv"}, recipe_of("int8_weight_only")
-    found = derive_nearest(roles, weights.__getitem__, recipe)
+    assert derive_nearest(roles, weights.__getitem__, {"fc1": recipe})["conv"].format is None
+    found = derive_nearest(roles, weights.__getitem__, dict.fromkeys(roles, recipe))
     assert [layer.format for layer in found.values()] == ["int8", None, "int8"] and found["wo"].reason
     for name in ("fc1", "conv"):
         layer, weight = found[name], weights[name]
