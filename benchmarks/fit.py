@@ -11,7 +11,6 @@ torch; differences are paired by image.
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,22 @@ import numpy as np
 import sd_quant
 from benchmarks.common import PROMPTS, report
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.inference.memory import working_bytes
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.intervals import mean_interval
-from sd_quant.stages.fit_pipeline import assign_labels, fit_pipeline, offers_of
-from sd_quant.stages.load import Loaded, with_recipe
-from sd_quant.stages.resources import workload_of
-from sd_quant.stages.variants import Assignments
+from sd_quant.stages.fit_pipeline import (
+    Group,
+    Labels,
+    assigned,
+    by_layer,
+    by_part,
+    choosing,
+    full_precision,
+    offers_of,
+    price,
+    simulated_images,
+    squared_error,
+)
+from sd_quant.stages.load import with_recipe
 
 
 def main() -> None:
@@ -35,63 +43,56 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--calib-size", type=int, help="prompts of the statistics; by default the model's own")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
-    parser.add_argument("--quantize", default="svdquant_w4a16", help="preset of the denoiser (%(default)s)")
+    parser.add_argument("--quantize", default="int8_weight_only", help="preset of the denoiser (%(default)s)")
+    parser.add_argument("--choices", nargs="+", default=["int4"], help="other formats (%(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.2, 0.4], help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
     model, prompts = sd_quant.open(chosen.model), read_prompts(Path(chosen.prompts))[: chosen.images]
     statistics = model.calibrate(**({} if chosen.calib_size is None else {"calib_size": chosen.calib_size}))
     knobs = {"steps": chosen.steps, "batch_size": 8}
-
-    def loaded_for(weight_bytes: int) -> Loaded:
-        job = model.job(chosen.quantize, {"quant_level": 3, "fit": 1}, knobs)
-        beside = max(working_bytes(model.parameters, workload_of(job.infer)).values())
-        job = model.job(chosen.quantize, {"quant_level": 3, "fit": weight_bytes + round(beside)}, knobs)
-        return with_recipe(model.session, job.model, job.infer, job.quantize)
-
-    offers = offers_of(loaded_for(1))
+    job = model.job(
+        chosen.quantize,
+        {"quant_level": 3, "fit": 1, "choices": chosen.choices},
+        {"steps": chosen.steps, "batch_size": 8},
+    )
+    loaded = with_recipe(model.session, job.model, job.infer, job.quantize)
+    infer, offers = choosing(loaded), offers_of(loaded)
+    small, calls = full_precision(loaded, infer)
+    priced = price(
+        loaded, statistics, offers, calls,
+        lambda assignments, what: squared_error(small, simulated_images(loaded, infer, assignments, what)),
+    )  # fmt: skip
     least, whole = (sum(getattr(offer, size) for offer in offers.values()) for size in ("least", "whole"))
     full, figures = model.generate(prompts, knobs), {}
 
-    def scored(name: str, weight_bytes: int, assignments: Assignments) -> dict[str, Any]:
-        images = model.generate(prompts, knobs, assignments)
+    def scored(name: str, labels: Labels) -> dict[str, Any]:
+        """Make and compare the images, and print the row."""
+        images = model.generate(prompts, knobs, assigned(loaded, statistics, offers, labels))
         found = fidelity(full.images, images.images, full.latents, images.latents)
-        interval = mean_interval(found["psnr"]["values"])
+        interval, size = (
+            mean_interval(found["psnr"]["values"]),
+            sum(offers[part].bytes_with(labels[part]) for part in offers),
+        )
         print(
-            f"| {weight_bytes / 1e6:.2f} of {whole / 1e6:.2f} MB | {name} | {interval.value:.2f} ± "
+            f"| {size / 1e6:.2f} of {whole / 1e6:.2f} MB | {name} | {interval.value:.2f} ± "
             f"{interval.high - interval.value:.2f} | {found['psnr']['min']:.2f} | {found['lpips']['mean']:.4f} |",
             flush=True,
         )
-        figures[f"{name}, {weight_bytes}"] = found
+        figures[f"{name}, {size} bytes"] = {"fidelity": found, "bytes": size, "labels": labels}
         return found
 
     print("| weights | formats | PSNR, dB | worst | LPIPS |\n|---|---|---|---|---|")
     for share in chosen.shares:
         limit = round(least + share * (whole - least))
-        uniform: dict[str, Any] = {}
+        apart = by_part([Group(list(offers), 0, limit)], priced, loaded.denoiser)
+        one = {part: next(iter(own.values()), "") for part, own in (apart or {}).items()}
+        uniform = scored(f"one a part: {', '.join(filter(None, one.values()))}", apart) if apart else None
         for allowed in (limit, round(0.85 * limit)):
-            if allowed <= least:
-                continue
-            loaded = loaded_for(allowed)
-            with TemporaryDirectory() as folder:
-                fitted = fit_pipeline(loaded, statistics, Path(folder))
-            entry, one = fitted.entry["candidates"], fitted.entry["candidates"].get("by part")
-            if allowed == limit and one is not None:
-                labels = {part: label for part, found in one["formats"].items() for label in found}
-                apart = {
-                    part: assign_labels(loaded, statistics, offers[part], offers[part].all_in(label))
-                    for part, label in labels.items()
-                    if label != "unquantized"
-                }
-                named = ", ".join(f"{part} {label}" for part, label in labels.items())
-                uniform = scored(f"a format a part: {named}", sum(one["weight_bytes"].values()), apart)
-            own = scored(
-                f"fit, {fitted.entry['taken']}",
-                sum(entry[fitted.entry["taken"]]["weight_bytes"].values()),
-                {loaded.denoiser: fitted.assignment, **fitted.parts},
-            )
-            if uniform:
-                print(f"| | difference | {gain(own, uniform)} | | |", flush=True)
+            if allowed > least:
+                own = scored("by layer", by_layer([Group(list(offers), 0, allowed)], priced))
+                if uniform:
+                    print(f"| | difference | {gain(own, uniform)} | | |", flush=True)
     report(chosen, figures)
 
 

@@ -15,7 +15,7 @@ and the better of the two is taken.
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,33 +180,16 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
     """
     offers = offers_of(loaded)
     groups = groups_of(loaded, offers)
-    infer = replace(
-        loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
-        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None, strength=None,
-    )  # fmt: skip
-    full, calls = full_precision(loaded, infer)
-
-    def assigned(labels: Labels) -> Assignments:
-        """The assignments of the parts of which a layer is quantized."""
-        return {
-            part: assign_labels(loaded, statistics, offers[part], own)
-            for part, own in labels.items()
-            if set(own.values()) - {KEPT}
-        }
+    infer, (full, calls) = choosing(loaded), full_precision(loaded, choosing(loaded))
 
     def error_of(assignments: Assignments, what: str) -> float:
         return squared_error(full, simulated_images(loaded, infer, assignments, what))
 
-    priced = {}
-    for part, offer in offers.items():
-        errors, rate = errors_of_part(loaded, statistics, offer, calls.get(part, ())), 0.0
-        if total := sum(error**2 for error in errors.get(offer.smallest, {}).values()):
-            rate = error_of(assigned({part: offer.all_in(offer.smallest)}), f"{part} in {offer.smallest}") / total
-        priced[part] = Priced(offer, errors, choices_of(offer, errors, rate, part == loaded.denoiser))
+    priced = price(loaded, statistics, offers, calls, error_of)
     candidates = {"by layer": by_layer(groups, priced)}
     if (labels := by_part(groups, priced, loaded.denoiser)) is not None:
         candidates["by part"] = labels
-    made = {name: assigned(labels) for name, labels in candidates.items()}
+    made = {name: assigned(loaded, statistics, offers, labels) for name, labels in candidates.items()}
     measured = {name: error_of(assignments, f"formats {name}") for name, assignments in made.items()}
     taken = min(measured, key=measured.__getitem__)
     rows = [row for part, each in priced.items() for row in rows_of(each, candidates[taken][part])]
@@ -223,6 +206,41 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
         LOG.info("%s", sentence)
     chosen = {part: dict(assignment) for part, assignment in made[taken].items()}
     return FittedPipeline(chosen.pop(loaded.denoiser), chosen, entry)
+
+
+def choosing(loaded: Loaded) -> Infer:
+    """The settings of the images by which formats are chosen: some calibration prompts, from noise."""
+    return replace(
+        loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
+        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None, strength=None,
+    )  # fmt: skip
+
+
+def price(
+    loaded: Loaded,
+    statistics: Statistics,
+    offers: Mapping[str, Offer],
+    calls: Mapping[str, Sequence[Mapping[str, Tensor]]],
+    error_of: Callable[[Assignments, str], float],
+) -> dict[str, Priced]:
+    """The offers with their errors in images: measured by layer on ``calls``, and by ``error_of`` a whole part."""
+    priced = {}
+    for part, offer in offers.items():
+        errors, rate = errors_of_part(loaded, statistics, offer, calls.get(part, ())), 0.0
+        if total := sum(error**2 for error in errors.get(offer.smallest, {}).values()):
+            alone = assigned(loaded, statistics, offers, {part: offer.all_in(offer.smallest)})
+            rate = error_of(alone, f"{part} in {offer.smallest}") / total
+        priced[part] = Priced(offer, errors, choices_of(offer, errors, rate, part == loaded.denoiser))
+    return priced
+
+
+def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], labels: Labels) -> Assignments:
+    """The assignments of the parts of which a layer is quantized."""
+    return {
+        part: assign_labels(loaded, statistics, offers[part], own)
+        for part, own in labels.items()
+        if set(own.values()) - {KEPT}
+    }
 
 
 def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:

@@ -117,8 +117,7 @@ def test_rates_turn_errors_of_outputs_into_errors_of_images_and_the_better_choic
     """Each whole part is measured in images once, in its smallest format; both choices are measured as they are."""
     full, asked = [np.full((4, 4, 3), 100, np.uint8)], []
     recipe = SimpleNamespace(fit=80, resident="all", seed=0)
-    given = SimpleNamespace(recipe=recipe, denoiser="unet", model=SimpleNamespace(calibration_prompts="p.txt"),
-                            infer=stage.Infer.__new__(stage.Infer))  # fmt: skip
+    given = SimpleNamespace(recipe=recipe, denoiser="unet", infer=None)
 
     def images(_, infer, assignments, what):
         asked.append(what)
@@ -127,9 +126,7 @@ def test_rates_turn_errors_of_outputs_into_errors_of_images_and_the_better_choic
 
     monkeypatch.setattr(stage, "offers_of", lambda _: OFFERS)
     monkeypatch.setattr(stage, "groups_of", lambda *_: [Group(list(OFFERS), 0.0, 80)])
-    monkeypatch.setattr(stage, "replace", lambda infer, **_: infer)
-    monkeypatch.setattr(stage, "read_prompts", lambda _: ["a"])
-    monkeypatch.setattr(stage, "input_path", str)
+    monkeypatch.setattr(stage, "choosing", lambda loaded: loaded.infer)
     monkeypatch.setattr(stage, "full_precision", lambda *_: (full, {}))
     monkeypatch.setattr(stage, "simulated_images", images)
     monkeypatch.setattr(stage, "errors_of_part", lambda loaded, statistics, offer, calls: ERRORS[offer.part])
