@@ -38,6 +38,7 @@ from sd_quant.places import input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import Choice, choose, choose_uniform, stored_bytes, with_weights
+from sd_quant.quantization.formats import divides
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
@@ -64,7 +65,7 @@ class Offer:
     part: str
     units: Sequence[tuple[str, ...]]  # layers that take one format together
     recipes: Mapping[str, Recipe | None]  # by label; None: high precision
-    sizes: Sequence[Mapping[str, int]]  # bytes of each unit by label
+    sizes: Sequence[Mapping[str, int]]  # bytes of each unit by label, without labels whose blocks do not divide it
     whole: int  # bytes of all weights in high precision
 
     @property
@@ -80,11 +81,12 @@ class Offer:
     @property
     def smallest(self) -> str:
         """The label with the fewest bytes for all layers together."""
-        return min(self.recipes, key=lambda label: sum(unit[label] for unit in self.sizes))
+        return min(self.recipes, key=lambda label: self.bytes_with(self.all_in(label)))
 
     def all_in(self, label: str) -> dict[str, str]:
-        """The same label for all layers."""
-        return {name: label for unit in self.units for name in unit}
+        """The same label for all layers that can have it; the others stay in high precision."""
+        pairs = zip(self.units, self.sizes, strict=True)
+        return {name: label if label in sizes else KEPT for unit, sizes in pairs for name in unit}
 
     def bytes_with(self, labels: Mapping[str, str]) -> int:
         """Bytes of all weights with these labels of layers."""
@@ -135,7 +137,11 @@ def offers_of(loaded: Loaded) -> dict[str, Offer]:
             layers = layers_of(loaded, part) if part in exported(loaded.parts) else {}
             layers = {name: row for name, row in layers.items() if row[0] != "excluded"}
             sizes = [
-                {label: stored_bytes(shape, role, each, itemsize) for label, each in alone.items()}
+                {
+                    label: stored_bytes(shape, role, each, itemsize)
+                    for label, each in alone.items()
+                    if each is None or divides(label, math.prod(shape[1:]))
+                }
                 for role, shape in layers.values()
             ]
             offers[part] = Offer(part, [(name,) for name in layers], alone, sizes, stored[part])
@@ -280,7 +286,8 @@ def errors_of_part(
         engine = open_simulated(
             loaded.checkpoint, assign_labels(loaded, statistics, offer, offer.all_in(label)), offer.part
         )
-        network, layers = network_in(loaded.parts[offer.part], engine.module), list(offer.all_in(label))
+        network = network_in(loaded.parts[offer.part], engine.module)
+        layers = [name for name, own in offer.all_in(label).items() if own == label]
         with progress(1 + len(layers) + len(curve_points(0, len(layers))), f"sensitivity, {offer.part}") as advance:
             found = sensitivity_of(network, lambda own=engine: outputs_of(own, calls), layers, 0, advance)
         errors[label] = found.network_error
@@ -309,7 +316,7 @@ def choices_of(offer: Offer, errors: Errors, rate: float, some: bool) -> list[di
     """
     choices = [
         {
-            label: Choice(size, rate * sum(errors[label][name] ** 2 for name in unit) if label in errors else 0.0)
+            label: Choice(size, rate * sum(errors[label][name] ** 2 for name in unit) if label != KEPT else 0.0)
             for label, size in sizes.items()
         }
         for unit, sizes in zip(offer.units, offer.sizes, strict=True)

@@ -190,6 +190,12 @@ def dividing(name: str, numbers: int) -> str:
     return name if fmt.narrow is None or fmt.block is None or numbers % fmt.block == 0 else fmt.narrow
 
 
+def divides(name: str, numbers: int) -> bool:
+    """Whether a weight of so many ``numbers`` an output can have the format, or the one that stands in for it."""
+    block = FORMATS[dividing(name, numbers)].block
+    return block is None or numbers % block == 0
+
+
 def min_compute_capability(names: Iterable[str]) -> int:
     """The smallest compute capability of a GPU that supports all the formats ``names``; 0 for none."""
     return max((FORMATS[name].min_compute_capability for name in names), default=0)

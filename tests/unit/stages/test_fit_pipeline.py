@@ -77,7 +77,8 @@ def test_offers_count_every_part_in_its_own_precision():
     assert {part: offer.whole for part, offer in offers.items()} == opened().stored_bytes
     assert offers["vae"].whole == 4 * given.parameters["vae"] and offers["clip2"].whole == 2 * given.parameters["clip2"]
     name = "decoder.up_blocks.0.resnets.0.conv1"
-    conv = dict(zip(offers["vae"].units, offers["vae"].sizes, strict=True))[(name,)]
+    by_name = {name: row for (name,), row in zip(offers["vae"].units, offers["vae"].sizes, strict=True)}
+    conv = by_name[name]
     _, shape = stage.layers_of(given, "vae")[name]
     assert (
         conv["unquantized"] == 4 * math.prod(shape)
@@ -85,6 +86,9 @@ def test_offers_count_every_part_in_its_own_precision():
         and conv["int4"] < conv["int8"]
     )
     named = {name for unit in offers["vae"].units for name in unit}
+    layers = stage.layers_of(given, "vae")
+    divided = {name: math.prod(layers[name][1][1:]) % 64 == 0 for (name,) in offers["vae"].units}
+    assert {name: "int4" in row for name, row in by_name.items()} == divided and not all(divided.values())
     assert "decoder.conv_in" not in named and "decoder.mid_block.attentions.0.to_q" in named
 
 
