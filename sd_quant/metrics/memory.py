@@ -179,10 +179,9 @@ class StageTimer:
     def __call__(self, name: str) -> Iterator[None]:
         LOG.info("%s ...", name)
         start = perf_counter()
+        self.restart_peak()
         with self.lock:
-            self.note(peak_memory_bytes())
             self.running[name] = 0
-            reset_peak()
         family = FamilyPeak()
         try:
             with family, working(name):
