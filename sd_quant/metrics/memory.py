@@ -15,7 +15,6 @@ allocator has a peak; of memory beside it, such as a plan's, only what is held a
 """
 
 import ctypes
-import gc
 import logging
 import os
 import threading
@@ -108,7 +107,6 @@ def memory_taken(
     """
     now, peak = (cuda_bytes, cuda_peak_bytes) if on_gpu else (lambda: resident_bytes(os.getpid()), peak_memory_bytes)
     restart = torch.cuda.reset_peak_memory_stats if on_gpu else restart
-    gc.collect()
     give_back()
     before = now()
     restart()

@@ -5,6 +5,7 @@ pipeline takes with all parts open, or with one at a time, is derived from these
 taken is a process for each engine, whose libraries alone take several hundred times what a small engine does.
 """
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,7 @@ def memory_of_parts(
         found = memory_taken(opened, on_gpu, restart)
         return {**found._asdict(), "device": "gpu" if on_gpu else "cpu"}  # type: ignore[typeddict-item]
 
+    gc.collect()  # or its garbage would make room for an engine; engines themselves leave none
     memory = dict[str, dict[str, PartMemory]]()
     with progress(len(contracts), "memory") as advance:
         for part in contracts:

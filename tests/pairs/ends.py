@@ -21,7 +21,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "keep": ["0", "1", "60", "0.9"],
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],
-    "memory_of_parts": ["true", "false"],
+    "memory_of_parts": ["false", "true"],
     "compiled_baseline": ["false"],  # compiling takes a minute; an experiment of tests/cli/test_sweep.py has it
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
