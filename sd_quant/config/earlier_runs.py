@@ -32,7 +32,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "denoiser": None,
         "observed": None,
     },  # fmt: skip
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because")),
     "quantize": {
         "include": {},
         "weights_alone": {},

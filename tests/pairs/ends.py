@@ -73,6 +73,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "infer.scale": ["5.0", "0.0", "1.0", "1000000.0"],
     "infer.seed": ["0", "4294967295"],
     "infer.latents": ["null"],
+    "infer.vae_tile": ["null", "32"],
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],
