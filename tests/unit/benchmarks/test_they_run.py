@@ -227,7 +227,7 @@ def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_
     assert len(exports) == 5 and t5["layers"] == 6 and t5["bytes"] < 0.7 * full["bytes"]
     assert max(row["peak_memory_bytes"] for row in exports.values()) < 3e9
     calls = [row["errors"] for name, row in rows.items() if name.startswith("call_")]
-    assert len(calls) == 3 and all(error < 0.05 for errors in calls for error in errors.values())
+    assert len(calls) == 3 and all(error < 0.1 for errors in calls for error in errors.values())
 
 
 @pytest.mark.soak
