@@ -13,6 +13,7 @@ from torch import Tensor
 from sd_quant.engines.base import Engine
 from sd_quant.models import LATENT_FACTOR
 
+SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and in the corner
 STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
