@@ -32,7 +32,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "denoiser": None,
         "observed": None,
     },  # fmt: skip
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "chosen_because")),
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because")),
     "quantize": {
         "include": {},
         "weights_alone": {},
@@ -51,7 +51,7 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a for
 def completed(knobs: dict) -> dict:
     """Add the knobs that the version of a run did not have."""
     sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
-    return {"compiled_baseline": False, "overwrite": False} | knobs | sections
+    return {"compiled_baseline": False, "memory_of_parts": False, "overwrite": False} | knobs | sections
 
 
 def is_run(path: Path) -> bool:

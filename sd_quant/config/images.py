@@ -18,6 +18,9 @@ from sd_quant.places import existing_file, input_path, looked_in
 AUTO = "auto"
 
 
+TILE = Limit(lambda pixels: pixels >= 32 and pixels % 32 == 0, "a multiple of 32")
+
+
 @dataclass(slots=True)
 class Infer:
     """How images are made and timed."""
@@ -54,6 +57,9 @@ class Infer:
         float | None,
         Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"),
         "share of the denoising steps by which an image is changed; null: 0.6, and 1 with a mask",
+    ]
+    vae_tile: Annotated[
+        int | None, TILE, "pixels of a side of the tiles in which images are decoded; null: whole images"
     ]
     num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
     num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]

@@ -62,9 +62,9 @@ class OpenVinoEngine:
 
     name, device = "openvino", CPU
 
-    def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int]):
-        """``model`` is read from the ONNX file at ``path``."""
-        self.model, self.path, self.settings = model, path, settings
+    def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int], kept: int = KEPT):
+        """``model`` is read from the ONNX file at ``path``; ``kept`` of its compiled models stay."""
+        self.model, self.path, self.settings, self.kept = model, path, settings, kept
         self.threads = settings["INFERENCE_NUM_THREADS"]
         # In a compiled model names are ambiguous: an input in front of an optimized node has that node's name too.
         self.inputs = {port.node.friendly_name: dtype_of(port, path) for port in model.inputs}
@@ -101,7 +101,7 @@ class OpenVinoEngine:
                 self.model.reshape(dict(enumerate(map(openvino.PartialShape, shapes))))
             except RuntimeError as error:
                 raise ValueError(f"{self.refusal(shapes)}: {one_line(error)}") from error
-            while len(self.compiled_models) >= KEPT:
+            while len(self.compiled_models) >= self.kept:
                 del self.compiled_models[next(iter(self.compiled_models))]
             compiled = compiled_model(self.model, self.path, self.settings)
         self.compiled_models[shapes] = compiled
@@ -157,8 +157,8 @@ def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | 
     return compiled
 
 
-def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> OpenVinoEngine:
-    """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's.
+def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kept: int = KEPT) -> OpenVinoEngine:
+    """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's, ``kept`` as in OpenVinoEngine.
 
     ``precision`` of layers that are not quantized is fp32 or bf16. It is fp32 where the processor has no bf16, and for
     a file without weights in fp16, because a part that is exported in fp32, like a VAE, requires fp32.
@@ -185,7 +185,7 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> 
         )
         settings |= DEQUANTIZED
         round_by_arithmetic(model)
-    return OpenVinoEngine(model, path, settings)
+    return OpenVinoEngine(model, path, settings, kept)
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:

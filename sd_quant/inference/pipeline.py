@@ -22,6 +22,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.source_images import SourceImages
+from sd_quant.inference.tiles import decode
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.family import PipelineAdapter, remade
 from sd_quant.models.parts import Part
@@ -110,6 +111,7 @@ class Sampling:
     latents: Tensor | None = None  # start noise, fp32 [N, C, h, w]; None: drawn from the seeds
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
     sizes: list[tuple[int, int]] | None = None  # (width, height); None: those above
+    vae_tile: int | None = None  # side of the tiles in which images are decoded, in pixels; None: as a whole
 
     @property
     def steps_taken(self) -> int:
@@ -124,6 +126,8 @@ class Sampling:
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
         del described["source"], described["sizes"]
+        if self.vae_tile is None:
+            del described["vae_tile"]
         if self.source is not None:
             of_source = self.source.described() | {"of_steps": self.steps}
             described |= {"steps": self.steps_taken, "source": of_source}
@@ -197,7 +201,7 @@ class Pipeline:
         config = self.adapter.pipe.vae.config
         latents = self.adapter.unpack(latents, sampling.height, sampling.width)
         z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
-        decoded = self.engines["vae"](z=z)["dec"].float().cpu()
+        decoded = decode(self.engines["vae"], z, sampling.vae_tile).float().cpu()
         broken = [number for number, image in zip(numbers, decoded, strict=True) if not torch.isfinite(image).all()]
         if broken:
             raise SdQuantError(

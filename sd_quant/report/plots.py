@@ -27,9 +27,9 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
-from sd_quant.report.readings import names, number_at, score_of
+from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
 from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.record import CANDIDATE, DONE
+from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.text import printable
@@ -68,6 +68,7 @@ MOST_NAMES = 16  # more lines or points than this are named only where they matt
 WORST_LAYERS = 6
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BARS = 8  # recipes whose bytes by part are drawn
+UNQUANTIZED_BAR, WORKING = "unquantized", "opening or calling one"
 MOST_BOXES = 20
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
@@ -202,37 +203,58 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
 
 
 def parts(jobs: Sequence[Job], varied: Sequence[str]) -> Figure | None:
-    """Bars of the bytes that the parts' files take, unquantized and by recipe; None without sizes of several parts.
+    """Bars of the bytes of the parts' files and of the memory of their engines, unquantized and by recipe.
 
-    ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once.
+    ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once. None
+    without sizes of several parts; without memory where that of no job was measured.
     """
-    bars: dict[str, dict[str, float]] = {}
+    files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
+        label = short_name({**job.varied, "job": job.name}, varied)
         sizes = {part: sizes_of(job, part) for part in names(job.record, "sizes_bytes")}
         known = {part: each for part, each in sizes.items() if each is not None}
-        bars.setdefault("unquantized", {part: full for part, (full, _) in known.items()})
-        label = short_name({**job.varied, "job": job.name}, varied)
-        bars[label] = {part: quantized for part, (_, quantized) in known.items()}
-    several = dict.fromkeys(part for bar in bars.values() for part in bar)
+        for bar, variant in enumerate(VARIANTS):
+            name = label if bar else UNQUANTIZED_BAR
+            files.setdefault(name, {part: each[bar] for part, each in known.items()})
+            memory.setdefault(name, held(job.record, variant))
+    several = dict.fromkeys(part for bar in files.values() for part in bar)
     if len(several) < 2:
         return None
-    figure = Figure(figsize=(WHOLE[0], 0.9 + 0.33 * len(bars)), layout="constrained")
-    axes = figure.subplots()
+    panels = {"files of all parts, MB": files, "memory of all parts open at once, MB": memory}
+    shown = [title for title, bars in panels.items() if any(bars.values())]
+    figure = Figure(figsize=(WHOLE[0], 0.9 + 0.33 * len(files)), layout="constrained")
+    for axes, title in zip(figure.subplots(1, len(shown), sharey=True, squeeze=False)[0], shown, strict=True):
+        draw_bars(axes, panels[title], [*several, *({WORKING: None} if panels[title] is memory else {})])
+        axes.set(xlabel=title)
+    first, last = figure.axes[0], figure.axes[-1]
+    first.set_yticks(range(len(files)), [fitted(name, LONGEST_NAME) for name in files], fontsize=9)
+    first.invert_yaxis()
+    handles, labels = last.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), fontsize=9, borderaxespad=0)
+    return figure
+
+
+def held(record: Any, variant: str) -> dict[str, float]:
+    """Bytes that each part's engine holds, and what the hungriest takes beyond while it works; empty if not known."""
+    if (fit := memory_to_fit(record, variant)) is None:
+        return {}
+    known = {part: memory_of(record, part, variant) for part in names(record, "memory")}
+    opened = {part: each.opened for part, each in known.items() if each is not None}
+    return opened | {WORKING: fit.together - sum(opened.values())}
+
+
+def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
+    """Draw a bar of megabytes for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
     lefts = [0.0] * len(bars)
-    for part, colour in zip(several, cycle(LINES), strict=False):
-        widths = [bar.get(part, 0.0) / 1e6 for bar in bars.values()]
-        axes.barh(range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(part, LONGEST_NAME))
+    for piece, colour in zip(pieces, cycle(LINES), strict=False):
+        widths = [bar.get(piece, 0.0) / 1e6 for bar in bars.values()]
+        colour = OTHER if piece == WORKING else colour
+        axes.barh(range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(piece, LONGEST_NAME))
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, total in enumerate(lefts):
-        axes.annotate(
-            f"{total:,.1f}", (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
-        )  # fmt: skip
-    axes.set_yticks(range(len(bars)), [fitted(name, LONGEST_NAME) for name in bars], fontsize=9)
-    axes.invert_yaxis()
-    axes.set(xlabel="files of all parts, MB")
-    axes.margins(x=0.08)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(several), fontsize=9, borderaxespad=0)
-    return figure
+        text = f"{total:,.1f}" if total else "not measured"
+        axes.annotate(text, (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.margins(x=0.12)
 
 
 def sizes_of(job: Job, part: str) -> tuple[float, float] | None:

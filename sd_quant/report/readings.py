@@ -62,6 +62,38 @@ def slower(speedup: float | None) -> str | None:
     return f"takes {1 / speedup:.2f} times as long quantized as unquantized"
 
 
+class PartBytes(NamedTuple):
+    """Bytes of memory that a part's engine takes, opened alone."""
+
+    opened: float  # that it holds
+    peak: float  # while it was opened or called
+
+
+class ToFit(NamedTuple):
+    """Bytes of memory that a pipeline takes, derived from its parts': without the process and its libraries."""
+
+    together: float  # all parts open: what they hold, and the most that opening or calling one takes beyond
+    alone: float  # one part open at a time: the largest peak
+
+
+def memory_of(record: Any, part: str, variant: str) -> PartBytes | None:
+    """The memory of a part of a variant; what is not quantized takes the same in both. None where it is not known."""
+    both = at(record, "memory", part) or {}
+    entry = both.get(variant, both.get(VARIANTS[0]))
+    figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
+    return None if None in figures else PartBytes(figures[0], max(figures))
+
+
+def memory_to_fit(record: Any, variant: str) -> ToFit | None:
+    """What a variant's parts take together and one at a time; None where that of a part is not known."""
+    each = [memory_of(record, part, variant) for part in names(record, "memory")]
+    known = [part for part in each if part is not None]
+    if not known or len(known) < len(each):
+        return None
+    beyond = max(part.peak - part.opened for part in known)
+    return ToFit(sum(part.opened for part in known) + beyond, max(part.peak for part in known))
+
+
 class Scored(NamedTuple):
     """A score: the mean over the images or the value of the last step, the worst image's value, and all values."""
 

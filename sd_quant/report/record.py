@@ -90,7 +90,9 @@ class Latency(TypedDict, total=False):
     clock: Annotated[str, Doc("the processor's clock, or events of a GPU")]
     samples_ms: Annotated[list[Finite], Doc("each round's call, or the mean of as many as an image makes, in order")]
     composed: Annotated[str, Doc("how the latency was added up, where it was not measured as a whole")]
-    rest: Annotated[Finite, Doc("of an image: time beside its calls of the denoiser, as a share of theirs")]
+    rest: Annotated[
+        Finite, Doc("of an image: time beside its denoiser, as a share of the calls of the unquantized one")
+    ]
     reason: Annotated[str, Doc("why there is no latency")]
 
 
@@ -253,6 +255,23 @@ class Judged(TypedDict):
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 
+class PartMemory(TypedDict, total=False):
+    """Memory that the engine of a part takes, opened alone: see ``sd_quant.metrics.memory``."""
+
+    opened_bytes: Annotated[Finite, Doc("held after opening and one call")]
+    opening_peak_bytes: Annotated[Finite, Doc("the most while it was opened and called once")]
+    call_peak_bytes: Annotated[Finite, Doc("the most during another call")]
+    device: Annotated[str, Doc('"gpu" where it is the GPU\'s memory, else "cpu"')]
+    reason: Annotated[str, Doc("why nothing is known")]
+
+
+class PartMemories(TypedDict, total=False):
+    """A part's engines."""
+
+    full_precision: Annotated[PartMemory, Doc("the unquantized part")]
+    quantized: Annotated[PartMemory, Doc("the same part quantized; absent for parts that are not")]
+
+
 class Stage(TypedDict):
     seconds: Annotated[Finite, Doc("wall time")]
     peak_memory_bytes: Annotated[Finite, Doc("of the stage, of those that it overlaps and of their processes")]
@@ -310,6 +329,9 @@ class Record(AnyRecord, total=False):
     text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
+    memory: Annotated[
+        dict[str, PartMemories], Doc("memory of each part's engines; empty with a reason if not measured")
+    ]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
     sensitivity: Annotated[

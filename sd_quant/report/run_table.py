@@ -13,6 +13,8 @@ from sd_quant.metrics import SCORES, Against, fidelity_scores
 from sd_quant.report.readings import (
     Number,
     latency_of,
+    memory_of,
+    memory_to_fit,
     names,
     number_at,
     quotient,
@@ -21,7 +23,7 @@ from sd_quant.report.readings import (
     seconds_of_stages,
     slower,
 )
-from sd_quant.report.record import IMAGE, TORCH, at
+from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
@@ -37,6 +39,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         _heading(record),
         [sentence for engine in engines for sentence in _warnings(record, engine)],
         _sizes(record, reasons),
+        _memory(record),
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
@@ -79,6 +82,26 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
         ])  # fmt: skip
     titles = ["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])]
     return as_text(table_of_texts(titles, rows))
+
+
+def _memory(record: Mapping[str, Any]) -> list[str]:
+    """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
+    parts, rows = names(record, "memory"), []
+
+    def row(title: str, figures: list[float | None]) -> list[str]:
+        full, quantized = map(Number, figures)
+        smaller = quotient(full, quantized).value
+        cells = [DASH if each.value is None else _bytes(each.value) for each in (full, quantized)]
+        return [title, *cells, "" if smaller is None else _times(smaller)]
+
+    for part in parts:
+        both = [memory_of(record, part, variant) for variant in VARIANTS]
+        rows.append(row(part, [None if each is None else each.peak for each in both]))
+    if parts:
+        fit = [memory_to_fit(record, variant) for variant in VARIANTS]
+        rows.append(row("all parts open at once, derived", [None if each is None else each.together for each in fit]))
+        rows.append(row("one at a time, derived", [None if each is None else each.alone for each in fit]))
+    return as_text(table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows))
 
 
 def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:

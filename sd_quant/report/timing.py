@@ -7,7 +7,7 @@ the unquantized one, and engines of different machines not at all.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class TimedEngine(TypedDict):
     sha256: str
     jobs: list[str]
     samples_ms: list[Finite]  # one call of the denoiser in each round
+    saved: dict[str, Finite]  # by job: what its other quantized parts take less than unquantized, in ``rest``'s unit
 
 
 class Block(TypedDict):
@@ -69,12 +70,13 @@ class Timed:
     openings: Sequence[int] = ()  # rounds of each opening, see ``ratio_interval``
     beside: Sequence[Sequence[float]] = ()  # of all engines of these rounds, if there were more
     compiled: list[float] | None = None  # of the compiled framework, where it was timed
+    quantized_rest: float | None = None  # ``rest`` with other parts quantized; None where none is
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
         """The time of a call with its share of the rest of an image, unquantized and quantized."""
-        full = self.full_precision
-        return in_image(full, full, self.rest), in_image(full, self.quantized, self.rest)
+        full, own = self.full_precision, self.rest if self.quantized_rest is None else self.quantized_rest
+        return in_image(full, full, self.rest), in_image(full, self.quantized, own)
 
     def denoiser_speedup(self) -> Interval:
         return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside)
@@ -141,7 +143,9 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
             if known.rest is None or known.image_ms is None:
                 raise ValueError("an image without a latency")
             check_rounds(known)
-            found |= dict.fromkeys(subject["jobs"], known)
+            for job in subject["jobs"]:
+                saved = at(subject, "saved", job) or 0.0
+                found[job] = replace(known, quantized_rest=max(0.0, known.rest - saved))
     return found
 
 
@@ -162,7 +166,10 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
         rest = image_ms = None
     compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
     openings = at(call, "rounds", "openings") or ()
-    known = Timed(block, full, quantized, rest, image_ms, openings, compiled=compiled)
+    known = Timed(
+        block, full, quantized, rest, image_ms, openings, compiled=compiled,
+        quantized_rest=at(image, VARIANTS[1], "rest"),
+    )  # fmt: skip
     try:
         check_rounds(known)
     except ValueError:
@@ -178,7 +185,8 @@ def check_rounds(timed: Timed) -> None:
         raise ValueError("numbers of rounds that differ")
     if timed.openings and (min(timed.openings) < 1 or sum(timed.openings) != len(timed.quantized)):
         raise ValueError("openings with other rounds")
-    if not all(1 / LARGEST < number < LARGEST for number in numbers) or (timed.rest or 0) < 0:
+    rests = timed.rest or 0, timed.quantized_rest or 0
+    if not all(1 / LARGEST < number < LARGEST for number in numbers) or min(rests) < 0:
         raise ValueError("a latency that is not above zero")
 
 

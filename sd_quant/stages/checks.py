@@ -50,6 +50,12 @@ def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
         )
 
 
+def check_tile(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for tiles where the pipeline decodes images by itself."""
+    expected = "null with model=diffusers, because the pipeline decodes its images by itself"
+    check(infer.vae_tile is None or not checkpoint.family.OWN_NOISE, "infer.vae_tile", infer.vae_tile, expected)
+
+
 def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
     """Raises ConfigError where the denoiser reads an image and a mask beside the latents, and the mask is null.
 

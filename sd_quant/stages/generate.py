@@ -17,7 +17,7 @@ def sampling_of(infer: Infer) -> Sampling:
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
-        sizes_of(infer) if infer.sizes else None,
+        sizes_of(infer) if infer.sizes else None, infer.vae_tile,
     )  # fmt: skip
 
 

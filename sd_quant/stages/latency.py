@@ -146,8 +146,9 @@ def compare_latency(
 
     if simulated is None:
         less = saved / (sampling.steps_taken * medians[FULL_PRECISION][denoiser])
-        found = over_full_precision(call[QUANTIZED]["samples_ms"], max(0.0, rest - less))
-        quantized = composed(found["speedup"], COMPOSED)
+        quantized_rest = max(0.0, rest - less)
+        found = over_full_precision(call[QUANTIZED]["samples_ms"], quantized_rest)
+        quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {})
         if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
             found = {"speedup": {"value": None, "reason": full["reason"]}}
         elif together:

@@ -12,12 +12,13 @@ from torch import nn
 
 from sd_quant.config import Infer
 from sd_quant.devices import best_device
-from sd_quant.engines import COMPILED, RUNTIMES, load_engine
+from sd_quant.engines import COMPILED, RUNTIMES, WITHOUT_A_GPU, load_engine
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.errors import ResourceError
 from sd_quant.inference.loading import load_part
+from sd_quant.inference.tiles import SHAPES
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
 from sd_quant.models.parts import network_in
 from sd_quant.simulation.modelopt import simulate
@@ -43,6 +44,8 @@ def open_file(path: Path, infer: Infer, **options: object) -> Engine:
     """Load the part in the file at ``path`` by ``infer.engine``; ``options`` are those of its ``load``."""
     if infer.precision in RUNTIMES[infer.engine].precisions:
         options["precision"] = infer.precision
+    if infer.vae_tile is not None and infer.engine == WITHOUT_A_GPU and path.stem == "vae":
+        options["kept"] = SHAPES  # or it would be compiled again for each tile
     return replayed(load_engine(infer.engine, path, **options), infer)
 
 

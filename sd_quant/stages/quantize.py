@@ -47,6 +47,7 @@ from sd_quant.stages.job_folder import (
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
+from sd_quant.stages.part_memory import memory_of_parts
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.session import Session, cache_of, write_observed
@@ -110,6 +111,13 @@ def why_not_exported(session: Session, infer: Infer) -> str | None:
     if refused is None or RUNTIMES[infer.engine].file is None:
         return None
     return f"the {session.denoiser} is not exported, because {refused}"
+
+
+def why_not_measured(job: QuantizeJob, step: StageTimer) -> str | None:
+    """Why memory is not measured by part; None where it is."""
+    if not job.memory_of_parts:
+        return "memory_of_parts is false"
+    return None if step.resets else "/proc/self/clear_refs cannot be written"
 
 
 def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer) -> Record:
@@ -177,8 +185,14 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated,
             chosen.parts,
         )  # fmt: skip
+    memory: dict = {"reason": why_not_measured(job, step)}
+    if memory["reason"] is None:
+        with step("memory"):
+            memory = memory_of_parts(variants, job.infer, step.restart_peak)
     variants.pool.close()
-    results = Results(loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over)
+    results = Results(
+        loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over, memory
+    )
     check_still_there(directory)
     record = record_of(job, fingerprint, facts, results, step, directory)
     write_json(directory / PROVENANCE, facts)

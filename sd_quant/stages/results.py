@@ -49,6 +49,7 @@ class Results:
     parity: dict
     executed: dict  # in which numbers the quantized layers are multiplied
     handed_over: dict[str, HandedOver]  # by target
+    memory: dict  # by part
 
 
 def shared_entries(
@@ -105,6 +106,7 @@ def record_of(
             part: part_entry(results, part, preset)
             for part, preset in (job.quantize.parts or dict.fromkeys(results.chosen.parts, "fit")).items()
         },
+        "memory": results.memory,
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,

@@ -37,6 +37,7 @@ from sd_quant.stages.checks import (
     check_request,
     check_sizes,
     check_steps,
+    check_tile,
     sides_of,
 )
 from sd_quant.stages.resources import (
@@ -89,6 +90,7 @@ class Session:
         """Check the knobs of images, and of calibration, against the checkpoint's structure. Raises ConfigError."""
         check_mask(self.checkpoint, "infer.", infer.mask)
         check_latents(self.checkpoint, infer)
+        check_tile(self.checkpoint, infer)
         check_guidance(self.checkpoint, infer.scale)
         check_steps(self.checkpoint, "infer.steps", infer.steps)
         check_sizes(self.checkpoint, "infer", infer)

@@ -10,7 +10,8 @@ in blocks, each beside the unquantized engine.
 does it again, or does it on the machine on which the jobs ran: jobs of another machine are not timed here. No images
 are made, because those of a large model take minutes: the time of an image beside its calls of the denoiser is the
 first job's, as a share of those calls. The road not taken is to time while the jobs run: another job may run beside
-them, and the first could not be compared with the last.
+them, and the first could not be compared with the last. What other quantized parts than the denoiser save is each job's
+own: their calls are few, and how long they take differs little.
 """
 
 import argparse
@@ -63,6 +64,7 @@ class EngineGroup:
     image_ms: float  # what that job's unquantized image takes
     engines: dict[str, Path] = field(default_factory=dict)  # the denoiser's file by hash
     jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
+    saved: dict[str, float] = field(default_factory=dict)  # by name, where other parts are quantized: of its ``rest``
 
 
 def time_sweep(directory: Path, again: bool = False) -> None:
@@ -96,7 +98,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     for key in [key for key, count in at_once.items() if count == 0]:
         names = [name for names in workloads.pop(key).jobs.values() for name in names]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
-    told = [f"{key} {sorted(work.jobs.items())}" for key, work in workloads.items()]
+    told = [f"{key} {sorted(work.jobs.items())} {sorted(work.saved.items())}" for key, work in workloads.items()]
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
@@ -134,6 +136,9 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     this = hash_of(engine)
     work.engines.setdefault(this, engine)
     work.jobs.setdefault(this, []).append(job.name)
+    quantized = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[1], "rest")
+    if quantized is not None:
+        work.saved[job.name] = image["rest"] - quantized
     return None
 
 
@@ -170,7 +175,13 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
             reference_ms=rounds.samples[REFERENCE],
             compiled_ms=rounds.samples.get(COMPILED),
             subjects=[
-                TimedEngine(sha256=each, jobs=work.jobs[each], samples_ms=rounds.samples[each]) for each in block
+                TimedEngine(
+                    sha256=each,
+                    jobs=work.jobs[each],
+                    samples_ms=rounds.samples[each],
+                    saved={job: work.saved[job] for job in work.jobs[each] if job in work.saved},
+                )
+                for each in block
             ],
             rounds=conditions([rounds], REFERENCE),
             seconds=perf_counter() - began,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 QUICK = (
     "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "infer.num_timed_runs=1",
-    "infer.num_warmup_runs=0", "timing.budget_s=0", "export_trt=none",
+    "infer.num_warmup_runs=0", "timing.budget_s=0", "memory_of_parts=false",
+    "export_trt=none",
 )  # fmt: skip
 JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
 TIMES = (

@@ -21,7 +21,8 @@ from ..pipelines import sd15
 JOB = (
     "quantize.py", "model=sd15", "model.width=64", "model.height=64", "calib_size=2", "quantize.n_steps=2",
     "infer.width=64", "infer.height=64", "infer.steps=2", "infer.prompts=[a cat,a dog]", "infer.num_timed_runs=3",
-    "infer.num_warmup_runs=1", "timing.budget_s=0", "export_trt=tensorrt_rtx", "trt.targets=[SM89]",
+    "infer.num_warmup_runs=1", "timing.budget_s=0", "memory_of_parts=false",
+    "export_trt=tensorrt_rtx", "trt.targets=[SM89]",
 )  # fmt: skip
 
 

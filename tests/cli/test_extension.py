@@ -167,7 +167,7 @@ def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
         added, "quantize", QuantizeJob, "model=my_family", name, "quantize=my_preset", "infer=my_runtime",
         "quant_level=3", "alpha=0.5", "smoothing=my_smoothing", "collect_method=my_method",
         "quantize.observer=my_observer", "trackers=[my_tracker]", "calib_size=2", "quantize.n_steps=2",
-        "export_trt=none", f"cache.dir={tmp_path / 'cache'}", *SAMPLING, "timing.budget_s=0",
+        "export_trt=none", f"cache.dir={tmp_path / 'cache'}", *SAMPLING, "timing.budget_s=0", "memory_of_parts=false",
     )  # fmt: skip
     run.mkdir()
     psnr = quantize.quantize(job, run, Tracer())

@@ -18,7 +18,7 @@ from ..hand_over.pictures import PROMPTS, by_consumer, decibels, in_torch, print
 
 SMALL = (
     "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=4", "infer.steps=4", "timing.budget_s=0",
-    "export_trt=none",
+    "memory_of_parts=false", "export_trt=none",
 )  # fmt: skip
 # Decibels of a picture in fp32 against the simulation: ModelOpt computes it bit for bit. SDNQ adds in another order.
 # torchao divides an input by its scale as we do, in another order of multiplications, so that some get the other code.

@@ -35,7 +35,7 @@ rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], [
 model.quantize("no statistics")
 """
 SMALL = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "timing.budget_s=0",
-         "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "export_trt=none"]  # fmt: skip
+         "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "memory_of_parts=false", "export_trt=none"]  # fmt: skip
 Run = Callable[..., subprocess.CompletedProcess]
 
 

@@ -222,6 +222,7 @@ def test_the_record_is_complete(record, main_job):
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert record["peak_memory_bytes"] > 2**28
     assert set(record["sizes_bytes"]) == set(PART_NAMES) == set(record["plans"])
+    assert set(record["memory"]) == set(PART_NAMES) and record["memory"]["unet_xl"]["quantized"]["opened_bytes"] > 2**20
     for name in ("sizes_bytes", "latency", "fidelity", "fidelity_unquantized_engine", "parity", "layers", "stages"):
         assert numbers(record[name]) and not nulls_without_reason(record[name]), name
     assert all(math.isfinite(value) for _, value in numbers(record))

@@ -18,7 +18,7 @@ from sd_quant.report.record import DONE
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import markdown, read_sweep
 
-from ..unit.report.sweeps import LAYERS, record_of
+from ..unit.report.sweeps import LAYERS, MEMORY, record_of
 from .harness import Reader
 from .mutations import YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
 from .shared import Files, ways
@@ -46,7 +46,7 @@ def a_record(decibels: float, speedup: float) -> dict:
         "schema_version": 1, "overrides": ["alpha=0.5", "quant_level=3"],
         "denoiser": {"part": "unet_xl", "samples_per_image": 2}, "simulated": False, "simulated_because": None,
         "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}}, "layers": {"quantized": 7, "high_precision": 2},
-        "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}},
+        "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}}, "memory": MEMORY,
     }  # fmt: skip
 
 
@@ -68,7 +68,8 @@ TIMING = {
     "blocks": [{
         "engine": "openvino", "rest": 0.1, "image_ms": 420.0, "seconds": 3.0,
         "reference_ms": [20.0, 19.0, 21.0, 20.0, 20.5],
-        "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5]}],
+        "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5],
+                      "saved": {"alpha=0.5": 0.02}}],
         "rounds": {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.1},
     }],
 }  # fmt: skip

@@ -40,7 +40,7 @@ REPOSITORY = HERE.parents[1]
 ENVIRONMENTS = REPOSITORY / "outputs" / "hand_over_environments"
 TARGETS = ("openvino", "onnx")
 LEAST_PSNR = 33.0
-KNOBS = ("quant_level=3", "alpha=0.8", "export_trt=none", "timing.budget_s=0")
+KNOBS = ("quant_level=3", "alpha=0.8", "export_trt=none", "timing.budget_s=0", "memory_of_parts=false")
 QUICK = ("calib_size=8", "quantize.n_steps=8", "infer.steps=8")
 
 

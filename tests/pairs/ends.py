@@ -21,6 +21,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "keep": ["0", "1", "60", "0.9"],
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],
+    "memory_of_parts": ["false", "true"],
     "compiled_baseline": ["false"],  # compiling takes a minute; an experiment of tests/cli/test_sweep.py has it
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
@@ -74,6 +75,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "infer.scale": ["5.0", "0.0", "1.0", "1000000.0"],
     "infer.seed": ["0", "4294967295"],
     "infer.latents": ["null"],
+    "infer.vae_tile": ["null", "32"],
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],

@@ -91,6 +91,7 @@ IN_PROCESSES = {
     "candidates",
     "families",
     "full_size",
+    "full_size_parts",
     "peers",
     "quickstart",
     "silence",
@@ -216,6 +217,18 @@ def test_one_block_of_a_full_size_denoiser_is_written(script, tmp_path):
     exported = json.loads((tmp_path / "export.json").read_text())
     parameters = json.loads((tmp_path / "write.json").read_text())["parameters"]
     assert parameters < exported["bytes"] < 2 * parameters
+
+
+@pytest.mark.soak
+def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_path):
+    ended(script("full_size_parts", "--layers", "1", "--call", "--work", tmp_path))
+    rows = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    exports = {name: row for name, row in rows.items() if name.startswith("export_")}
+    t5, full = (exports[f"export_sd3_text_encoder_3_{preset}"] for preset in ("int8_weight_only", "unquantized"))
+    assert len(exports) == 5 and t5["layers"] == 6 and t5["bytes"] < 0.7 * full["bytes"]
+    assert max(row["peak_memory_bytes"] for row in exports.values()) < 3e9
+    calls = [row["errors"] for name, row in rows.items() if name.startswith("call_")]
+    assert len(calls) == 3 and all(error < 0.1 for errors in calls for error in errors.values())
 
 
 @pytest.mark.soak

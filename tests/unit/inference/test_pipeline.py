@@ -94,6 +94,16 @@ def pipeline(build):
     return build(scheduler())
 
 
+def test_images_are_decoded_in_tiles_where_that_is_asked_for(pipeline, engines):
+    """By a decoder whose pixels depend on nothing around them, so that the images stay the same."""
+    whole = pipeline(PROMPTS, SAMPLING)
+    assert engines["vae"].calls.pop()["z"].shape[2:] == (8, 8)
+    tiled = pipeline(PROMPTS, replace(SAMPLING, vae_tile=32))
+    assert engines["vae"].calls.pop()["z"].shape[2:] == (2, 2) and len(engines["vae"].calls) > 9
+    assert np.abs(tiled.images[0].astype(int) - whole.images[0]).max() <= 1
+    assert "vae_tile" not in SAMPLING.described() and replace(SAMPLING, vae_tile=32).described()["vae_tile"] == 32
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_images_take_the_sizes_in_turn(pipeline, batch_size):
     """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""

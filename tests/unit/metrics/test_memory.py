@@ -131,3 +131,27 @@ def test_a_gpu_has_a_peak_for_each_job_and_what_torch_keeps_is_there_for_the_nex
     assert memory.available_cuda_memory_bytes() == 21
     StageTimer()
     assert told == ["reset"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
+def test_what_is_held_and_what_is_needed_for_a_while_are_told_apart():
+    """40 MB held, 100 more while it is opened, 20 more in a call; and restarts are the caller's."""
+    restarts = []
+
+    def opened():
+        kept, passing = np.ones(40 * 10**6, np.uint8), np.ones(100 * 10**6, np.uint8)
+        del passing
+        return lambda: kept[0] + np.ones(20 * 10**6, np.uint8)[0]
+
+    taken = memory.memory_taken(opened, on_gpu=False, restart=lambda: restarts.append(reset_peak()))
+    assert [figure / 1e6 for figure in taken] == pytest.approx([40, 140, 60], abs=8)
+    assert len(restarts) == 2
+
+
+def test_a_peak_that_is_restarted_within_a_stage_stays_its_own(monkeypatch):
+    peaks = iter([0, 500, 30])
+    monkeypatch.setattr(memory, "peak_memory_bytes", lambda: next(peaks))
+    timer = StageTimer()
+    with timer("memory"):
+        timer.restart_peak()
+    assert timer.stages["memory"]["peak_memory_bytes"] == 500

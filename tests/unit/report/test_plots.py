@@ -10,7 +10,7 @@ from PIL import Image
 from sd_quant.report import plots
 from sd_quant.report.summary import read_sweep
 
-from .sweeps import change_record, write_job, write_plan, write_sweep
+from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,11 @@ def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
     change_record(folder, {"sizes_bytes.vae.onnx_quantized": 2e6})
     (figure,) = [plots.parts(read_sweep(folder).jobs, [])]
     assert words(figure)[0] == "22.0" and float(words(figure)[1]) < 19
+    change_record(folder, {"memory": MEMORY})
+    (figure,) = [plots.parts(read_sweep(folder).jobs, [])]
+    files, memory = figure.axes
+    assert [text.get_text() for text in memory.texts] == ["120.0", "65.0"] and len(files.texts) == 2
+    assert [bar.get_width() for bar in memory.patches] == pytest.approx([90, 40, 10, 10, 20, 15])
     change_record(folder, {"sizes_bytes": {}})
     assert plots.parts(read_sweep(folder).jobs, []) is None
 

@@ -5,7 +5,7 @@ from sd_quant.report.run_table import handed_over_table, run_table
 from sd_quant.report.summary import sweep_table
 from tests.nested import with_values
 
-from .sweeps import latency_of, record_of
+from .sweeps import MEMORY, latency_of, record_of
 
 
 def record() -> dict:
@@ -37,6 +37,25 @@ def test_every_number_stands_in_its_place():
     assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
     assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
     assert "SLOWER" not in table
+
+
+def test_memory_of_parts_is_added_up_only_where_all_of_it_is_known():
+    made = record() | {"memory": MEMORY}
+    table = run_table(made)
+    title = "peak memory of a part's engine"
+    assert row(table, "unet_xl", title) == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
+    assert row(table, "vae", title) == ["23.8", "MiB", "23.8", "MiB", "1.00x"]
+    assert row(table, "all parts open at once, derived") == [
+        "114.4",
+        "MiB",
+        "62.0",
+        "MiB",
+        "1.85x",
+    ]  # 90+10+20, 40+10+15
+    assert row(table, "one at a time, derived") == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
+    made["memory"] = with_values(MEMORY, {"unet_xl.quantized": {"reason": "simulated: no kernels"}})
+    assert row(run_table(made), "all parts open at once, derived") == ["114.4", "MiB", "–"]
+    assert title not in run_table(made | {"memory": {"reason": "memory_of_parts is false"}})
 
 
 def test_the_compiled_framework_is_a_second_baseline():

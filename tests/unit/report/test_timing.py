@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sd_quant.errors import ArtifactError
 from sd_quant.report import page
 from sd_quant.report.summary import read_sweep, write_summary
-from sd_quant.report.timing import TIMING
+from sd_quant.report.timing import TIMING, log_speedup_over
 from tests.pasting import words_of
 
 QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
@@ -51,6 +52,19 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert (first["denoiser_ms"], first["image_ms"]) == pytest.approx((10, 40), rel=1e-3)
     assert first["timed_on"] == second["timed_on"] == "this one"
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
+
+
+def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_them(timed):
+    """One file of the denoiser, twice as fast: 20 ms in 60 are beside its calls, of which one job saves 8."""
+    subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
+    shared = [{**subjects[0], "jobs": ["level=1", "level=2"], "saved": {"level=2": 0.2}}]
+    sweep = timed({}, subjects=shared)
+    assert [row["image_speedup"] for row in sweep.rows[:2]] == pytest.approx([60 / 40, 60 / 32], rel=1e-3)
+    assert sweep.rows[1]["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
+    ratio = log_speedup_over(sweep.jobs[1].timed, sweep.jobs[0].timed, 0.95)
+    assert math.exp(ratio.value) == pytest.approx(40 / 32, rel=1e-3)
+    more = timed({}, subjects=[{**shared[0], "saved": {"level=2": 0.7}}])  # than there is, by a noisy job
+    assert more.rows[1]["image_speedup"] == pytest.approx(60 / 20, rel=1e-3)
 
 
 def test_the_openings_of_a_block_are_its_intervals(timed):

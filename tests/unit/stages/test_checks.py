@@ -18,6 +18,7 @@ from sd_quant.stages.checks import (
     check_request,
     check_sizes,
     check_steps,
+    check_tile,
 )
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import open_unchecked
@@ -179,3 +180,10 @@ def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
         ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
     ):
         check_sizes(open_unchecked(made.model).checkpoint, section, getattr(made, section))
+
+
+def test_tiles_are_refused_for_a_pipeline_that_decodes_by_itself(checkpoint):
+    with pytest.raises(ConfigError, match="^infer.vae_tile is 32, expected null with model=diffusers, because"):
+        check_tile(OBSERVED, job("infer.vae_tile=32").infer)
+    check_tile(checkpoint, job("infer.vae_tile=32").infer)
+    check_tile(OBSERVED, job().infer)

@@ -111,6 +111,12 @@ def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clock,
     found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together, others=["clip1"])["openvino"]
     assert found["clip1"]["1"]["speedup"] == pytest.approx(4) and "speedup" not in found["clip2"]["1"]
     assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(2 * 4000 + 1000 + 2 * 1000)
+    assert found["image"]["1"]["quantized"]["rest"] == pytest.approx((2 * 4000 + 1000) / (2 * 4000))
+    timed = timed_alone("a", {
+        "latency": {"openvino": found}, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+    })  # fmt: skip
+    assert timed.image_speedup().value == pytest.approx(found["image"]["1"]["speedup"]) == pytest.approx(20 / 11)
     if together:
         assert found["image"]["1"]["whole_images"]["agree"]
 

@@ -14,8 +14,10 @@ from sd_quant.places import HOME
 from sd_quant.stages import open_parts
 
 
-def infer(engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph)
+def infer(
+    engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False, vae_tile: int | None = None
+) -> SimpleNamespace:
+    return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph, vae_tile=vae_tile)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +85,12 @@ def test_a_runtime_is_told_of_a_precision_that_it_has(monkeypatch, engine, preci
     monkeypatch.setattr(open_parts, "load_engine", lambda name, path, **options: given.update(options))
     open_parts.open_file(Path("unet_xl.onnx"), infer(engine, precision))
     assert given.get("precision") == expected
+
+
+def test_a_decoder_keeps_what_is_compiled_for_each_shape_of_tiles(monkeypatch):
+    given = []
+    monkeypatch.setattr(open_parts, "load_engine", lambda name, path, **options: given.append(options.get("kept")))
+    for engine, tile, part in (("openvino", 32, "vae"), ("openvino", 32, "unet_xl"), ("openvino", None, "vae"),
+                               ("onnxruntime", 32, "vae")):  # fmt: skip
+        open_parts.open_file(Path(f"{part}.onnx"), infer(engine, vae_tile=tile))
+    assert given == [4, None, None, None]

@@ -95,6 +95,18 @@ def test_files_that_are_the_same_are_timed_once_and_share_the_figure(sweep, open
     assert (block["rest"], block["image_ms"]) == (0.5, 50.0)
 
 
+def test_what_other_quantized_parts_save_is_each_jobs_own(sweep, opened):
+    """Both share the denoiser's file; one had an image whose other parts took 0.1 less than 0.6 of its calls."""
+    quantized = {"full_precision": {"p50_ms": 70.0, "rest": 0.6}, "quantized": {"p50_ms": 40.0, "rest": 0.5}}
+    folder = sweep(a=("one", [], {}), b=("one", [], {"latency": {"openvino": {"image": {"1": quantized}}}}))
+    time_sweep.time_sweep(folder)
+    (block,) = read_object(folder / TIMING)["blocks"]
+    (subject,) = block["subjects"]
+    assert subject["jobs"] == ["a", "b"] and subject["saved"] == {"b": pytest.approx(0.1)}
+    time_sweep.time_sweep(folder)
+    assert opened.count("unquantized") == 1
+
+
 @pytest.mark.parametrize(("engines", "budgets"), [(1, 1), (3, 3), (7, 5)])
 def test_each_engine_has_a_time_of_its_own_up_to_five(sweep, opened, monkeypatch, engines, budgets):
     given, rounds = [], time_sweep.denoiser_rounds

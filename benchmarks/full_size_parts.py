@@ -1,0 +1,175 @@
+"""``python benchmarks/full_size_parts.py``: text encoders of SD3 and Flux at full size to ONNX in INT8, one at a time.
+
+T5-XXL, which both have, and SD3's OpenCLIP bigG, with random weights in fp16 that are drawn one at a time; what stands
+around them is tiny. Each row is a process of its own, which opens the pipeline, checks that all weights are finite,
+derives the layers' scales and writes the file, as ``quantize.py`` does. Its peak (VmHWM) is that of the process with
+its libraries; weights are read and not mapped. ``--call`` opens the INT8 files in OpenVINO too and calls them once, and
+compares with torch's output where memory holds that.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import job_with, timed
+from benchmarks.tiny_pipelines import write
+from sd_quant.checkpoints.synthetic import random_parameter
+from sd_quant.export.parts import trace_part, write_part
+from sd_quant.files import write_json
+from sd_quant.files.safetensors import write_safetensors
+from sd_quant.files.tensors import LazyTensor
+from sd_quant.inference.memory import TORCH_BYTES
+from sd_quant.process import available_memory_bytes, peak_memory_bytes, reset_peak
+from sd_quant.stages.assign import assign_parts
+from sd_quant.stages.load import Loaded, load
+from sd_quant.stages.resources import NOTHING
+
+INT8, UNQUANTIZED = "int8_weight_only", "unquantized"
+PIPELINES = {"sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline"}
+T5_XXL = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "vocab_size": 32128,
+          "feed_forward_proj": "gated-gelu"}  # fmt: skip
+BIGG = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20, "projection_dim": 1280,
+        "vocab_size": 49408, "hidden_act": "gelu"}  # fmt: skip
+T5_QUERY = (
+    T5_XXL["d_kv"] ** -0.5
+)  # T5 begins with queries that are smaller by this, as its attention divides by nothing
+LAYERS = {"t5_xxl": 24, "bigg": 32}
+PLACES = {"sd3": {"text_encoder_3": "t5_xxl", "text_encoder_2": "bigg"}, "flux": {"text_encoder_2": "t5_xxl"}}
+ROWS = [  # model, part, preset
+    ("sd3", "text_encoder_3", UNQUANTIZED),
+    ("sd3", "text_encoder_3", INT8),
+    ("flux", "text_encoder_2", INT8),
+    ("sd3", "text_encoder_2", UNQUANTIZED),
+    ("sd3", "text_encoder_2", INT8),
+]
+
+
+def network_of(name: str, layers: int) -> torch.nn.Module:
+    """A text encoder without weights."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    with torch.device("meta"):
+        if name == "bigg":
+            return CLIPTextModelWithProjection(CLIPTextConfig(num_hidden_layers=layers, **BIGG))
+        return T5EncoderModel(T5Config(num_layers=layers, **T5_XXL))
+
+
+def write_encoder(folder: Path, name: str, layers: int) -> int:
+    """Write a text encoder as ``save_pretrained`` does; returns the number of its parameters."""
+    network = network_of(name, layers)
+    tensors = {}
+    for key, parameter in network.named_parameters():
+        kind = type(network.get_submodule(key.rpartition(".")[0])).__name__
+        draw = partial(random_parameter, key, tuple(parameter.shape), kind, 0)
+        gain = T5_QUERY if key.endswith(".q.weight") else 1.0
+        tensors[key] = LazyTensor(
+            tuple(parameter.shape), torch.float16, lambda draw=draw, gain=gain: draw().mul_(gain).half()
+        )
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def write_pipelines(work: Path, layers: int | None) -> dict:
+    """Write the folders of both pipelines, which share T5's file."""
+    counts = {name: write_encoder(work / name, name, layers or LAYERS[name]) for name in LAYERS}
+    for model, places in PLACES.items():
+        write(PIPELINES[model], work / model)
+        for part, name in places.items():
+            shutil.rmtree(work / model / part)
+            shutil.copytree(work / name, work / model / part, copy_function=lambda a, b: Path(b).hardlink_to(a))
+    return {"parameters": counts}
+
+
+def opened(work: Path, model: str, part: str, preset: str) -> Loaded:
+    job = job_with("int8", f"model={model}", f"model.path={work / model}", f"quantize.parts={{{part}: {preset}}}")
+    return load(job.model, job.infer, job.quantize, lambda _: NOTHING, work)
+
+
+def export(work: Path, model: str, part: str, preset: str) -> dict:
+    """Write one file, and return its figures."""
+    loaded = opened(work, model, part, INT8)
+    read = time.perf_counter()
+    assignment = {} if preset == UNQUANTIZED else assign_parts(loaded)[part]
+    derived = time.perf_counter()
+    graph, traced = trace_part(loaded.checkpoint, part), time.perf_counter()
+    folder = work / f"{model}_{part}_{preset}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_part(graph, loaded.checkpoint, part, folder / f"{part}.onnx", assignment)
+    return {
+        "parameters": loaded.parameters[part],
+        "layers": sum(layer.format is not None for layer in assignment.values()),
+        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "recipe_seconds": derived - read,
+        "trace_seconds": traced - derived,
+        "write_seconds": time.perf_counter() - traced,
+    }
+
+
+def call(work: Path, model: str, part: str, preset: str) -> dict:
+    """Call the exported file once in OpenVINO; where memory holds torch's fp32 too, compare with it."""
+    from sd_quant.engines import openvino
+    from sd_quant.inference.loading import load_part
+    from sd_quant.numbers import relative_error
+
+    loaded = opened(work, model, part, INT8)
+    shapes = loaded.parts[part].contract.shapes_for(1, 64, 64)
+    inputs = {name: torch.randint(1, 1000, shape, dtype=torch.int32) for name, shape in shapes.items()}
+    engine = openvino.load(work / f"{model}_{part}_{preset}" / f"{part}.onnx")
+    _, opening_seconds = timed(lambda: engine(**inputs))  # compiles for these shapes
+    opening_peak = peak_memory_bytes()
+    reset_peak()
+    output, seconds = timed(lambda: engine(**inputs))
+    found = {"opening_seconds": opening_seconds, "opening_peak_bytes": opening_peak}
+    found |= {"call_seconds": seconds, "call_peak_bytes": peak_memory_bytes()}
+    engine.close()
+    if available_memory_bytes() < 2 * TORCH_BYTES * loaded.parameters[part]:
+        return found
+    expected = load_part(loaded.checkpoint, part)(**inputs)
+    return found | {"errors": {name: relative_error(expected[name], output[name]) for name in expected}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("outputs/full_size_parts"))
+    parser.add_argument("--layers", type=int, help="of each encoder; by default T5's 24 and bigG's 32")
+    parser.add_argument("--call", action="store_true", help="call the INT8 files too")
+    parser.add_argument("--keep", action="store_true", help="keep the ONNX files")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    work = given.work.resolve()
+    if given.row:
+        kind, *row = given.row.split(":")
+        reset_peak()
+        start = time.perf_counter()
+        found = {"write": lambda: write_pipelines(work, given.layers), "export": lambda: export(work, *row),
+                 "call": lambda: call(work, *row)}[kind]()  # fmt: skip
+        found |= {"seconds": time.perf_counter() - start, "peak_memory_bytes": peak_memory_bytes()}
+        write_json(work / f"{given.row.replace(':', '_')}.json", found)
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    rows = [] if (work / "write.json").exists() else ["write"]
+    for row in ROWS:
+        rows += [f"{kind}:{':'.join(row)}" for kind in ("export", *(["call"] if given.call and row[2] == INT8 else []))]
+    layers = ["--layers", str(given.layers)] if given.layers else []
+    for row in rows:
+        command = [sys.executable, "-m", "benchmarks.full_size_parts", "--work", str(work), *layers, "--row", row]
+        ended = subprocess.run(command, check=False)
+        file = work / f"{row.replace(':', '_')}.json"
+        found = json.loads(file.read_text()) if ended.returncode == 0 else {"failed": f"exit code {ended.returncode}"}
+        print(f"{row:45} {json.dumps(found)}", flush=True)
+        if row.startswith("export") and not (given.keep or given.call):
+            shutil.rmtree(work / "_".join(row.split(":")[1:]), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Decode latents in overlapping tiles that fade into each other, by the rule of diffusers' ``enable_tiling``.
+
+The decoder's working memory grows with the pixels that it decodes at a time, so it is bounded by the tile's. Tiles at
+the right and lower edge are smaller. Its normalizations see a tile alone, so tones may differ from tile to tile. The
+road not taken is diffusers' own method, which calls its own network and keeps all tiles until the end: here two rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sd_quant.engines.base import Engine
+from sd_quant.models import LATENT_FACTOR
+
+SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and in the corner
+STEP = 0.75  # from a tile to the next one, as a share of its side
+
+
+def decode(engine: Engine, z: Tensor, tile: int | None) -> Tensor:
+    """The images [B, 3, H, W] by the autoencoder's ``engine``; as a whole where ``tile``, a side in pixels, is null."""
+    if tile is None or max(z.shape[2:]) <= tile // LATENT_FACTOR:
+        return engine(z=z)["dec"]
+    return in_tiles(lambda part: engine(z=part)["dec"], z, tile // LATENT_FACTOR)
+
+
+def in_tiles(decode_tile: Callable[[Tensor], Tensor], z: Tensor, side: int) -> Tensor:
+    """``decode_tile`` of ``z`` [B, C, h, w] in tiles of ``side`` latents, which is a multiple of 4."""
+    step, rows, above = int(side * STEP), list[Tensor](), list[Tensor]()
+    height, width = z.shape[2:]
+    for top in range(0, height, step):
+        row = list[Tensor]()
+        for left in range(0, width, step):
+            tile = decode_tile(z[:, :, top : top + side, left : left + side])
+            factor = tile.shape[2] // min(side, height - top)
+            overlap, kept = (side - step) * factor, step * factor
+            if above:
+                tile = faded(above[len(row)], tile, overlap, axis=2)
+            if row:
+                tile = faded(row[-1], tile, overlap, axis=3)
+            row.append(tile)
+        rows.append(torch.cat([tile[:, :, :kept, :kept] for tile in row], dim=3))
+        above = row
+    return torch.cat(rows, dim=2)
+
+
+def faded(before: Tensor, tile: Tensor, overlap: int, axis: int) -> Tensor:
+    """``tile``, whose first rows or columns along ``axis`` begin as the last ones of the tile ``before`` it."""
+    overlap = min(before.shape[axis], tile.shape[axis], overlap)
+    share = torch.arange(overlap, dtype=tile.dtype, device=tile.device) / overlap
+    share = share.view(-1, *[1] * (3 - axis))
+    last, first = before.narrow(axis, before.shape[axis] - overlap, overlap), tile.narrow(axis, 0, overlap)
+    rest = tile.narrow(axis, overlap, tile.shape[axis] - overlap)
+    return torch.cat([last * (1 - share) + first * share, rest], dim=axis)

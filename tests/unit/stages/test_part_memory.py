@@ -1,0 +1,59 @@
+"""Which engines are opened to measure their memory: each alone, and none twice for the same figure."""
+
+from types import SimpleNamespace
+
+import torch
+
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.metrics.memory import MemoryTaken
+from sd_quant.stages import part_memory
+from tests.presets import job
+
+INFER = job("infer.width=64", "infer.height=64").infer
+PARTS = ("unet_xl", "clip1", "vae")
+
+
+def measured(monkeypatch, simulated: str | None = None):
+    """The record's entry, and the keys that were opened in their order, with how many engines were open then."""
+    opened = []
+
+    def open_engine(key):
+        opened.append((key, len(pool.engines)))
+        return SimpleNamespace(inputs={"x": torch.float32}, device=torch.device("cpu"), close=lambda: None)
+
+    def taken(opened, on_gpu, restart):
+        opened()
+        return MemoryTaken(1, 3, 2)
+
+    pool = Pool(open_engine)
+    full = {part: f"full {part}" for part in PARTS}
+    engines = {"full_precision": Variant(pool, full), "quantized": Variant(pool, full | {"clip1": "int8 clip1"})}
+    contract = SimpleNamespace(shapes_for=lambda *size: {"x": (1,)}, dtypes={"x": torch.float32})
+    monkeypatch.setattr(part_memory, "contracts_of", lambda checkpoint: dict.fromkeys(PARTS, contract))
+    monkeypatch.setattr(part_memory, "samples_per_call", lambda *call: 1)
+    monkeypatch.setattr(part_memory, "memory_taken", taken)
+    loaded = SimpleNamespace(checkpoint=None, denoiser="unet_xl")
+    assignments = {"unet_xl": {}, "clip1": {}}
+    variants = SimpleNamespace(
+        loaded=loaded, assignments=assignments, engines=engines, pool=pool, simulated=simulated
+    )  # fmt: skip
+    pool["left open"]
+    found = part_memory.memory_of_parts(variants, INFER, lambda: None)
+    assert not pool.engines
+    return found, opened[1:]
+
+
+def test_each_engine_is_opened_alone(monkeypatch):
+    found, opened = measured(monkeypatch)
+    assert {part: list(both) for part, both in found.items()} == {
+        "unet_xl": ["full_precision", "quantized"], "clip1": ["full_precision", "quantized"], "vae": ["full_precision"],
+    }  # fmt: skip
+    assert found["clip1"]["quantized"] == {
+        "opened_bytes": 1, "opening_peak_bytes": 3, "call_peak_bytes": 2, "device": "cpu",
+    }  # fmt: skip
+    assert opened == [(f"full {PARTS[0]}", 0)] * 2 + [("full clip1", 0), ("int8 clip1", 0), ("full vae", 0)]
+
+
+def test_a_simulated_denoiser_is_no_engine(monkeypatch):
+    found, opened = measured(monkeypatch, simulated="no kernels")
+    assert found["unet_xl"]["quantized"] == {"reason": "simulated: no kernels"} and len(opened) == 4
