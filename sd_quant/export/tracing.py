@@ -32,6 +32,9 @@ ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
+BF16_OPSET = (
+    22  # the first with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by
+)
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
 # They log every node that they touch, or what they cannot trace, which is raised as well.
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -84,7 +87,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
             for name, shape in contract.inputs.items()
         }
         check = partial(check_axes, contract=contract)
-        model = converted(module, example, axes_of, contract.outputs, OPSET, check)
+        opset = BF16_OPSET if contract.weights == torch.bfloat16 else OPSET
+        model = converted(module, example, axes_of, contract.outputs, opset, check)
     for value in list(model.graph.initializers.values()):
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
             value.const_value = None
@@ -232,20 +236,21 @@ def fold(model: ir.Model) -> None:
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Declare ``opset``, up to 23, for the types that it adds to those of ``OPSET``.
+    """Declare ``opset``, up to 23, for the types that it adds to those of the opset that the graph was traced in.
 
     The nodes stay the same, because each operation is defined alike in both opsets, or with more types. The road not
     taken is onnxscript's version converter, which would conclude the same node by node.
     Raises ArtifactError for a graph with an operation that may have another definition.
     """
-    if opset <= OPSET:
+    traced = model.opset_imports[""]
+    if opset <= traced:
         return
 
     def defined_in(kind: str, version: int) -> int:
         return onnx.defs.get_schema(kind, version, "").since_version
 
     kinds = {node.op_type for node in model.graph}
-    changed = {kind for kind in kinds if defined_in(kind, OPSET) != defined_in(kind, opset)}
+    changed = {kind for kind in kinds if defined_in(kind, traced) != defined_in(kind, opset)}
     if unknown := sorted(changed - ONLY_MORE_TYPES):
         raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
     model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)

@@ -203,14 +203,18 @@ def layer_outputs(
     inputs."""
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "layers.onnx"
-        names = set(cut_layers(onnx_path, assignment, path, prefix).values())
+        names = set(cut_layers(onnx_path, assignment, path, prefix, dtype).values())
         inputs = {name: tensor.to(dtype) for name, tensor in simulation.inputs.items() if name in names}
         outputs = computed_by(engine, path, inputs)
     return {name: outputs[f"{name}.output"] for name in simulation.inputs}
 
 
 def attention_outputs(
-    simulation: Simulation, assignment: Mapping[str, LayerAssignment], onnx_path: Path, engine: str
+    simulation: Simulation,
+    assignment: Mapping[str, LayerAssignment],
+    onnx_path: Path,
+    engine: str,
+    dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
     """The output of each quantized attention of the exported network for the simulation's query, key and value."""
     if not simulation.attention_inputs:
@@ -221,7 +225,7 @@ def attention_outputs(
         inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
     with temporary_folder(onnx_path.parents[2]) as folder:
         path = Path(folder) / "attentions.onnx"
-        cut_attentions(onnx_path, [assignment[name] for name in simulation.attention_inputs], path)
+        cut_attentions(onnx_path, [assignment[name] for name in simulation.attention_inputs], path, dtype)
         outputs = computed_by(engine, path, inputs)
     return {name: outputs[f"{name}.given_output"] for name in simulation.attention_inputs}
 
