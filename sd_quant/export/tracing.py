@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.export.nodes import insert
+from sd_quant.export.nodes import insert, read_instead
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.empty import replace_buffers, replace_parameters, without_weights
 from sd_quant.models.parts import Contract
@@ -35,6 +35,7 @@ OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and belo
 BF16_OPSET = (
     22  # the first with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by
 )
+TYPE = "tensor(bfloat16)"  # as ONNX's schemas name it
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
 # They log every node that they touch, or what they cannot trace, which is raised as well.
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -95,6 +96,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
             del model.graph.initializers[value.name]
             model.graph.inputs.append(value)
     promote_concatenated(model)
+    if contract.weights == torch.bfloat16:
+        widen(model)
     drop_squeezes(model)
     fold(model)
     check_axes({value.name: value.shape for value in model.graph.inputs}, contract)
@@ -114,6 +117,27 @@ def promote_concatenated(model: ir.Model) -> None:
                 if value.dtype != widest:
                     name = f"{node.name}.promoted_{index}"
                     node.replace_input_with(index, insert(model.graph, node, "Cast", [value], name, to=widest))
+
+
+def widen(model: ir.Model) -> None:
+    """Let operations for which ONNX has no bf16, such as the Einsum that joins patches, compute in fp32."""
+    bf16, single = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+    for node in (node for node in list(model.graph) if node.domain == ""):
+        schema = onnx.defs.get_schema(node.op_type, model.opset_imports[""], "")
+        lacking = {each.type_param_str for each in schema.type_constraints if TYPE not in each.allowed_type_strs}
+        formal = [schema.inputs[min(index, len(schema.inputs) - 1)] for index in range(len(node.inputs))]
+        for index, (value, stated) in enumerate(zip(list(node.inputs), formal, strict=True)):
+            if value is not None and value.dtype == bf16 and stated.type_str in lacking:
+                cast = insert(model.graph, node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
+                cast.dtype = single
+                node.replace_input_with(index, cast)
+        for output, stated in zip(node.outputs, schema.outputs, strict=False):
+            if output.dtype == bf16 and stated.type_str in lacking:
+                output.dtype = single
+                name = f"{output.name}.rounded"
+                read_instead(
+                    output, lambda before, y, name=name: insert(model.graph, before, "Cast", [y], name, to=bf16)
+                )
 
 
 def drop_squeezes(model: ir.Model) -> None:

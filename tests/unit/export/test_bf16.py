@@ -11,11 +11,13 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from onnx import TensorProto, numpy_helper
+from torch import nn
 
 from sd_quant.engines.openvino import load
 from sd_quant.export.layer_cut import cut_attentions, cut_layers
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
+from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.numbers import relative_error
 from tests.graphs import stored_in
@@ -107,3 +109,21 @@ def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
     expected = (layer.rounded_input(x) if activation else x.float()) @ layer.rounded_weight(weight).T + bias
     assert found.dtype == torch.bfloat16 and relative_error(expected, found.float()) < 3e-3
     assert abs(((found.float() - expected) * expected).sum() / expected.square().sum()) < 1e-3  # a common factor
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.einsum("bnc->bcn", x * self.weight)  # ONNX's Einsum takes no bf16
+
+
+def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
+    contract = Contract({"x": ("batch", 5, 3)}, ("y",), {"x": torch.bfloat16}, torch.bfloat16, example={"batch": 2})
+    path = tmp_path / "a.onnx"
+    write_onnx(trace(Joins, contract), path, inputs=1, prefix="", read=lambda name: torch.ones(3), assignment={})
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    x = drawn(2, 5, 3).bfloat16()
+    assert torch.equal(load(path, threads=1)(x=x)["y"], x.transpose(1, 2))
