@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.export.nodes import insert, read_instead
+from sd_quant.export.nodes import insert
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.empty import replace_buffers, replace_parameters, without_weights
 from sd_quant.models.parts import Contract
@@ -133,11 +133,13 @@ def widen(model: ir.Model) -> None:
                 node.replace_input_with(index, cast)
         for output, stated in zip(node.outputs, schema.outputs, strict=False):
             if output.dtype == bf16 and stated.type_str in lacking:
-                output.dtype = single
-                name = f"{output.name}.rounded"
-                read_instead(
-                    output, lambda before, y, name=name: insert(model.graph, before, "Cast", [y], name, to=bf16)
-                )
+                rounded = ir.node("Cast", [output], {"to": bf16}, name=f"{output.name}.rounded")
+                (last,) = rounded.outputs
+                last.name, last.shape, last.dtype = output.name, output.shape, bf16
+                output.name, output.dtype = f"{output.name}.in_fp32", single
+                ir.convenience.replace_all_uses_with(output, last, replace_graph_outputs=True)
+                rounded.replace_input_with(0, output)
+                model.graph.insert_after(node, rounded)
 
 
 def drop_squeezes(model: ir.Model) -> None:

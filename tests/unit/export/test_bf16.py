@@ -120,6 +120,7 @@ class Joins(nn.Module):
         return torch.einsum("bnc->bcn", x * self.weight)  # ONNX's Einsum takes no bf16
 
 
+@pytest.mark.slow  # the tracing
 def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
     contract = Contract({"x": ("batch", 5, 3)}, ("y",), {"x": torch.bfloat16}, torch.bfloat16, example={"batch": 2})
     path = tmp_path / "a.onnx"
