@@ -91,9 +91,9 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
     head += """
 ## What a target holds
 
-*The rest* is what is not quantized: bf16 with [`export.dtype`](checkpoints.md#precision).
+*Rest* is what is not quantized: bf16 with [`export.dtype`](checkpoints.md#precision).
 
-| target | opened by | weights, with their inputs | convolutions | rotated | multiplied inputs | branch | the rest | families |
+| target | opened by | weights, with their inputs | convolutions | rotated | multiplied inputs | branch | rest | families |
 |---|---|---|---|---|---|---|---|---|
 """
     for name, target in TARGETS.items():
