@@ -93,7 +93,7 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
 
 *Rest* is what is not quantized: bf16 with [`export.dtype`](checkpoints.md#precision).
 
-| target | opened by | weights, with their inputs | convolutions | rotated | multiplied inputs | branch | rest | families |
+| target | opened by | weights, their inputs | convolutions | rotated | multiplied inputs | branch | rest | families |
 |---|---|---|---|---|---|---|---|---|
 """
     for name, target in TARGETS.items():

@@ -69,11 +69,11 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
     return [target for target in able if target in here.union(USUAL_TARGETS)]
 
 
-def check_dtype(model: Model, engine: str, trt: Trt | None = None) -> None:
+def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None) -> None:
     """Raises ConfigError for bf16 in files that ``engine`` or a target of ``trt`` does not execute."""
     if not may_be_bf16(model.dtype):
         return
-    lacks = RUNTIMES[engine].lacks_bf16
+    lacks = RUNTIMES[engine].lacks_bf16 if engine else None
     check(lacks is None, "export.dtype", model.dtype, f"fp16 or fp32 with infer={engine}, because {lacks}")
     old = [target for target in (trt and trt.targets) or () if compute_capability(target) < BF16_CAPABILITY]
     check(not old, "trt.targets", old, f"SM{BF16_CAPABILITY} or newer with export.dtype={model.dtype}, which have bf16")

@@ -197,7 +197,7 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32") -> 
         precision = "fp32"
     if precision != "fp32" and not stored.isdisjoint(("f16", "bf16")):
         settings["INFERENCE_PRECISION_HINT"] = precision
-    elif "bf16" in stored:
+    elif "bf16" in {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}:
         model = in_fp32(model)
     if any(op.get_type_name() == QUANTIZER for op in model.get_ops()) and saturates():
         LOG.info(
