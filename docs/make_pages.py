@@ -91,8 +91,10 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
     head += """
 ## What a target holds
 
-| target | opened by | weights, with their inputs | convolutions | rotated | multiplied inputs | branch | families |
-|---|---|---|---|---|---|---|---|
+*Rest* is what is not quantized: bf16 with [`export.dtype`](checkpoints.md#precision).
+
+| target | opened by | weights, their inputs | convolutions | rotated | multiplied inputs | branch | rest | families |
+|---|---|---|---|---|---|---|---|---|
 """
     for name, target in TARGETS.items():
         every = "all that the runtime executes" if target.runtime else ""
@@ -101,7 +103,10 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
         listed += [every and "yes" or ", ".join(sorted(each)) or "no" for each in (target.rotated, target.multiplied)]
         families = "all" if target.families is None else ", ".join(sorted(target.families))
         branch = "yes" if target.low_rank else "no"
-        head += f"| `{name}` | {target.consumer} | {weights} | {' | '.join(listed)} | {branch} | {families} |\n"
+        rest = "fp16 or bf16" if target.bf16 is True else "fp16, of Flux bf16" if target.bf16 else "fp16"
+        head += (
+            f"| `{name}` | {target.consumer} | {weights} | {' | '.join(listed)} | {branch} | {rest} | {families} |\n"
+        )
     head += """
 ## Who has opened it
 

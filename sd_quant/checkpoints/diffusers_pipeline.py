@@ -25,10 +25,10 @@ from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES
+from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
 from sd_quant.models.family import Family, PipelineAdapter, family_named
-from sd_quant.models.parts import Part, with_encoder
+from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, TIED, plain_name
 
 TOKENIZER = "tokenizer_config.json"
@@ -85,6 +85,7 @@ class DiffusersCheckpoint:
     io: str  # whose names the denoiser's inputs have
     reopen: Callable[[], Checkpoint]  # opens the same folder
     encodes: bool = False  # whether the autoencoder's encoder is a part
+    dtypes: Dtypes = None  # of exported weights, see ``models.parts``
 
     @property
     def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
@@ -95,7 +96,8 @@ class DiffusersCheckpoint:
         return family_named(self.name)
 
     def parts(self) -> dict[str, Part]:
-        return with_encoder(self.family.parts(self.configs, self.tokens, self.io), self.encodes)
+        parts = with_encoder(self.family.parts(self.configs, self.tokens, self.io), self.encodes)
+        return with_dtypes(parts, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
         return {

@@ -11,6 +11,7 @@ from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo, open_sgm
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, sdxl_base_config
 from sd_quant.errors import ConfigError
+from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import family_named
 
@@ -24,6 +25,7 @@ def open_checkpoint(
     parts: Sequence[str] | None = None,
     loras: Sequence[tuple[Path, float]] = (),
     encodes: bool = False,
+    dtypes: Dtypes = None,
 ) -> Checkpoint:
     """Opens a checkpoint of ``family``; reads no weight.
 
@@ -34,6 +36,7 @@ def open_checkpoint(
     ``parts``: names of the parts that are used; None for all. An optional network is left out unless it is among them.
     ``loras``: files of adapters to fuse into the weights, with their strengths.
     ``encodes``: whether the autoencoder's encoder is a part.
+    ``dtypes``: of exported weights, for all parts or by part; None for the family's.
     Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
@@ -50,9 +53,9 @@ def open_checkpoint(
         opened = fused(opened, loras)
     again = partial(
         open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, parts=parts, loras=loras,
-        encodes=encodes,
+        encodes=encodes, dtypes=dtypes,
     )  # fmt: skip
-    return replace(opened, encodes=encodes, reopen=again)
+    return replace(opened, encodes=encodes, dtypes=dtypes, reopen=again)
 
 
 def _opened(

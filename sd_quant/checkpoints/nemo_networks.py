@@ -19,9 +19,10 @@ from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
+from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
 from sd_quant.models.family import Family, PipelineAdapter, family_named
-from sd_quant.models.parts import Part, with_encoder
+from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     NemoConfig,
@@ -53,6 +54,7 @@ class NemoCheckpoint:
     io: str = "nemo"  # whose names the UNet's inputs have
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
+    dtypes: Dtypes = None  # of exported weights, see ``models.parts``
 
     @property
     def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
@@ -64,7 +66,8 @@ class NemoCheckpoint:
 
     def parts(self) -> dict[str, Part]:
         unet, vae = unet_config(self.model_config), vae_config(self.model_config)
-        return with_encoder(self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io), self.encodes)
+        parts = self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io)
+        return with_dtypes(with_encoder(parts, self.encodes), self.dtypes, self.components)
 
     def build(self) -> dict[str, torch.nn.Module]:
         return build_modules(self.model_config, self.clip1, self.clip2)

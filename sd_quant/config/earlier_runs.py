@@ -22,6 +22,7 @@ INTERPOLATION = "${"  # OmegaConf would resolve it, from variables of the enviro
 # The behaviour of versions before these knobs, so that their configs can still be read.
 BEFORE: dict[str, dict[str, object]] = {
     "model": {
+        "dtype": None,
         "loras": [],
         "encoder": False,
         "calibration_image": None,

@@ -10,7 +10,7 @@ from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
-from sd_quant.config.plans import ExportShape, Trt, check_batch, check_plan_size
+from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
 from sd_quant.config.sections import check_writable
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
@@ -39,6 +39,7 @@ class ExportJob:
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
+        check_dtype(self.model, trt=self.trt)
         expected = "a library that builds plans, because the ONNX files are there already"
         check(self.trt.library != "none" or self.unquantized(), "trt.library", self.trt.library, expected)
 
@@ -74,6 +75,7 @@ class InferJob:
     def check_files(self) -> None:
         """Choose the engine for ``infer=auto`` by the files, then raise SdQuantError for what is missing or damaged."""
         self.infer = self.infer.with_engine(lambda: engine_of(part_paths(self, "plan"), part_paths(self, "onnx")))
+        check_dtype(self.model, self.infer.engine)
         self.infer.check_files()
         self.model.check_files()
         check_out_path(self.infer.out_path)

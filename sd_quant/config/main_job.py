@@ -9,7 +9,7 @@ from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verd
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
-from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_plan_size, targets_for
+from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
 from sd_quant.config.recipe import Quantize, check_recipe
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
@@ -85,6 +85,7 @@ class QuantizeJob(RecipeJob):
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
         check_targets("hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
+        check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
         if self.infer.sizes is not None:

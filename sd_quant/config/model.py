@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from sd_quant.config.sections import SIDE, Sizes, check_grain
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
-from sd_quant.models import FAMILIES, OBSERVED, VAE_ENCODER
+from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import LORA
 
@@ -34,6 +34,15 @@ class Model:
         Called("export.io"),
         one_of(["nemo", "diffusers"]),
         "whose names the inputs of SDXL's UNet have; null: those of the checkpoint's kind",
+    ]
+    dtype: Annotated[
+        dict[str, str] | str | None,
+        Called("export.dtype"),
+        Limit(
+            lambda dtypes: set(dtypes.values() if isinstance(dtypes, dict) else [dtypes]) <= {*EXPORTED, STORED},
+            f"one of {', '.join(EXPORTED)}, {STORED}, or one by part",
+        ),
+        "what is not quantized in files: for all parts, or by part; null: fp16, and fp32 where that overflows",
     ]
     max_sequence_length: Annotated[int | None, at_least(1), "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
@@ -64,6 +73,8 @@ class Model:
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
         self.encoder |= self.calibration_image is not None
+        if self.parts and isinstance(self.dtype, dict):
+            check_parts_named(self.dtype, [*self.parts, VAE_ENCODER])
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
         """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
@@ -99,6 +110,12 @@ class Model:
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
+
+
+def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
+    """Raises ConfigError when ``export.dtype`` names another part than these."""
+    for part in dtypes if isinstance(dtypes, Mapping) else ():
+        check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
 
 def lora_of(stated: str) -> tuple[str, float]:

@@ -5,12 +5,15 @@ from importlib.util import find_spec
 from typing import Annotated
 
 from sd_quant.config.images import Infer
+from sd_quant.config.model import Model
 from sd_quant.config.sections import MORE_THAN_0, SIDE, Sizes, size_of
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, gpu
 from sd_quant.knobs import at_least, check, one_of
+from sd_quant.models import may_be_bf16
 from sd_quant.quantization.formats import min_compute_capability
 
 RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+BF16_CAPABILITY = 80  # Ampere, the first with products of bf16
 NO_FP32 = "SM75"  # Turing, for which TensorRT for RTX has no fp32 matrix products
 USUAL_TARGETS = ("SM89", "SM120")
 
@@ -64,6 +67,16 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
         return trt.targets
     here = {gpu.current_gpu()} - {NO_FP32}  # the image decoder of every model multiplies in fp32
     return [target for target in able if target in here.union(USUAL_TARGETS)]
+
+
+def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None) -> None:
+    """Raises ConfigError for bf16 in files that ``engine`` or a target of ``trt`` does not execute."""
+    if not may_be_bf16(model.dtype):
+        return
+    lacks = RUNTIMES[engine].lacks_bf16 if engine else None
+    check(lacks is None, "export.dtype", model.dtype, f"fp16 or fp32 with infer={engine}, because {lacks}")
+    old = [target for target in (trt and trt.targets) or () if compute_capability(target) < BF16_CAPABILITY]
+    check(not old, "trt.targets", old, f"SM{BF16_CAPABILITY} or newer with export.dtype={model.dtype}, which have bf16")
 
 
 def compute_capability(target: str) -> int:

@@ -63,6 +63,7 @@ class Runtime:
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
     build: str | None = None  # builds the file that it loads from an ONNX file; None: it loads ONNX
     refuses: Refuses = lambda where, fmt: None
+    lacks_bf16: str | None = None  # why it executes no file with weights in bf16; None: it does
     bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
 
 
@@ -79,7 +80,8 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
             load="sd_quant.engines.onnxruntime:load", products="sd_quant.engines.onnxruntime:products",
-            refuses=refused_by_onnxruntime, bytes_per_parameter=OPENVINO_BYTES,
+            refuses=refused_by_onnxruntime, lacks_bf16="ONNX Runtime's CPU has no products of bf16",
+            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",

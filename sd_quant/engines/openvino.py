@@ -2,6 +2,7 @@
 
 Layers that are not quantized compute in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. By default OpenVINO
 would use bf16 or fp16 on processors that have them, and the same file would give other images on the next machine.
+A file in bf16 is computed in fp32 too, from inputs and weights that are bf16's, see ``in_fp32``.
 
 A model is compiled for the shapes of each call. Compiled for dynamic shapes, OpenVINO does not fuse element-wise nodes:
 a pass of the shipped checkpoint's UNet takes 1.1 to 1.5 times as long (benchmarks/shapes.py), of the full SDXL's 1.05
@@ -24,6 +25,7 @@ import numpy as np
 import openvino
 import torch
 from openvino import opset13 as opset
+from openvino.preprocess import PrePostProcessor
 
 from sd_quant.devices import CPU
 from sd_quant.devices import threads as default_threads
@@ -43,6 +45,7 @@ QUANTIZER = "FakeQuantize"  # OpenVINO's form of a QuantizeLinear
 DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are dequantized before they are multiplied
 DTYPES = {  # not by OpenVINO's own map to numpy, which takes bf16 for fp16
     "f16": torch.float16,
+    "bf16": torch.bfloat16,
     "f32": torch.float32,
     "f64": torch.float64,
     "i8": torch.int8,
@@ -69,6 +72,7 @@ class OpenVinoEngine:
         # In a compiled model names are ambiguous: an input in front of an optimized node has that node's name too.
         self.inputs = {port.node.friendly_name: dtype_of(port, path) for port in model.inputs}
         self.outputs = [port.any_name for port in model.outputs]
+        self.dtypes = [port.element_type.get_type_name() for port in model.outputs]
         self.shapes = [port.partial_shape for port in model.inputs]  # with the file's dynamic axes
         types = {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
         self.fixed = FP8 not in types and not DEQUANTIZED.items() <= settings.items()
@@ -76,14 +80,14 @@ class OpenVinoEngine:
         self.exported: tuple[Shapes, bytes] | None = None  # the compiled model that ``reopen`` imports
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        arrays = [tensor.numpy() for tensor in cast_inputs(self.inputs, inputs).values()]
-        compiled = self.compiled_for(tuple(array.shape for array in arrays))
+        arrays = list(map(shared_memory, cast_inputs(self.inputs, inputs).values()))
+        compiled = self.compiled_for(tuple(tuple(array.shape) for array in arrays))
         # inputs outlive the call, so they are read in place; outputs are copied out of the engine
         try:
             outputs = compiled(arrays, share_inputs=True, share_outputs=False)
         except RuntimeError as error:
-            raise ValueError(f"{self.refusal(array.shape for array in arrays)}: {one_line(error)}") from error
-        return {name: torch.from_numpy(outputs[index]) for index, name in enumerate(self.outputs)}
+            raise ValueError(f"{self.refusal(tuple(array.shape) for array in arrays)}: {one_line(error)}") from error
+        return {name: tensor_of(outputs[index], self.dtypes[index]) for index, name in enumerate(self.outputs)}
 
     def compiled_for(self, shapes: Shapes) -> openvino.CompiledModel:
         """The model compiled for inputs of these shapes.
@@ -135,6 +139,19 @@ class OpenVinoEngine:
         del self.model
 
 
+def shared_memory(tensor: torch.Tensor) -> np.ndarray | openvino.Tensor:
+    """The tensor for OpenVINO, in place."""
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    return openvino.Tensor(tensor.view(torch.int16).numpy(), openvino.Shape(tensor.shape), openvino.Type.bf16)
+
+
+def tensor_of(output: np.ndarray, dtype: str) -> torch.Tensor:
+    """The tensor in an output of this type; bf16 comes as fp16, with the bits of bf16."""
+    tensor = torch.from_numpy(output)
+    return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
+
+
 def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
     """The dtype of an input of the file at ``path``. Raises ArtifactError for one that OpenVINO gets no tensors of."""
     found = port.element_type.get_type_name()
@@ -161,7 +178,7 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
     """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's, ``kept`` as in OpenVinoEngine.
 
     ``precision`` of layers that are not quantized is fp32 or bf16. It is fp32 where the processor has no bf16, and for
-    a file without weights in fp16, because a part that is exported in fp32, like a VAE, requires fp32.
+    a file without weights of 16 bits, because a part that is exported in fp32, like a VAE, requires fp32.
     Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU.
     """
     onnx_files(path)
@@ -173,12 +190,15 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
         model = core.read_model(path)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
+    constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
+    stored = {op.get_element_type().get_type_name() for op in constants}
     if precision != "fp32" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         LOG.info("this processor has no %s, so OpenVINO computes in fp32 what is not quantized", precision)
-    elif precision != "fp32":
-        constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
-        if "f16" in {op.get_element_type().get_type_name() for op in constants}:
-            settings["INFERENCE_PRECISION_HINT"] = precision
+        precision = "fp32"
+    if precision != "fp32" and not stored.isdisjoint(("f16", "bf16")):
+        settings["INFERENCE_PRECISION_HINT"] = precision
+    elif "bf16" in {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}:
+        model = in_fp32(model)
     if any(op.get_type_name() == QUANTIZER for op in model.get_ops()) and saturates():
         LOG.info(
             "this processor has no VNNI, without which OpenVINO's sums of INT8 products saturate: computed in fp32"
@@ -186,6 +206,33 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
         settings |= DEQUANTIZED
         round_by_arithmetic(model)
     return OpenVinoEngine(model, path, settings, kept)
+
+
+def in_fp32(model: openvino.Model) -> openvino.Model:
+    """The model of a file in bf16 with everything in fp32 but its inputs and outputs; changes ``model``.
+
+    OpenVINO converts a file's fp16 by its precision hint, and computes in bf16 what the file has in bf16.
+    """
+    bf16 = openvino.Type.bf16
+    ports = [[i for i, port in enumerate(each) if port.element_type == bf16] for each in (model.inputs, model.outputs)]
+    for op in model.get_ordered_ops():
+        kind = op.get_type_name()
+        if kind == "Parameter" and op.get_element_type() == bf16:
+            op.set_element_type(openvino.Type.f32)
+        elif kind == "Constant" and op.get_element_type() == bf16:
+            readers = op.output(0).get_target_inputs()
+            converted = opset.convert(op, "f32").output(0)
+            for reader in readers:
+                reader.replace_source_output(converted)
+        elif kind == "Convert" and op.get_attributes()["destination_type"] == "bf16":
+            op.output(0).replace(opset.convert(op.input_value(0), "f32").output(0))
+    model.validate_nodes_and_infer_types()
+    prepared = PrePostProcessor(model)
+    for index in ports[0]:
+        prepared.input(index).tensor().set_element_type(bf16)
+    for index in ports[1]:
+        prepared.output(index).tensor().set_element_type(bf16)
+    return prepared.build()
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:

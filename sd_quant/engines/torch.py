@@ -8,6 +8,7 @@ from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 COMPILED_BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # in addition to those that a network names
 # Of one block's code, for all shapes, networks and precisions of a process. Beyond torch's limits, 8 and 256, it
 # silently stays eager.
@@ -23,7 +24,7 @@ class TorchEngine:
         weight = next(module.parameters())
         self.module, self.outputs, self.device = module, contract.outputs, weight.device
         self.inputs = {
-            name: weight.dtype if dtype == torch.float16 else dtype for name, dtype in contract.dtypes.items()
+            name: weight.dtype if dtype in SIXTEEN_BITS else dtype for name, dtype in contract.dtypes.items()
         }
 
     @torch.inference_mode()
@@ -46,11 +47,13 @@ def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.
     """The dtype that a part computes in, by ``infer.precision``.
 
     ``auto`` is the exported graph's on a GPU, usually fp16, and fp32 on a CPU. A part that is exported in fp32, because
-    it overflows in fp16 (the VAE), always computes in fp32.
+    it overflows in fp16 (the VAE), always computes in fp32, and one in bf16 never in fp16.
     """
     if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
         return torch.float32
-    return contract.weights if precision == "auto" else PRECISIONS[precision]
+    if precision == "auto" or (precision, contract.weights) == ("fp16", torch.bfloat16):
+        return contract.weights
+    return PRECISIONS[precision]
 
 
 def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:

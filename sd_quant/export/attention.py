@@ -23,7 +23,16 @@ from torch import Tensor
 
 from sd_quant.cache import link
 from sd_quant.errors import ArtifactError
-from sd_quant.export.nodes import constant, initializer, insert, only_reader, read_instead, static_copy
+from sd_quant.export.nodes import (
+    constant,
+    initializer,
+    insert,
+    numbers,
+    only_reader,
+    read_instead,
+    static_copy,
+    type_of_scales,
+)
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
@@ -41,26 +50,53 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
     mixed = nearest_producer(node.inputs[0], "MatMul")
     softmax = nearest_producer(mixed.inputs[0], "Softmax")
     scores = nearest_producer(softmax.inputs[0], "MatMul")
-    fmt = FORMATS[layer.activation_format]
+    fmt, scales = FORMATS[layer.activation_format], type_of_scales(weight.dtype)
     if fmt.equal_levels:
-        return quantize_by_rows(graph, scores, softmax, mixed, layer)
+        if scales != weight.dtype:
+            in_fp32(graph, (scores, mixed), layer.name, weight.dtype)
+        return quantize_by_rows(graph, scores, softmax, mixed, layer, scales)
     products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
     for (node, index, what), scale in zip(products, float_scales(layer), strict=True):
-        fake_quantized = static_copy(graph, node, node.inputs[index], f"{layer.name}.{what}", fmt, scale)
-        node.replace_input_with(index, fake_quantized)
+        value, name = node.inputs[index], f"{layer.name}.{what}"
+        if scales != weight.dtype:
+            value = insert(graph, node, "Cast", [value], f"{name}_in_fp32", to=scales)
+        value = static_copy(graph, node, value, name, fmt, scale, scales)
+        if scales != weight.dtype:
+            value = insert(graph, node, "Cast", [value], f"{name}_rounded", to=weight.dtype)
+        node.replace_input_with(index, value)
+
+
+def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
+    """Let the two products of an attention read fp32, and all but them their outputs rounded to ``dtype``."""
+    scores, mixed = products
+    query, key, value = scores.inputs[0], scores.inputs[1], mixed.inputs[1]
+    cast = lambda before, each, what, to: insert(graph, before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
+    single = ir.DataType.FLOAT
+    scores.replace_input_with(0, cast(scores, query, "query_in_fp32", single))
+    scores.replace_input_with(1, cast(scores, key, "key_in_fp32", single))
+    mixed.replace_input_with(1, cast(mixed, value, "value_in_fp32", single))
+    read_instead(mixed.outputs[0], lambda before, y: cast(before, y, "output_rounded", dtype))
 
 
 def quantize_by_rows(
-    graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment
+    graph: ir.Graph,
+    scores: ir.Node,
+    softmax: ir.Node,
+    mixed: ir.Node,
+    layer: LayerAssignment,
+    dtype: ir.DataType,
 ) -> None:
-    """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly."""
+    """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly.
+
+    ``dtype`` is that of everything between them.
+    """
     found, fmt = head_factors(layer), FORMATS[layer.activation_format]
 
-    def head_constant(what: str, numbers: Tensor) -> ir.Value:
-        return constant(graph, f"{layer.name}.{what}", numbers.half().numpy())
+    def head_constant(what: str, values: Tensor) -> ir.Value:
+        return numbers(graph, f"{layer.name}.{what}", values, dtype)
 
     def pair(before: ir.Node, value: ir.Value, what: str, scale: float) -> ir.Value:
-        return static_copy(graph, before, value, f"{layer.name}.{what}", fmt, scale)
+        return static_copy(graph, before, value, f"{layer.name}.{what}", fmt, scale, dtype)
 
     def times(before: ir.Node, value: ir.Value, what: str, factor: Tensor) -> ir.Value:
         return insert(graph, before, "Mul", [value, head_constant(f"{what}_factor", factor)], f"{layer.name}.{what}")
@@ -78,7 +114,7 @@ def quantize_by_rows(
     exponentials = insert(graph, softmax, "Exp", [logits], f"{layer.name}.exponentials")
     name = f"{layer.name}.exponentials"
     unsigned = [
-        constant(graph, f"{name}_scale", np.array(found.exponential_scale, np.float16)),
+        numbers(graph, f"{name}_scale", found.exponential_scale, dtype),
         initializer(graph, f"{name}_zero_point", ir.DataType.UINT8, (), lambda: torch.zeros((), dtype=torch.uint8)),
     ]
     exponentials = insert(graph, softmax, "QuantizeLinear", [exponentials, *unsigned], f"{name}_quantized")

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import onnx
 import onnx_ir as ir
+import torch
 
 from sd_quant.export.attention import ROW_SUM
-from sd_quant.export.nodes import only_reader
+from sd_quant.export.nodes import only_reader, onnx_type, type_of_scales
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -22,8 +23,16 @@ Found = TypeVar("Found")
 OF_INPUT = re.compile(r"\.input[._]")  # in the names of nodes that quantize a layer's input, see ``qdq``
 
 
-def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path: Path, prefix: str) -> dict[str, str]:
+def cut_layers(
+    onnx_path: Path,
+    assignment: Mapping[str, LayerAssignment],
+    path: Path,
+    prefix: str,
+    weights: torch.dtype = torch.float16,
+) -> dict[str, str]:
     """Write the graph of the quantized layers to ``path`` and return the name of each layer's input.
+
+    ``weights`` is the dtype of the graph's other weights, and of the inputs.
 
     A layer's output ``<layer>.output`` is that of its Conv (bias included) or of its MatMul (bias excluded). Layers
     that share a quantized input share it here too, under the name of one of them. ``prefix`` precedes the assignment's
@@ -32,14 +41,15 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
     model = ir.load(onnx_path)
     values = {**{node.outputs[0].name: node.outputs[0] for node in model.graph}, **model.graph.initializers}
     inputs: dict[ir.Node, ir.Value] = {}
-    outputs, reads = [], {}
+    outputs, reads, dtype = [], {}, onnx_type(weights)
     for layer in assignment.values():
         if layer.format is None:
             continue
         weight = dequantized_weight(values, f"{prefix}{layer.name}.weight")
-        dtype = ir.DataType.FLOAT if weight.name.endswith(".cast") else ir.DataType.FLOAT16
         last = only_reader(weight)
-        untouched = layer.activation_format is None and not layer.rotation
+        wide = bool(layer.activation_format or layer.multiplies or layer.rotation)
+        scales = type_of_scales(dtype)
+        untouched = not wide or (not (layer.activation_format or layer.rotation) and scales == dtype)
         readers = [(last, 0)] if untouched else readers_of_input(last)
         if layer.multiplies:
             reader, index = readers[0]
@@ -48,7 +58,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         channels = layer.weight_shape[1]
         shape = [None, channels, None, None] if len(layer.weight_shape) == 4 else [None, None, channels]
         if first not in inputs:
-            value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+            value = ir.Value(name=layer.name, shape=ir.Shape(shape), type=ir.TensorType(scales if wide else dtype))
             for reader, index in readers:
                 reader.replace_input_with(index, value)
             inputs[first] = value
@@ -56,7 +66,8 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         output = last.outputs[0]
         if layer.scales_product:
             output = only_reader(output).outputs[0]
-        output.name, output.type = f"{layer.name}.output", ir.TensorType(dtype)
+        output.name = f"{layer.name}.output"
+        output.type = ir.TensorType(scales if layer.activation_format else dtype)
         output.shape = ir.Shape([None] * len(shape))
         outputs.append(output)
     model.graph.inputs[:] = inputs.values()
@@ -87,7 +98,9 @@ def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
     return readers
 
 
-def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path) -> None:
+def cut_attentions(
+    onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path, weights: torch.dtype = torch.float16
+) -> None:
     """Write the graph of the products of ``attentions`` to ``path``.
 
     Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value`` before quantization, keys
@@ -95,10 +108,11 @@ def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path:
     """
     model = ir.load(onnx_path)
     made = {node.outputs[0].name: node for node in model.graph}
-    inputs, outputs = [], []
+    inputs, outputs, dtype = [], [], onnx_type(weights)
+    scales = type_of_scales(dtype)
 
-    def named(value: ir.Value, name: str) -> ir.Value:
-        value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT16), ir.Shape([None] * 4)
+    def named(value: ir.Value, name: str, kind: ir.DataType) -> ir.Value:
+        value.name, value.type, value.shape = name, ir.TensorType(kind), ir.Shape([None] * 4)
         return value
 
     for layer in attentions:
@@ -108,9 +122,10 @@ def cut_attentions(onnx_path: Path, attentions: Iterable[LayerAssignment], path:
             firsts = [made[f"{layer.name}.{what}"] for what in ("query", "key_minus_mean", "value")]
             last = made[f"{layer.name}.output"]
         for what, first in zip(("query", "key", "value"), firsts, strict=True):
-            inputs.append(named(ir.Value(), f"{layer.name}.given_{what}"))
+            inputs.append(named(ir.Value(), f"{layer.name}.given_{what}", scales))
             first.replace_input_with(0, inputs[-1])
-        outputs.append(named(last.outputs[0], f"{layer.name}.given_output"))
+        in_integers = f"{layer.name}{ROW_SUM}" in made
+        outputs.append(named(last.outputs[0], f"{layer.name}.given_output", scales if in_integers else dtype))
     model.graph.inputs[:], model.graph.outputs[:] = inputs, outputs
     ir.passes.common.RemoveUnusedNodesPass()(model)
     save(model, path)
@@ -133,7 +148,7 @@ def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment]
     for layer in (layer for layer in assignment.values() if layer.format is not None):
         product = dequantized_weight(readers, f"{prefix}{layer.name}.weight")
         fused = [product]
-        for fusable in ("Mul", "Add") if layer.scales_product else ("Add",):
+        for fusable in ("Mul", "Cast", "Add") if layer.scales_product else ("Cast", "Add"):
             reader = readers.get(fused[-1].output[0])
             fused += [reader] if reader is not None and reader.op_type == fusable else []
         names[layer.name] = [name for node in fused for name in (node.name, node.output[0])]

@@ -6,6 +6,9 @@ the graph computes with ONNX's standard operations:
     x ─┬─ Reshape ─ Abs ─ ReduceMax ─ scale of the format ─┬───────────┐
        └──────────────────────────────────── QuantizeLinear(block) ─ DequantizeLinear(block) ─ y
 
+Scales of inputs are fp16 in a graph of fp16, else fp32, and so is all between a layer's input and its product, because
+eight bits would round a scale by up to 0.4 % (``type_of_scales`` and ``qdq``).
+
 The range of a block is computed in fp32, and the scale is rounded once, to the format's own type, as in ``formats``.
 The road not taken is TensorRT's ``TRT_FP4DynamicQuantize``, for one of the formats: no other runtime has it, so nothing
 could check it, and TensorRT builds plans from these operations as well.
@@ -21,6 +24,23 @@ from torch import Tensor
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, Format
 
+BYTES = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.uint16}  # for types that numpy does not have
+TORCH = {
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.FLOAT: torch.float32,
+}
+
+
+def onnx_type(dtype: torch.dtype) -> ir.DataType:
+    """The type of weights of this dtype: one of ``TORCH``."""
+    return next(known for known, each in TORCH.items() if each == dtype)
+
+
+def type_of_scales(weights: ir.DataType) -> ir.DataType:
+    """The type of a layer's scales, and of what is computed with them, in a graph with ``weights`` of this type."""
+    return ir.DataType.FLOAT16 if weights == ir.DataType.FLOAT16 else ir.DataType.FLOAT
+
 
 def initializer(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]
@@ -31,8 +51,8 @@ def initializer(
         tensor = read().contiguous()
         if dtype.bitwidth == 4:
             return ir.PackedTensor(tensor.numpy(), dtype, shape=shape, name=name)
-        if tensor.dtype == torch.float8_e4m3fn:  # which numpy does not have
-            tensor = tensor.view(torch.uint8)
+        if tensor.dtype in BYTES:
+            tensor = tensor.view(BYTES[tensor.dtype])
         return ir.Tensor(tensor.numpy().view(dtype.numpy()), name=name)
 
     value = ir.Value(
@@ -50,6 +70,12 @@ def constant(graph: ir.Graph, name: str, array: np.ndarray | np.generic) -> ir.V
     array = np.asarray(array)
     dtype = ir.DataType.from_numpy(array.dtype)
     return initializer(graph, name, dtype, array.shape, lambda: torch.from_numpy(array))
+
+
+def numbers(graph: ir.Graph, name: str, values: Tensor | float, dtype: ir.DataType) -> ir.Value:
+    """Add an initializer with ``values`` rounded to ``dtype``, fp16, bf16 or fp32."""
+    rounded = torch.as_tensor(values).to(TORCH[dtype])
+    return initializer(graph, name, dtype, tuple(rounded.shape), lambda: rounded)
 
 
 def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
@@ -74,25 +100,36 @@ def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value])
         reader.replace_input_with(index, replacement)
 
 
-def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
-    """``value`` quantized and dequantized with a static scale."""
-    scales = static_scales(graph, name, fmt, scale)
+def static_copy(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType
+) -> ir.Value:
+    """``value``, of type ``dtype``, quantized and dequantized with a static scale."""
+    scales = static_scales(graph, name, fmt, scale, dtype)
     value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
 
 
-def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
-    """The scale of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
-    dtype = ir.DataType[fmt.onnx_type]
-    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
+def static_scales(
+    graph: ir.Graph, name: str, fmt: Format, scale: float, dtype: ir.DataType
+) -> tuple[ir.Value, ir.Value]:
+    """The scale, of type ``dtype``, of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
     zero = fmt.pack(torch.zeros((), dtype=torch.int8))
-    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: zero)
+    return (
+        numbers(graph, f"{name}_scale", scale, dtype),
+        initializer(graph, f"{name}_zero_point", ir.DataType[fmt.onnx_type], (), lambda: zero),
+    )
 
 
 def dynamic_copy(
-    graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool = False
+    graph: ir.Graph,
+    before: ir.Node,
+    value: ir.Value,
+    name: str,
+    layer: LayerAssignment,
+    rows: bool = False,
+    dtype: ir.DataType = ir.DataType.FLOAT16,
 ) -> ir.Value:
-    """``value``, an input of ``layer``, quantized and dequantized in blocks of its last axis.
+    """``value``, an input of ``layer`` of type ``dtype``, quantized and dequantized in blocks of its last axis.
 
     Its shape is [batch, tokens, in]; with ``rows``, any that ends in the layer's inputs.
     """
@@ -117,6 +154,8 @@ def dynamic_copy(
     last = constant(graph, f"{name}.last", np.array([-1], np.int64))
     amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
     scale = fmt.onnx_scale(apply, apply("Cast", amax, to="FLOAT"), global_scale)
+    if dtype != ir.DataType.FLOAT16:  # to which every format rounds its scale
+        scale = apply("Cast", scale, to=dtype.name)
     blocked = {"axis": -1, "block_size": fmt.block}
     codes = apply("QuantizeLinear", value, scale, output_dtype=fmt.onnx_type, **blocked)
     return insert(graph, before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)

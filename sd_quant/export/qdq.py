@@ -22,6 +22,12 @@ image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
+A graph of bf16 has fp32 from the Cast in front of a layer to its product, so that eight bits round neither scales, nor
+factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. Where only
+the weight is quantized, it is rounded to bf16 behind its DequantizeLinear and the product is one of bf16.
+
+    x ─ Cast(fp32) ─ Mul ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Cast(bf16) ─ (Add) ─ y
+
 A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
 network with quantizers in it, which would need a trace for every recipe.
 """
@@ -38,10 +44,12 @@ from sd_quant.export.nodes import (
     constant,
     dynamic_copy,
     insert,
+    numbers,
     only_reader,
     read_instead,
     static_copy,
     static_scales,
+    type_of_scales,
 )
 from sd_quant.export.onnx_file import save
 from sd_quant.export.tracing import OPSET, raise_opset
@@ -110,21 +118,33 @@ def quantize_layer(
     if transposed:
         transpose = node
         node = only_reader(transpose.outputs[0])
-    x = smoothed_input(graph, node, layer, shared)
+    dtype, scales = weight.dtype, type_of_scales(weight.dtype)
+    wide = dtype != scales and (layer.activation_format or layer.multiplies or layer.rotation)
+    x = cast(graph, node, node.inputs[0], scales, f"{layer.name}.in_fp32", shared) if wide else node.inputs[0]
+    x = smoothed_input(graph, node, x, layer, scales, shared)
     if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
-        add_low_rank(graph, node, x, layer)
+        narrow = cast(graph, node, x, dtype, f"{layer.name}.input_rounded", shared) if wide else x
+        add_low_rank(graph, node, narrow, layer, dtype)
+    product = scales if layer.activation_format else dtype
+    if product != dtype:
+        name = f"{layer.name}.rounded"
+        read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Cast", [y], name, to=dtype))
+        if node.op_type == "Conv" and len(node.inputs) > 2:
+            node.inputs[2].dtype = product
     if layer.activation_zero_point:
-        quantize_shifted(graph, node, x, layer)
+        quantize_shifted(graph, node, x, layer, scales)
     else:
-        rotated = rotated_input(graph, node, x, layer, shared)
+        value = rotated_input(graph, node, x, layer, scales, shared)
         if layer.per_token:
-            value = quantized_per_token(graph, node, rotated, layer, shared, rows)
-        else:
-            value = quantized_input(graph, node, rotated, layer, shared, rows)
+            value = quantized_per_token(graph, node, value, layer, scales, shared, rows)
+        elif layer.activation_format:
+            value = quantized_input(graph, node, value, layer, scales, shared, rows)
+        elif wide:
+            value = cast(graph, node, value, dtype, f"{layer.name}.input_rounded", shared)
         node.replace_input_with(0, value)
     value = quantized_weight(graph, node, weight.name, layer, read, transposed)
-    if weight.dtype == ir.DataType.FLOAT:  # of a part that computes in fp32; scales are fp16
-        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=weight.dtype)
+    if product != ir.DataType.FLOAT16:
+        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=product)
     node.replace_input_with(1, value)
     if transposed:
         graph.remove(transpose, safe=True)
@@ -145,20 +165,31 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
     return transposed.producer()
 
 
-def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, shared: SharedValues) -> ir.Value:
-    """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
-    value = node.inputs[0]
+def cast(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, dtype: ir.DataType, name: str, shared: SharedValues
+) -> ir.Value:
+    """``value``, the input of ``node`` or made of it, in another type."""
+    key = (value, dtype)
+    if key not in shared:
+        shared[key] = insert(graph, node, "Cast", [value], name, to=dtype)
+    return shared[key]
+
+
+def smoothed_input(
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, dtype: ir.DataType, shared: SharedValues
+) -> ir.Value:
+    """The layer's input ``value`` times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
     if not layer.multiplies:
         return value
     key = (value, id(layer.pre_quant_scale))
     if key not in shared:
-        scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
+        scale = numbers(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale, dtype)
         shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
     return shared[key]
 
 
 def rotated_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
+    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, dtype: ir.DataType, shared: SharedValues
 ) -> ir.Value:
     """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
 
@@ -174,8 +205,7 @@ def rotated_input(
         groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
         grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
         if ("rotation", group) not in shared:  # one for all layers: it is as large as a small layer's codes
-            matrix = rotation_matrix(group).half().numpy()
-            shared["rotation", group] = constant(graph, f"rotation_of_{group}", matrix)
+            shared["rotation", group] = numbers(graph, f"rotation_of_{group}", rotation_matrix(group), dtype)
         grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
         product = insert(graph, node, "MatMul", [grouped, shared["rotation", group]], f"{name}_rotated_groups")
         shared[key] = insert(graph, node, "Reshape", [product, shape], f"{name}_rotated")
@@ -183,7 +213,13 @@ def rotated_input(
 
 
 def quantized_per_token(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    layer: LayerAssignment,
+    dtype: ir.DataType,
+    shared: SharedValues,
+    rows: bool,
 ) -> ir.Value:
     """``value`` divided by each token's largest magnitude, quantized and dequantized.
 
@@ -192,7 +228,7 @@ def quantized_per_token(
     key, name = (value, "largest"), f"{layer.name}.input"
     if key not in shared:
         last = constant(graph, f"{name}_last", np.array([-1], np.int64))
-        smallest = constant(graph, f"{name}_smallest", np.array(SMALLEST_TOKEN, np.float16))
+        smallest = numbers(graph, f"{name}_smallest", SMALLEST_TOKEN, dtype)
         largest = insert(graph, node, "Abs", [value], f"{name}_magnitude")
         largest = insert(graph, node, "ReduceMax", [largest, last], f"{name}_largest_number", keepdims=1)
         shared[key] = insert(graph, node, "Max", [largest, smallest], f"{name}_largest")
@@ -200,7 +236,7 @@ def quantized_per_token(
     over = (value, "over its largest")
     if over not in shared:
         shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
-    rounded = quantized_input(graph, node, shared[over], layer, shared, rows)
+    rounded = quantized_input(graph, node, shared[over], layer, dtype, shared, rows)
     if layer.scales_product:
         name = f"{layer.name}.times_largest"
         read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
@@ -212,48 +248,52 @@ def quantized_per_token(
 
 
 def quantized_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    layer: LayerAssignment,
+    dtype: ir.DataType,
+    shared: SharedValues,
+    rows: bool,
 ) -> ir.Value:
     """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
-    if layer.activation_format is None:
-        return value
     static = layer.activation_scale
     key = (value, layer.activation_format, layer.activation_amax if static is None else static)
     if key not in shared:
         name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
         if static is None:
-            shared[key] = dynamic_copy(graph, node, value, name, layer, rows)
+            shared[key] = dynamic_copy(graph, node, value, name, layer, rows, dtype)
         else:
-            shared[key] = static_copy(graph, node, value, name, fmt, static)
+            shared[key] = static_copy(graph, node, value, name, fmt, static, dtype)
     return shared[key]
 
 
-def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
     """Let ``conv`` read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
     TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
     """
     name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
-    scales = static_scales(graph, name, fmt, layer.activation_scale)
-    shift = constant(graph, f"{name}_shift", np.array(layer.shift, np.float16))
+    scales = static_scales(graph, name, fmt, layer.activation_scale, dtype)
+    shift = numbers(graph, f"{name}_shift", layer.shift, dtype)
     value = insert(graph, conv, "Sub", [x, shift], f"{name}_shifted")
     value = insert(graph, conv, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     top, left, bottom, right = conv.attributes["pads"].as_ints()
     if any((top, left, bottom, right)):
         padding = constant(graph, f"{name}_padding", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
-        zero = constant(graph, f"{name}_shifted_zero", np.array(-layer.shift, np.float16))
+        zero = numbers(graph, f"{name}_shifted_zero", -layer.shift, dtype)
         zero = insert(graph, conv, "QuantizeLinear", [zero, *scales], f"{name}_quantized_zero")
         value = insert(graph, conv, "Pad", [value, padding, zero], f"{name}_padded")
         conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
     conv.replace_input_with(0, insert(graph, conv, "DequantizeLinear", [value, *scales], f"{name}_dequantized"))
     conv.resize_inputs(3)
-    conv.replace_input_with(2, constant(graph, f"{layer.name}.shifted_bias", layer.bias.half().numpy()))
+    conv.replace_input_with(2, numbers(graph, f"{layer.name}.shifted_bias", layer.bias, dtype))
 
 
-def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
     """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``."""
     up, down = (
-        constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
+        numbers(graph, f"{layer.name}.{name}", factor.T.contiguous(), dtype)
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
     )
 

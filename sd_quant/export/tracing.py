@@ -32,6 +32,10 @@ ONLY_MORE_TYPES = {
     *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
+BF16_OPSET = (
+    22  # the first with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by
+)
+TYPE = "tensor(bfloat16)"  # as ONNX's schemas name it
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
 # They log every node that they touch, or what they cannot trace, which is raised as well.
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -84,13 +88,16 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
             for name, shape in contract.inputs.items()
         }
         check = partial(check_axes, contract=contract)
-        model = converted(module, example, axes_of, contract.outputs, OPSET, check)
+        opset = BF16_OPSET if contract.weights == torch.bfloat16 else OPSET
+        model = converted(module, example, axes_of, contract.outputs, opset, check)
     for value in list(model.graph.initializers.values()):
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
             value.const_value = None
             del model.graph.initializers[value.name]
             model.graph.inputs.append(value)
     promote_concatenated(model)
+    if contract.weights == torch.bfloat16:
+        widen(model)
     drop_squeezes(model)
     fold(model)
     check_axes({value.name: value.shape for value in model.graph.inputs}, contract)
@@ -110,6 +117,29 @@ def promote_concatenated(model: ir.Model) -> None:
                 if value.dtype != widest:
                     name = f"{node.name}.promoted_{index}"
                     node.replace_input_with(index, insert(model.graph, node, "Cast", [value], name, to=widest))
+
+
+def widen(model: ir.Model) -> None:
+    """Let operations for which ONNX has no bf16, such as the Einsum that joins patches, compute in fp32."""
+    bf16, single = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+    for node in (node for node in list(model.graph) if node.domain == ""):
+        schema = onnx.defs.get_schema(node.op_type, model.opset_imports[""], "")
+        lacking = {each.type_param_str for each in schema.type_constraints if TYPE not in each.allowed_type_strs}
+        formal = [schema.inputs[min(index, len(schema.inputs) - 1)] for index in range(len(node.inputs))]
+        for index, (value, stated) in enumerate(zip(list(node.inputs), formal, strict=True)):
+            if value is not None and value.dtype == bf16 and stated.type_str in lacking:
+                cast = insert(model.graph, node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
+                cast.dtype = single
+                node.replace_input_with(index, cast)
+        for output, stated in zip(node.outputs, schema.outputs, strict=False):
+            if output.dtype == bf16 and stated.type_str in lacking:
+                rounded = ir.node("Cast", [output], {"to": bf16}, name=f"{output.name}.rounded")
+                (last,) = rounded.outputs
+                last.name, last.shape, last.dtype = output.name, output.shape, bf16
+                output.name, output.dtype = f"{output.name}.in_fp32", single
+                ir.convenience.replace_all_uses_with(output, last, replace_graph_outputs=True)
+                rounded.replace_input_with(0, output)
+                model.graph.insert_after(node, rounded)
 
 
 def drop_squeezes(model: ir.Model) -> None:
@@ -232,20 +262,21 @@ def fold(model: ir.Model) -> None:
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Declare ``opset``, up to 23, for the types that it adds to those of ``OPSET``.
+    """Declare ``opset``, up to 23, for the types that it adds to those of the opset that the graph was traced in.
 
     The nodes stay the same, because each operation is defined alike in both opsets, or with more types. The road not
     taken is onnxscript's version converter, which would conclude the same node by node.
     Raises ArtifactError for a graph with an operation that may have another definition.
     """
-    if opset <= OPSET:
+    traced = model.opset_imports[""]
+    if opset <= traced:
         return
 
     def defined_in(kind: str, version: int) -> int:
         return onnx.defs.get_schema(kind, version, "").since_version
 
     kinds = {node.op_type for node in model.graph}
-    changed = {kind for kind in kinds if defined_in(kind, OPSET) != defined_in(kind, opset)}
+    changed = {kind for kind in kinds if defined_in(kind, traced) != defined_in(kind, opset)}
     if unknown := sorted(changed - ONLY_MORE_TYPES):
         raise ArtifactError(f"the graph has {unknown[0]}, which may mean something else in opset {opset}")
     model.opset_imports[""], model.ir_version = opset, max(model.ir_version, 10 if opset < 23 else 11)

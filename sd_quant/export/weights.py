@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from sd_quant.export.nodes import constant, initializer, insert
+from sd_quant.export.nodes import TORCH, constant, initializer, insert, numbers
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
 
@@ -24,7 +24,7 @@ def high_precision_weight(
     graph: ir.Graph, weight: ir.Value, layer: LayerAssignment | None, read: ReadWeight
 ) -> ir.Value:
     """The initializer for the graph input ``weight``, in its dtype; smoothed if it belongs to an assigned ``layer``."""
-    name, dtype = weight.name, torch.float16 if weight.dtype == ir.DataType.FLOAT16 else torch.float32
+    name, dtype = weight.name, TORCH[weight.dtype]
 
     def read_weight() -> Tensor:
         return (read(name) if layer is None else rewritten(read(name), layer)).to(dtype)
@@ -35,7 +35,7 @@ def high_precision_weight(
 def quantized_weight(
     graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
 ) -> ir.Value:
-    """The dequantized weight of ``node``, [out, in, ...], or [in, out] if ``transposed``.
+    """The dequantized weight of ``node``, fp16 [out, in, ...], or [in, out] if ``transposed``.
 
     Its codes have one scale, one per output, or one per block and for some formats a global scale.
     """
@@ -67,7 +67,7 @@ def quantized_weight(
         scale = layer.weight_scale if per_row else layer.weight_scale[0]
         zeros = fmt.pack(torch.zeros(scale.shape, dtype=torch.int8))
         scales = [
-            constant(graph, f"{name}.scale", scale.half().numpy()),
+            numbers(graph, f"{name}.scale", scale, ir.DataType.FLOAT16),
             initializer(graph, f"{name}.zero_point", codes_type, tuple(scale.shape), lambda: zeros),
         ]
         axis = {"axis": 1 if transposed else 0} if per_row else {}

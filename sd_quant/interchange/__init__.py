@@ -92,6 +92,8 @@ class ForeignFormat:
     one_range: frozenset[str] = frozenset()  # formats of which layers that are joined or fused have one range
     runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
     families: frozenset[str] | None = None  # None: all
+    # whether what is not quantized may be bf16 in place of fp16, or the denoisers' classes where it may
+    bf16: bool | frozenset[str] = False
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there

@@ -52,6 +52,7 @@ from sd_quant.interchange.stored import FP8, LayerTensors, finite
 from sd_quant.interchange.weights import (
     Assignment,
     by_authors_names,
+    sixteen_bits,
     write_file,
 )
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -71,6 +72,7 @@ from sd_quant.names.sgm import sgm_key
 FACTS = ForeignFormat(
     "comfyui",
     reads="a safetensors file for ComfyUI, with its marks or merely cast",
+    bf16=True,
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
     untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI 0.38, which calls comfy-kitchen.",
@@ -384,9 +386,10 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         state = {PREFIX + key: each for key, each in state.items()}
         for component in (each for each in NETWORKS if each != denoiser):
             others = to_nemo(component, checkpoint.components[component].parameters)
-            state |= {sgm_key(key): in_fp16(each) for key, each in others.items()}
+            (dtype,) = {sixteen_bits(part) for part in checkpoint.parts().values() if part.component == component}
+            state |= {sgm_key(key): in_dtype(each, dtype) for key, each in others.items()}
     return write_file(folder / name, state)
 
 
-def in_fp16(parameter: Readable) -> LazyTensor:
-    return LazyTensor(tuple(parameter.shape), torch.float16, lambda: parameter.read().half())
+def in_dtype(parameter: Readable, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(tuple(parameter.shape), dtype, lambda: parameter.read().to(dtype))

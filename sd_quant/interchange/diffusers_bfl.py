@@ -52,6 +52,7 @@ from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 FACTS = ForeignFormat(
     "diffusers_bfl",
     reads="a safetensors file in Black Forest Labs' FP8 by row or NVFP4",
+    bf16=True,
     consumer="diffusers",
     tried=DIFFUSERS,
     formats={"fp8": PER_ROW, "nvfp4": STATIC},

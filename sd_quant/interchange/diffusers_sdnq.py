@@ -79,11 +79,12 @@ from sd_quant.quantization.rotation import rotation_matrix
 FACTS = ForeignFormat(
     "diffusers_sdnq",
     reads="a diffusers folder quantized with SDNQ",
+    bf16=True,
     consumer="diffusers with SDNQ",
     tried=(*DIFFUSERS, "sdnq==0.2.8"),
     formats={"int8": FP16, "fp8": FP16, "int4": FP16},
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
-    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
+    "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.{dtype})",
     convolutions=frozenset({"int8", "fp8"}),
     low_rank=True,
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},

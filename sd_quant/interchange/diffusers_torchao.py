@@ -72,6 +72,7 @@ from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_t
 FACTS = ForeignFormat(
     "diffusers_torchao",
     reads="a diffusers folder quantized with torchao",
+    bf16=True,
     consumer="diffusers with torchao",
     tried=(*DIFFUSERS, "torchao==0.18.0"),
     formats={"int8": STATIC, "fp8": PER_ROW},

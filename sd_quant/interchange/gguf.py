@@ -40,7 +40,7 @@ from sd_quant.files import atomic_path, open_regular, refusing
 from sd_quant.files.archive import Member, whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, strides
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, read_bytes, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, UNETS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
@@ -54,6 +54,7 @@ FACTS = ForeignFormat(
     "gguf",
     reads="a GGUF file, as ComfyUI-GGUF and stable-diffusion.cpp write it",
     package="gguf",
+    bf16=True,
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
     untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI-GGUF of December 2025, which calls gguf.",
@@ -454,15 +455,15 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             writer.add_quantization_version(GGML_QUANT_VERSION)
             writer.add_file_type(LlamaFileType[f"MOSTLY_{FILE_TYPES.get(commonest, commonest)}"])
             for name, (kind, tensor) in tensors.items():
-                dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+                dtype = np.dtype(f"uint{8 * tensor.dtype.itemsize}")  # of bytes: numpy has no bfloat16
                 writer.add_tensor_info(
                     prefix + name, tensor.shape, dtype, bytes_of([tensor]), GGMLQuantizationType[kind]
                 )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for _, tensor in tensors.values():
-                writer.write_tensor_data(tensor.read().numpy())
+            for name, (_, tensor) in tensors.items():
+                writer.write_tensor_data(np.frombuffer(read_bytes(name, tensor), np.uint8))
         finally:
             writer.close()
     return path
@@ -474,7 +475,7 @@ def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tupl
     found = {key: (WRITTEN[layers.first.format].name, in_blocks(checkpoint, layers)) for key, layers in joined.items()}
     for key, tensor in plain.items():
         if len(tensor.shape) > 1:
-            found[key] = "F16", tensor
+            found[key] = ("BF16" if tensor.dtype == torch.bfloat16 else "F16"), tensor
         else:
             found[key] = "F32", replace(tensor, dtype=torch.float32, read=partial(in_fp32, tensor))
     return found

@@ -20,6 +20,7 @@ from torch import Tensor
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import nvfp4
@@ -218,3 +219,18 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
         return replace(row, weight_amax=amax)
     codes, scale, common = row.rounded
     return replace(row, weight_amax=amax, rounded=(codes, *nvfp4.rebased(scale, common, nvfp4.global_scale(amax))))
+
+
+def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where a part is exported in bf16 that the target holds in fp16; a graph's target has all."""
+    parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS
+    network = networks[parts[checkpoint.family.DENOISER].component]
+    holds = network in target.bf16 if isinstance(target.bf16, frozenset) else target.bf16
+    held = parts if target.runtime else [checkpoint.family.DENOISER]
+    in_bf16 = [name for name in held if parts[name].contract.weights == torch.bfloat16]
+    if in_bf16 and not holds:
+        able = ", ".join(name for name, other in TARGETS.items() if other.bf16 is True)
+        raise ConfigError(
+            f"export.dtype has {' and '.join(in_bf16)} in bf16, expected fp16 with hand_over={target.name}, which "
+            f"has no bf16; {able} have"
+        )

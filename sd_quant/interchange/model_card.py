@@ -6,6 +6,7 @@ from typing import Any
 
 from sd_quant.interchange import AS_ASSIGNED, ForeignFormat
 from sd_quant.metrics import SCORES
+from sd_quant.models import EXPORTED
 
 
 def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
@@ -21,7 +22,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         f"# {figures['part']} for {target.consumer}",
         "",
         f"Quantized by sd-quant: {knobs}.",
-        f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in fp16.",
+        f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in {figures['dtype']}.",
         "",
         f"Licence: {figures['licence'] or 'that of the checkpoint it was made of, which names none'}.",
         *(
@@ -65,7 +66,11 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     absent = "".join(f", {name}=None" for name in figures["absent"])
     folder = figures["folder"].rpartition("/")[2]
     code = target.loading.format(
-        folder=folder, absent=absent, component=figures["component"], network=figures["network"]
+        folder=folder,
+        absent=absent,
+        component=figures["component"],
+        network=figures["network"],
+        dtype=EXPORTED[figures["dtype"]],
     )
     install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
     also = ["", target.also.format(folder=folder)] if target.also else []

@@ -67,6 +67,7 @@ from sd_quant.quantization.formats.blocks import pack_nibbles, per_number
 FACTS = ForeignFormat(
     "modelopt_export",
     reads="a folder that ModelOpt exported for servers",
+    bf16=True,
     consumer="SGLang, vLLM-Omni and TensorRT-LLM",
     tried=DIFFUSERS,  # its BFLQuantizationConfig reads the tensors of NVFP4
     formats={"fp8": STATIC, "nvfp4": STATIC},

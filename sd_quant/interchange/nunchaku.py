@@ -70,6 +70,7 @@ from sd_quant.quantization.formats import FORMATS
 FACTS = ForeignFormat(
     "nunchaku",
     reads="a safetensors file for nunchaku, of Flux or SDXL",
+    bf16=frozenset({"FluxTransformer2DModel"}),
     consumer="nunchaku",
     formats={"int4": IN_BLOCKS, "nvfp4": IN_BLOCKS},
     loading={

@@ -46,6 +46,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 FACTS = ForeignFormat(
     "vllm_int8",
     reads="a pipeline's folder in vLLM-Omni's int8",
+    bf16=True,
     consumer="vLLM-Omni",
     formats={"int8": PER_ROW},
     servers={

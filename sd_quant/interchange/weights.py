@@ -20,6 +20,7 @@ from sd_quant.files.safetensors import FORMAT, write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable
 from sd_quant.interchange.stored import CONFIG, FILE
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.parts import Part
 from sd_quant.names.authors import Pieces, assembled, pieces_of, rows_in
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
@@ -33,12 +34,17 @@ def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
     return {name: layer for name, layer in assignment.items() if layer.format is not None}
 
 
+def sixteen_bits(part: Part) -> torch.dtype:
+    """The dtype of what is not quantized of a part: bf16 where its graph has that, else fp16."""
+    return torch.bfloat16 if part.contract.weights == torch.bfloat16 else torch.float16
+
+
 def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
     """Every weight and bias of the denoiser by diffusers' name, as if nothing were rounded.
 
-    Floating-point ones are fp16, smoothed as the row of their module says; others keep their dtype.
+    Floating-point ones are of ``sixteen_bits``, smoothed as the row of their module says; others keep their dtype.
     """
-    weights = denoiser_weights(checkpoint)
+    weights, own = denoiser_weights(checkpoint), sixteen_bits(denoiser_part(checkpoint))
 
     def read(name: str, layer: LayerAssignment | None, dtype: torch.dtype) -> Tensor:
         if layer is None or layer.role == "attention":
@@ -50,7 +56,7 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
     found = {}
     for name, tensor in empty_denoiser(checkpoint).state_dict().items():
         if name in weights:
-            dtype = torch.float16 if tensor.is_floating_point() else tensor.dtype
+            dtype = own if tensor.is_floating_point() else tensor.dtype
             layer = assignment.get(name.rpartition(".")[0])
             found[name] = LazyTensor(tuple(tensor.shape), dtype, partial(read, name, layer, dtype))
     return found

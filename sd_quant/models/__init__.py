@@ -5,6 +5,12 @@ one line of ``FAMILIES``, and ``conf/model/<name>.yaml``. A module is imported w
 opened.
 """
 
+from collections.abc import Mapping
+
+Dtypes = Mapping[str, str] | str | None  # of exported weights: one of EXPORTED or STORED, for all parts or by part
+EXPORTED = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's names
+STORED = "stored"  # bf16 where the checkpoint stores it, else the family's own
+
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 OBSERVED = "diffusers"  # the name of all others, which are opened by observation
@@ -17,3 +23,14 @@ FAMILIES = {
     "pixart": "sd_quant.models.pixart",
     OBSERVED: "sd_quant.models.observed",
 }
+
+
+def stated_dtype(dtypes: Dtypes, part: str) -> str | None:
+    """Returns what is stated for the ``part``; None where nothing is, so that its family decides."""
+    return dtypes if dtypes is None or isinstance(dtypes, str) else dtypes.get(part)
+
+
+def may_be_bf16(dtypes: Dtypes) -> bool:
+    """Whether the weights of a part may be exported in bf16."""
+    stated = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
+    return not {"bf16", STORED}.isdisjoint(stated)

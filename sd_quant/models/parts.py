@@ -6,13 +6,13 @@ that the three cannot drift apart. Each family's module says which parts it has 
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models import LATENT_FACTOR, VAE_ENCODER
+from sd_quant.models import EXPORTED, LATENT_FACTOR, STORED, VAE_ENCODER, Dtypes, stated_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,11 @@ class Contract:
     latents: int | None = None  # most rows and columns of latents; None: any number
     example: Mapping[str, int] | None = None  # sizes of the dynamic axes to trace with; None: those of an image
     axes: tuple[tuple[str, "Axis"], ...] = ()  # of dynamic axes that ``axes`` does not know
+
+    def in_dtype(self, weights: torch.dtype) -> "Contract":
+        """Returns the same contract with these weights. Inputs in the dtype of the old weights get that of the new."""
+        own = {name: weights if dtype == self.weights else dtype for name, dtype in self.dtypes.items()}
+        return replace(self, weights=weights, dtypes=own)
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the inputs with these sizes for the dynamic axes."""
@@ -115,6 +120,25 @@ class Part:
 def exported(parts: Mapping[str, Part]) -> list[str]:
     """Returns the names of the parts that are exported; the others are computed by torch."""
     return [name for name, part in parts.items() if part.refused is None]
+
+
+def with_dtypes(parts: dict[str, Part], dtypes: Dtypes, components: Mapping[str, Any]) -> dict[str, Part]:
+    """Returns the parts with weights in ``dtypes``; ``components`` are the checkpoint's weights (``files.tensors``).
+
+    A family's own dtype is fp16, or fp32 where fp16 overflows. It stays unless another is stated, also where a
+    checkpoint stores bf16: not every runtime has that, and its graph is not as exact.
+    """
+    found = {}
+    for name, part in parts.items():
+        stated, dtype = stated_dtype(dtypes, name), part.contract.weights
+        if stated == STORED:
+            stored = components[part.component].parameters.values()
+            bf16 = sum(math.prod(each.shape) for each in stored if each.dtype == torch.bfloat16)
+            dtype = torch.bfloat16 if 2 * bf16 > sum(math.prod(each.shape) for each in stored) else dtype
+        elif stated is not None:
+            dtype = getattr(torch, EXPORTED[stated])
+        found[name] = part if dtype == part.contract.weights else replace(part, contract=part.contract.in_dtype(dtype))
+    return found
 
 
 def network_in(part: Part, module: nn.Module) -> nn.Module:

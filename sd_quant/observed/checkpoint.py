@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from sd_quant.files.tensors import Weights
+from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, PipelineAdapter
 from sd_quant.models.observed import Observed
-from sd_quant.models.parts import Axis, Part, SharedInput
+from sd_quant.models.parts import Axis, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature
 from sd_quant.observed.ladder import IN_FP32, Rung, part_of
 from sd_quant.observed.layers import ObservedLayers
@@ -144,6 +145,7 @@ class ObservedCheckpoint:
     denoiser: str  # the part that is quantized
     observation: Observation
     reopen: Callable[[], Checkpoint]
+    dtypes: Dtypes = None  # of exported weights, see ``models.parts``
 
     @cached_property
     def family(self) -> Family:
@@ -160,7 +162,7 @@ class ObservedCheckpoint:
             found[name] = replace(
                 part, contract=contract, identity=json.dumps(rung.to_json()), refused=why_refused(rung)
             )
-        return found
+        return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
         """Builds the networks, with parameters on the meta device and real buffers."""

@@ -23,7 +23,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import write_json
 from sd_quant.files.tensors import Weights
-from sd_quant.models import OBSERVED
+from sd_quant.models import OBSERVED, Dtypes
 from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.axes import axis_of
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
@@ -58,11 +58,13 @@ def open_observed(
     excluded: tuple[str, ...],
     denoiser: str | None,
     cache: Cache,
+    dtypes: Dtypes = None,
 ) -> ObservedCheckpoint:
     """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
 
     ``width`` and ``height`` are those of the images, ``scale`` is the guidance scale and ``arguments`` are further ones
-    of the pipeline's call. Raises ConfigError for a pipeline that is not opened here, ArtifactError for a folder that
+    of the pipeline's call, ``dtypes`` those of exported weights. Raises
+    ConfigError for a pipeline that is not opened here, ArtifactError for a folder that
     is damaged or incomplete, and for a pipeline that fails, with the cause.
     """
     check_kind(path, OBSERVED)
@@ -89,10 +91,10 @@ def open_observed(
             f"model.denoiser is {denoiser}, expected one of {', '.join(observation.denoisers)}, the networks that "
             f"{kind.__name__} calls in its denoising steps"
         )
-    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache)
+    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache, dtypes)
     return ObservedCheckpoint(
         path, kind, index, described, configs, weights, dict(arguments), excluded,
-        denoiser or observation.denoisers[0], observation, reopen,
+        denoiser or observation.denoisers[0], observation, reopen, dtypes,
     )  # fmt: skip
 
 

@@ -40,10 +40,11 @@ from sd_quant.files import (
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import with_denoiser
-from sd_quant.interchange.holding import adapted, groups_of, inputs_of
+from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.servers import check_served, servers_of
+from sd_quant.interchange.weights import sixteen_bits
 from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
 from sd_quant.metrics.images import Images, joined, score_pairs
 from sd_quant.metrics.memory import StageTimer
@@ -127,9 +128,10 @@ def hand_over_run(
 
 
 def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a target that is for servers of which none loads the checkpoint's pipeline."""
+    """Raises ConfigError for a target whose servers do not load the checkpoint's pipeline, or that lacks its bf16."""
     for name in targets:
         check_served(TARGETS[name], checkpoint)
+        check_bf16(TARGETS[name], checkpoint)
 
 
 def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
@@ -213,6 +215,7 @@ def write_target(
             "target": target.name,
             "part": loaded.denoiser,
             "family": job.model.family,
+            "dtype": "bf16" if sixteen_bits(denoiser_part(loaded.checkpoint)) == torch.bfloat16 else "fp16",
             "component": (component := denoiser_part(loaded.checkpoint).component),
             "network": loaded.checkpoint.family.NETWORKS[component],
             "run": run and shown(run),

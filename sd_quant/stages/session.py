@@ -16,6 +16,7 @@ from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
 from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
+from sd_quant.config.model import check_parts_named
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
@@ -170,17 +171,19 @@ def open_unchecked(model: Model) -> Session:
         return Session(observed_checkpoint(model))
     return Session(open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
-        parts=model.parts, loras=model.adapters(), encodes=model.encoder,
+        parts=model.parts, loras=model.adapters(), encodes=model.encoder, dtypes=model.dtype,
     ))  # fmt: skip
 
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
-    return open_observed(
+    opened = open_observed(
         input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
         model.arguments or {}, tuple(model.excluded), model.denoiser,
-        cache=Cache(output_path(model.observed) if model.observed else None, math.inf),
+        cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
     )  # fmt: skip
+    check_parts_named(model.dtype, opened.parts())
+    return opened
 
 
 def write_observed(session: Session, directory: Path) -> None:

@@ -46,11 +46,14 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
         if not computes_file:
             weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
             simulation = rounded_inputs(simulation, weight.dtype)
+        else:
+            simulation = rounded_inputs(simulation, loaded.parts[denoiser].contract.weights)
         layers = outputs_of_layers(variants, simulation, denoiser)
         attentions = {}  # torch's own layers have the simulation's
         if computes_file:
             path = artifact(directory, "onnx", denoiser)
-            attentions = attention_outputs(simulation, assignment, path, variants.engine)
+            weights = loaded.parts[denoiser].contract.weights
+            attentions = attention_outputs(simulation, assignment, path, variants.engine, weights)
         full, quantized = outputs[FRAMEWORK][denoiser], outputs[QUANTIZED][denoiser]
         parity |= layer_parity(simulation, full, quantized, assignment, layers, attentions, denoiser)
     for part in variants.assignments.keys() - {denoiser}:
@@ -65,6 +68,7 @@ def parity_of_part(variants: Variants, comparison: VariantOutputs, part: str) ->
     assignment, simulated = variants.assignments[part], variants.simulation(part)
     network = network_in(variants.loaded.parts[part], simulated.module)
     simulation = run_simulation(simulated, network, comparison.inputs[part], assignment)
+    simulation = rounded_inputs(simulation, variants.loaded.parts[part].contract.weights)
     layers = outputs_of_layers(variants, simulation, part)
     full, quantized = comparison.outputs[FRAMEWORK][part], comparison.outputs[QUANTIZED][part]
     found = layer_parity(simulation, full, quantized, assignment, layers, {}, part)

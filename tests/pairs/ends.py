@@ -89,17 +89,18 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "cache.dir": ["{folder}/cache", "null"],
     "cache.limit_gb": ["50.0", "0.0"],
     "trackers": ["[]", "[tensorboard]", "[tensorboard,tensorboard]"],
+    "export.dtype": ["null", "bf16", "stored", "{clip1:fp32,vae:bf16}"],
     "hand_over": ["[]", "[openvino]", "[onnx,onnx]"],
 }
 DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a row has one of them at most
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
-    "hand_over",
+    *("hand_over", "export.dtype"),
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
-    *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io"),
+    *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed

@@ -131,3 +131,25 @@ def test_numbers_keep_their_kind_unless_a_fraction_is_expected(job):
     for knob, value, kind in (("keep", 1, int), ("keep", 0.5, float), ("alpha", 1, float)):
         found = getattr(job("quantize", {f"quantize.{knob}": value}).quantize, knob)
         assert found == value and type(found) is kind
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sentence"),
+    [
+        ({"model.dtype": "fp12"}, "export.dtype is fp12, expected one of fp16, bf16, fp32, stored, or one by part"),
+        ({"model.dtype": {"vae": "int8"}},
+            "export.dtype is {'vae': 'int8'}, expected one of fp16, bf16, fp32, stored, or one by part"),
+        ({"model.dtype": {"clip9": "bf16"}},
+            "export.dtype is of clip9, expected of a part of the model: unet_xl, vae, clip1, clip2, vae_encoder"),
+        ({"model.dtype": {"vae": "bf16"}, "infer.engine": "onnxruntime"},
+            "export.dtype is {'vae': 'bf16'}, expected fp16 or fp32 with infer=onnxruntime, because ONNX Runtime's CPU "
+            "has no products of bf16"),
+        ({"model.dtype": "stored", "trt.targets": ["SM75", "SM89"]},
+            "trt.targets is ['SM75'], expected SM80 or newer with export.dtype=stored, which have bf16"),
+    ],
+)  # fmt: skip
+def test_a_precision_of_files_that_nothing_has_is_refused(job, knobs, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        job("quantize", knobs)
+    assert str(refusal.value) == sentence
+    assert job("quantize", {"model.dtype": {"vae": "fp32"}, "infer.engine": "onnxruntime"})

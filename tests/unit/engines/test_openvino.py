@@ -93,11 +93,26 @@ def test_what_is_opened_again_is_another_model_with_the_same_settings(tiny, samp
         assert engine.compiled.get_property(name) == first.get_property(name)
 
 
-def test_an_input_that_numpy_has_no_dtype_for_is_refused(tmp_path):
-    """OpenVINO's own map to numpy has fp16 for it, whose bytes it would read as bf16."""
+def test_a_file_in_bf16_is_computed_in_fp32_from_inputs_and_weights_of_bf16(tmp_path):
+    """OpenVINO's own map to numpy has fp16 for bf16, and by itself it computes in bf16 where the processor can."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Relu", ["product"], ["positive"]),
+        helper.make_node("Cast", ["positive"], ["rounded"], to=onnx.TensorProto.BFLOAT16),
+        helper.make_node("Sub", ["rounded", "large"], ["y"]),
+    ]
+    constants = {"w": np.ones((2, 2), ml_dtypes.bfloat16), "large": np.array(256, ml_dtypes.bfloat16)}
+    shapes = {"x": ["B", 2]}, {"y": ["B", 2]}
+    engine = openvino.load(save_graph(tmp_path / "b.onnx", nodes, constants, *shapes, ml_dtypes.bfloat16), threads=1)
+    found = engine(x=torch.tensor([[256.0, 0.3]]))["y"]  # the sum is 256 in bf16
+    assert engine.inputs == {"x": torch.bfloat16} and found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.full((1, 2), 0.3).bfloat16())
+
+
+def test_an_input_of_another_type_is_refused(tmp_path):
     nodes = [helper.make_node("Cast", ["x"], ["y"], to=onnx.TensorProto.FLOAT)]
-    path = save_graph(tmp_path / "b.onnx", nodes, {}, {"x": ["B", 4]}, {"y": ["B", 4]}, dtype=ml_dtypes.bfloat16)
-    with pytest.raises(ArtifactError, match="has an input x of type bf16, expected one of f16, f32"):
+    path = save_graph(tmp_path / "b.onnx", nodes, {}, {"x": ["B", 4]}, {"y": ["B", 4]}, dtype=np.uint16)
+    with pytest.raises(ArtifactError, match="has an input x of type u16, expected one of f16, bf16, f32"):
         openvino.load(path, threads=1)
 
 

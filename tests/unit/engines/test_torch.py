@@ -26,6 +26,7 @@ def contract(weights: torch.dtype) -> Contract:
         (CPU, "auto", torch.float32),
         (GPU, "auto", torch.float16),
         (GPU, "fp32", torch.float32),
+        (GPU, "fp16", torch.float16),
         (GPU, "bf16", torch.bfloat16),
         (CPU, "bf16", torch.bfloat16),
     ],
@@ -33,6 +34,8 @@ def contract(weights: torch.dtype) -> Contract:
 def test_precision(device, precision, expected):
     assert dtype_on(device, precision, contract(torch.float16)) == expected
     assert dtype_on(device, precision, contract(torch.float32)) == torch.float32  # a VAE overflows in fp16
+    in_bf16 = torch.bfloat16 if expected == torch.float16 else expected
+    assert dtype_on(device, precision, contract(torch.bfloat16)) == in_bf16  # it may for the same reason
 
 
 def test_opened_again_its_weights_lie_elsewhere_and_are_the_same():
@@ -57,6 +60,7 @@ def test_an_engine_takes_and_gives_its_modules_own_dtype():
     module.forward = lambda x, forward=module.forward: forward(x)
     made = TorchEngine(module, contract(torch.float16))
     assert made.inputs == {"x": torch.bfloat16} and made.device == CPU
+    assert TorchEngine(nn.Linear(8, 4), contract(torch.bfloat16)).inputs == {"x": torch.float32}
     assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
 
 

@@ -9,7 +9,7 @@ FIGURES = {
     "part": "unet_xl", "component": "unet", "network": "UNet2DConditionModel", "family": "sdxl",
     "folder": "outputs/x/hand_over/diffusers_torchao", "quantized": 95, "of": 150,
     "inputs": {"int8": "static"}, "lost": {"it holds no convolutions": 55}, "left_out": ["the encoder"], "absent": [],
-    "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++",
+    "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++", "dtype": "fp16",
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
     "bytes": {"unet/weights.safetensors": 12_345_678}, "servers": {},

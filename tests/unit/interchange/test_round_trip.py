@@ -4,12 +4,15 @@ It needs no consumer's package but gguf. ``test_<format>`` holds the readers aga
 ``test_consumers`` has some of them load what is written.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from sd_quant.errors import ConfigError
 from sd_quant.interchange import FORMATS, IN_BLOCKS, PER_ROW, READERS, TARGETS
-from sd_quant.interchange.holding import inputs_of
+from sd_quant.interchange.holding import check_bf16, inputs_of
 from sd_quant.interchange.nunchaku import MODULATIONS
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.numbers import relative_error
@@ -159,3 +162,39 @@ def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
 def in_rows(inputs, x: Tensor, axes: int) -> Tensor:
     """``inputs`` of rows [n, in], for a convolution as pixels."""
     return inputs(x) if axes == 2 else inputs(x.T[None, :, :, None])[0, :, :, 0].T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, family, fmt, options",
+    [
+        ("comfyui", "sdxl", "fp8", PLAIN | {"per_channel": False}),
+        pytest.param("gguf", "flux", "int4", PLAIN | {"activation": None}, marks=pytest.mark.consumer),
+        ("diffusers_torchao", "flux", "int8", PLAIN | {"per_channel": False}),
+        ("modelopt_export", "flux", "fp8", PLAIN | {"per_channel": False}),
+    ],
+)
+def test_what_is_not_quantized_is_in_bf16_if_the_checkpoint_is_exported_so(tiny, tmp_path, name, family, fmt, options):
+    if FORMATS[name].package is not None:
+        pytest.importorskip(FORMATS[name].package)
+    case = tiny(family)
+    case = replace(case, checkpoint=replace(case.checkpoint, dtypes="bf16"))
+    check_bf16(FORMATS[name], case.checkpoint)
+    assignment = case.assignment(recipe_of(fmt, **options), name)
+    read, weights = case.read(case.written(assignment, name, tmp_path), name), denoiser_weights(case.checkpoint)
+    coded = {f"{row.name}.weight" for row in assignment.values() if row.format}
+    plain = read.parameters.keys() - coded
+    assert any(read.parameters[each].dtype == torch.bfloat16 for each in plain)
+    for each in plain:
+        assert torch.equal(read.parameters[each].read().bfloat16(), weights[each].bfloat16()), each
+
+
+def test_bf16_is_refused_where_a_format_has_none(tiny):
+    sdxl, flux = (replace(tiny(family).checkpoint, dtypes="bf16") for family in ("sdxl", "flux"))
+    for name in ("nunchaku", "diffusers_modelopt", "onnx"):
+        with pytest.raises(
+            ConfigError, match=f"bf16, expected fp16 with hand_over={name}, which has no bf16; comfyui, "
+        ):
+            check_bf16(FORMATS[name], sdxl)
+    check_bf16(FORMATS["nunchaku"], flux)
+    check_bf16(FORMATS["diffusers_modelopt"], replace(sdxl, dtypes={"vae": "bf16"}))

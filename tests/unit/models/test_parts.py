@@ -1,9 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sd_quant.models.parts import Axis, Contract, Part, as_inputs, axes, exported, filled, wrapped
+from sd_quant.files.tensors import lazy
+from sd_quant.models import STORED
+from sd_quant.models.parts import Axis, Contract, Part, as_inputs, axes, exported, filled, with_dtypes, wrapped
 from sd_quant.models.sdxl import FAMILY as sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config
 from sd_quant.models.text_encoders import ClipPart
@@ -46,6 +50,20 @@ def test_contracts_are_nemos_at_full_size():
         "unet_xl": ("out",), "vae": ("dec",), "clip1": ("z",), "clip2": ("z", "z_pooled"),
     }  # fmt: skip
     assert {name for name, contract in full.items() if contract.weights == torch.float32} == {"vae"}
+
+
+def test_stated_dtypes_are_those_of_weights_and_of_inputs_that_had_the_familys():
+    stored = SimpleNamespace(parameters={"a": lazy(torch.ones(3, dtype=torch.bfloat16)), "b": lazy(torch.ones(2))})
+    components = {"vae": stored, "text_encoder": SimpleNamespace(parameters={"b": lazy(torch.ones(2))})}
+    parts = sdxl.parts(FULL, CONTEXT_TOKENS, "nemo")
+    found = with_dtypes(parts, {"unet_xl": "bf16", "vae": STORED, "clip1": STORED}, components)
+    contracts = {name: part.contract for name, part in found.items()}
+    in_bf16, single = torch.bfloat16, torch.float32
+    assert contracts["unet_xl"].dtypes == {"x": in_bf16, "timesteps": single, "context": in_bf16, "y": in_bf16}
+    assert (contracts["vae"].weights, contracts["vae"].dtypes) == (in_bf16, {"z": in_bf16})
+    assert contracts["clip1"].weights == contracts["clip2"].weights == torch.float16
+    assert with_dtypes(parts, None, {}) == parts
+    assert {part.contract.weights for part in with_dtypes(parts, "fp32", {}).values()} == {single}
 
 
 def test_with_diffusers_names_the_unet_has_the_shapes_of_nvidias_demo():

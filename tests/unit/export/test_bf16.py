@@ -1,0 +1,130 @@
+"""Graphs whose weights are bf16: ONNX's own rules of types, and the precision in which quantized layers compute.
+
+``fp32`` differs by its types alone. All presets were written so once; those here have all forms of layers.
+"""
+
+from dataclasses import replace
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from onnx import TensorProto, numpy_helper
+from torch import nn
+
+from sd_quant.engines.openvino import load
+from sd_quant.export.layer_cut import cut_attentions, cut_layers
+from sd_quant.export.qdq import write_onnx
+from sd_quant.export.tracing import trace
+from sd_quant.models.parts import Contract
+from sd_quant.models.sdxl import NemoUnetPart
+from sd_quant.numbers import relative_error
+from tests.graphs import stored_in
+from tests.layers import drawn, static_layer
+from tests.presets import recipe_of
+
+from .network import POOLED, PREFIX, Exported, config
+
+CASES = [
+    ("int8", torch.bfloat16),  # with shifted convolutions and attention in integers
+    ("int8", torch.float32),
+    ("fp8", torch.bfloat16),  # with attention in a floating-point format
+    ("svdquant_w4a4", torch.bfloat16),  # multiplied and in blocks, beside a branch
+    ("svdquant_w4a16", torch.bfloat16),  # the same of weights alone
+]
+
+
+@pytest.fixture(scope="module")
+def in_dtype(network):
+    def traced(dtype: torch.dtype):
+        contract = network.contract.in_dtype(dtype)
+        graph = trace(lambda: NemoUnetPart(UNet2DConditionModel(**config()), POOLED), contract)
+        return replace(network, contract=contract, traced=graph)
+
+    networks = {dtype: traced(dtype) for dtype in dict(CASES).values()}
+    return networks.__getitem__
+
+
+@pytest.fixture(scope="module")
+def export_in(in_dtype, tmp_path_factory):
+    def export(preset: str, dtype: torch.dtype) -> Exported:
+        network, recipe = in_dtype(dtype), recipe_of(preset, "quant_level=3")
+        level, alpha = 4.0 if recipe.enable.attention else 3.0, 0.5 if recipe.alpha == "auto" else recipe.alpha
+        recipe = replace(recipe, quant_level=level, alpha=alpha, branch_rounds=0, smoothing="modelopt")
+        assignment = network.derive(replace(recipe, smoothing="none") if preset == "fp8" else recipe)
+        return Exported(
+            recipe, network, assignment, network.write(tmp_path_factory.mktemp("in") / "a.onnx", assignment)
+        )
+
+    return export
+
+
+@pytest.mark.soak  # three networks are traced
+@pytest.mark.parametrize("preset, dtype", CASES)
+def test_types_agree_and_scales_are_not_rounded(export_in, tmp_path, preset, dtype):
+    made = export_in(preset, dtype)
+    layers, attentions = tmp_path / "layers.onnx", tmp_path / "attentions.onnx"
+    cut_layers(made.path, made.assignment, layers, PREFIX, dtype)
+    cut_attentions(made.path, made.attentions.values(), attentions, dtype)
+    for file in (made.path, layers, attentions)[: 3 if made.attentions else 2]:
+        model = onnx.load(file)
+        onnx.checker.check_model(model, full_check=True)
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    stored = stored_in(made.path)
+    for name, layer in made.layers.items():
+        for end, number in (("input_scale", layer.activation_scale), ("input_shift", layer.shift)):
+            if number and f"{name}.{end}" in stored:
+                assert numpy_helper.to_array(stored[f"{name}.{end}"]) == torch.tensor(number).numpy()
+        if layer.activation_zero_point:
+            assert stored[f"{name}.shifted_bias"].data_type == TensorProto.FLOAT
+    kinds = {stored[name].data_type for name in stored if name.endswith(".conv_in.weight")}
+    assert kinds == {TensorProto.BFLOAT16 if dtype == torch.bfloat16 else TensorProto.FLOAT}
+
+
+@pytest.mark.parametrize("activation", ["int8", None])
+def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
+    """bf16 would round both scales up by 0.39 %, and the output with them by 0.8 %."""
+    weight, bias, x = drawn(8, 16), drawn(8, seed=1).bfloat16(), drawn(64, 16, seed=2).bfloat16()
+    rounded_down = 127 * (1 + 2**-8 - 2**-11)  # a scale just below the middle of two numbers of bf16
+    layer = static_layer(weight * rounded_down / 2**6 / weight.abs().max(), "int8", False, rounded_down / 2**5)
+    weight = weight * rounded_down / 2**6 / weight.abs().max()
+    layer = replace(layer, activation_format=activation)
+    kind = ir.TensorType(ir.DataType.BFLOAT16)
+    given = {"x": [None, 16], "layer.weight": [8, 16], "layer.bias": [8]}
+    values = [ir.Value(name=name, type=kind, shape=ir.Shape(shape)) for name, shape in given.items()]
+    turned = ir.node("Transpose", [values[1]], {"perm": [1, 0]})
+    product = ir.node("MatMul", [values[0], turned.outputs[0]])
+    added = ir.node("Add", [product.outputs[0], values[2]])
+    y = added.outputs[0]
+    y.name, y.type, y.shape = "y", kind, ir.Shape([None, 8])
+    graph = ir.Graph(values, [y], nodes=[turned, product, added], opset_imports={"": 22}, name="graph")
+    stored = {"layer.weight": weight, "layer.bias": bias}
+    path = tmp_path / "a.onnx"
+    write_onnx(
+        ir.Model(graph, ir_version=10), path, inputs=1, prefix="", read=stored.__getitem__, assignment={"layer": layer}
+    )
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    found = load(path, threads=1)(x=x)["y"]
+    expected = (layer.rounded_input(x) if activation else x.float()) @ layer.rounded_weight(weight).T + bias
+    assert found.dtype == torch.bfloat16 and relative_error(expected, found.float()) < 3e-3
+    assert abs(((found.float() - expected) * expected).sum() / expected.square().sum()) < 1e-3  # a common factor
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.einsum("bnc->bcn", x * self.weight)  # ONNX's Einsum takes no bf16
+
+
+@pytest.mark.slow  # the tracing
+def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
+    contract = Contract({"x": ("batch", 5, 3)}, ("y",), {"x": torch.bfloat16}, torch.bfloat16, example={"batch": 2})
+    path = tmp_path / "a.onnx"
+    write_onnx(trace(Joins, contract), path, inputs=1, prefix="", read=lambda name: torch.ones(3), assignment={})
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    x = drawn(2, 5, 3).bfloat16()
+    assert torch.equal(load(path, threads=1)(x=x)["y"], x.transpose(1, 2))
