@@ -52,6 +52,12 @@ def constant(graph: ir.Graph, name: str, array: np.ndarray | np.generic) -> ir.V
     return initializer(graph, name, dtype, array.shape, lambda: torch.from_numpy(array))
 
 
+def real_constant(graph: ir.Graph, name: str, values: Tensor, dtype: ir.DataType) -> ir.Value:
+    """Add an initializer that holds ``values`` in the ``dtype`` in which the graph computes, FLOAT16 or FLOAT."""
+    stored = values.to(torch.float16 if dtype == ir.DataType.FLOAT16 else torch.float32).contiguous()
+    return initializer(graph, name, dtype, tuple(values.shape), lambda: stored)
+
+
 def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
     """Insert a node in front of ``before`` and return its only output, which has the node's ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
@@ -74,25 +80,43 @@ def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value])
         reader.replace_input_with(index, replacement)
 
 
-def static_copy(graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float) -> ir.Value:
-    """``value`` quantized and dequantized with a static scale."""
-    scales = static_scales(graph, name, fmt, scale)
+def static_copy(
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    name: str,
+    fmt: Format,
+    scale: float,
+    dtype: ir.DataType = ir.DataType.FLOAT16,
+) -> ir.Value:
+    """``value``, which is of this ``dtype``, quantized and dequantized with a static scale."""
+    scales = static_scales(graph, name, fmt, scale, dtype)
     value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
 
 
-def static_scales(graph: ir.Graph, name: str, fmt: Format, scale: float) -> tuple[ir.Value, ir.Value]:
-    """The scale of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
-    dtype = ir.DataType[fmt.onnx_type]
-    scales = constant(graph, f"{name}_scale", np.array(scale, np.float16))
+def static_scales(
+    graph: ir.Graph, name: str, fmt: Format, scale: float, dtype: ir.DataType = ir.DataType.FLOAT16
+) -> tuple[ir.Value, ir.Value]:
+    """The scale of an input, of the input's ``dtype``, and its zero point, 0, for QuantizeLinear and DequantizeLinear.
+
+    A scale is an fp16 number in either dtype.
+    """
+    scales = real_constant(graph, f"{name}_scale", torch.tensor(scale).half(), dtype)
     zero = fmt.pack(torch.zeros((), dtype=torch.int8))
-    return scales, initializer(graph, f"{name}_zero_point", dtype, (), lambda: zero)
+    return scales, initializer(graph, f"{name}_zero_point", ir.DataType[fmt.onnx_type], (), lambda: zero)
 
 
 def dynamic_copy(
-    graph: ir.Graph, before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool = False
+    graph: ir.Graph,
+    before: ir.Node,
+    value: ir.Value,
+    name: str,
+    layer: LayerAssignment,
+    rows: bool = False,
+    dtype: ir.DataType = ir.DataType.FLOAT16,
 ) -> ir.Value:
-    """``value``, an input of ``layer``, quantized and dequantized in blocks of its last axis.
+    """``value``, an input of ``layer`` and of this ``dtype``, quantized and dequantized in blocks of its last axis.
 
     Its shape is [batch, tokens, in]; with ``rows``, any that ends in the layer's inputs.
     """
@@ -117,6 +141,8 @@ def dynamic_copy(
     last = constant(graph, f"{name}.last", np.array([-1], np.int64))
     amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
     scale = fmt.onnx_scale(apply, apply("Cast", amax, to="FLOAT"), global_scale)
+    if dtype == ir.DataType.FLOAT:
+        scale = apply("Cast", scale, to="FLOAT")
     blocked = {"axis": -1, "block_size": fmt.block}
     codes = apply("QuantizeLinear", value, scale, output_dtype=fmt.onnx_type, **blocked)
     return insert(graph, before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)

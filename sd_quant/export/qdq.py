@@ -22,6 +22,8 @@ image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
+Scales and other constants of a layer's input are of the dtype in which the part computes, fp16 or fp32.
+
 A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
 network with quantizers in it, which would need a trace for every recipe.
 """
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.attention import quantize_attention
@@ -40,6 +43,7 @@ from sd_quant.export.nodes import (
     insert,
     only_reader,
     read_instead,
+    real_constant,
     static_copy,
     static_scales,
 )
@@ -110,21 +114,22 @@ def quantize_layer(
     if transposed:
         transpose = node
         node = only_reader(transpose.outputs[0])
-    x = smoothed_input(graph, node, layer, shared)
+    dtype = weight.dtype
+    x = smoothed_input(graph, node, layer, shared, dtype)
     if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
-        add_low_rank(graph, node, x, layer)
+        add_low_rank(graph, node, x, layer, dtype)
     if layer.activation_zero_point:
-        quantize_shifted(graph, node, x, layer)
+        quantize_shifted(graph, node, x, layer, dtype)
     else:
-        rotated = rotated_input(graph, node, x, layer, shared)
+        rotated = rotated_input(graph, node, x, layer, shared, dtype)
         if layer.per_token:
-            value = quantized_per_token(graph, node, rotated, layer, shared, rows)
+            value = quantized_per_token(graph, node, rotated, layer, shared, rows, dtype)
         else:
-            value = quantized_input(graph, node, rotated, layer, shared, rows)
+            value = quantized_input(graph, node, rotated, layer, shared, rows, dtype)
         node.replace_input_with(0, value)
     value = quantized_weight(graph, node, weight.name, layer, read, transposed)
-    if weight.dtype == ir.DataType.FLOAT:  # of a part that computes in fp32; scales are fp16
-        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=weight.dtype)
+    if dtype == ir.DataType.FLOAT:  # of a part that computes in fp32; scales of weights are fp16
+        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=dtype)
     node.replace_input_with(1, value)
     if transposed:
         graph.remove(transpose, safe=True)
@@ -145,20 +150,27 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
     return transposed.producer()
 
 
-def smoothed_input(graph: ir.Graph, node: ir.Node, layer: LayerAssignment, shared: SharedValues) -> ir.Value:
+def smoothed_input(
+    graph: ir.Graph, node: ir.Node, layer: LayerAssignment, shared: SharedValues, dtype: ir.DataType
+) -> ir.Value:
     """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
     value = node.inputs[0]
     if not layer.multiplies:
         return value
     key = (value, id(layer.pre_quant_scale))
     if key not in shared:
-        scale = constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half().numpy())
+        scale = real_constant(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half(), dtype)
         shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
     return shared[key]
 
 
 def rotated_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    layer: LayerAssignment,
+    shared: SharedValues,
+    dtype: ir.DataType,
 ) -> ir.Value:
     """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
 
@@ -174,8 +186,7 @@ def rotated_input(
         groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
         grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
         if ("rotation", group) not in shared:  # one for all layers: it is as large as a small layer's codes
-            matrix = rotation_matrix(group).half().numpy()
-            shared["rotation", group] = constant(graph, f"rotation_of_{group}", matrix)
+            shared["rotation", group] = real_constant(graph, f"rotation_of_{group}", rotation_matrix(group), dtype)
         grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
         product = insert(graph, node, "MatMul", [grouped, shared["rotation", group]], f"{name}_rotated_groups")
         shared[key] = insert(graph, node, "Reshape", [product, shape], f"{name}_rotated")
@@ -183,7 +194,13 @@ def rotated_input(
 
 
 def quantized_per_token(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    layer: LayerAssignment,
+    shared: SharedValues,
+    rows: bool,
+    dtype: ir.DataType,
 ) -> ir.Value:
     """``value`` divided by each token's largest magnitude, quantized and dequantized.
 
@@ -192,7 +209,7 @@ def quantized_per_token(
     key, name = (value, "largest"), f"{layer.name}.input"
     if key not in shared:
         last = constant(graph, f"{name}_last", np.array([-1], np.int64))
-        smallest = constant(graph, f"{name}_smallest", np.array(SMALLEST_TOKEN, np.float16))
+        smallest = real_constant(graph, f"{name}_smallest", torch.tensor(SMALLEST_TOKEN), dtype)
         largest = insert(graph, node, "Abs", [value], f"{name}_magnitude")
         largest = insert(graph, node, "ReduceMax", [largest, last], f"{name}_largest_number", keepdims=1)
         shared[key] = insert(graph, node, "Max", [largest, smallest], f"{name}_largest")
@@ -200,7 +217,7 @@ def quantized_per_token(
     over = (value, "over its largest")
     if over not in shared:
         shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
-    rounded = quantized_input(graph, node, shared[over], layer, shared, rows)
+    rounded = quantized_input(graph, node, shared[over], layer, shared, rows, dtype)
     if layer.scales_product:
         name = f"{layer.name}.times_largest"
         read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
@@ -212,7 +229,13 @@ def quantized_per_token(
 
 
 def quantized_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, shared: SharedValues, rows: bool
+    graph: ir.Graph,
+    node: ir.Node,
+    value: ir.Value,
+    layer: LayerAssignment,
+    shared: SharedValues,
+    rows: bool,
+    dtype: ir.DataType,
 ) -> ir.Value:
     """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
     if layer.activation_format is None:
@@ -222,38 +245,38 @@ def quantized_input(
     if key not in shared:
         name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
         if static is None:
-            shared[key] = dynamic_copy(graph, node, value, name, layer, rows)
+            shared[key] = dynamic_copy(graph, node, value, name, layer, rows, dtype)
         else:
-            shared[key] = static_copy(graph, node, value, name, fmt, static)
+            shared[key] = static_copy(graph, node, value, name, fmt, static, dtype)
     return shared[key]
 
 
-def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
     """Let ``conv`` read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
     TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
     """
     name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
-    scales = static_scales(graph, name, fmt, layer.activation_scale)
-    shift = constant(graph, f"{name}_shift", np.array(layer.shift, np.float16))
+    scales = static_scales(graph, name, fmt, layer.activation_scale, dtype)
+    shift = real_constant(graph, f"{name}_shift", torch.tensor(layer.shift).half(), dtype)
     value = insert(graph, conv, "Sub", [x, shift], f"{name}_shifted")
     value = insert(graph, conv, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     top, left, bottom, right = conv.attributes["pads"].as_ints()
     if any((top, left, bottom, right)):
         padding = constant(graph, f"{name}_padding", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
-        zero = constant(graph, f"{name}_shifted_zero", np.array(-layer.shift, np.float16))
+        zero = real_constant(graph, f"{name}_shifted_zero", torch.tensor(-layer.shift).half(), dtype)
         zero = insert(graph, conv, "QuantizeLinear", [zero, *scales], f"{name}_quantized_zero")
         value = insert(graph, conv, "Pad", [value, padding, zero], f"{name}_padded")
         conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
     conv.replace_input_with(0, insert(graph, conv, "DequantizeLinear", [value, *scales], f"{name}_dequantized"))
     conv.resize_inputs(3)
-    conv.replace_input_with(2, constant(graph, f"{layer.name}.shifted_bias", layer.bias.half().numpy()))
+    conv.replace_input_with(2, real_constant(graph, f"{layer.name}.shifted_bias", layer.bias, dtype))
 
 
-def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment) -> None:
+def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
     """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``."""
     up, down = (
-        constant(graph, f"{layer.name}.{name}", factor.T.half().contiguous().numpy())
+        real_constant(graph, f"{layer.name}.{name}", factor.T.half(), dtype)
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
     )
 

@@ -1,14 +1,15 @@
 """The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_modules
-from sd_quant.models.parts import network_in
-from sd_quant.models.roles import roles_of
+from sd_quant.errors import ConfigError
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
+from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
@@ -29,9 +30,6 @@ def assign(
     recipes = {name: loaded.own(name, recipes.get(name, recipe)) for name in (*recipes, *loaded.weights_alone)}
     rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
 
-    def optional(kind: str) -> Callable[[str], Tensor | None]:
-        return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
-
     with progress(rounds * len(loaded.roles), "assign") as advance:
         return derive(
             loaded.roles,
@@ -42,22 +40,47 @@ def assign(
             kept,
             loaded.head_widths,
             loaded.exclude,
-            optional("bias"),
+            optional(weights, "bias"),
             recipes,
-            optional("weight"),
+            optional(weights, "weight"),
             advance,
         )
 
 
-def assign_parts(loaded: Loaded) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive how the layers of each other part are quantized, by part."""
-    networks, assignments = empty_modules(loaded.checkpoint), {}
-    for name, recipe in loaded.part_recipes.items():
-        part = loaded.parts[name]
-        weights, network = loaded.checkpoint.components[part.component], networks[part.component]
-        module = part.wrap(network)
-        roles = roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))
-        assignments[name] = derive_nearest(roles, lambda layer, own=weights: own[f"{layer}.weight"], recipe)
+def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor | None]:
+    """A reader of a layer's ``kind`` of weight, such as its bias; None where it has none."""
+    return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
+
+
+def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
+    """Derive how the layers of each other part are quantized, by part; ``statistics`` are those of parts.
+
+    Raises ConfigError where there are none and a part's recipe takes some.
+    """
+    assignments = {}
+    for part, recipe in loaded.part_recipes.items():
+        weights = loaded.checkpoint.components[loaded.parts[part].component]
+        roles = roles_of_part(loaded.checkpoint, part)
+
+        def weight_of(layer: str, own: Mapping[str, Tensor] = weights) -> Tensor:
+            return own[f"{layer}.weight"]
+
+        if not recipe.needs_inputs:
+            assignments[part] = derive_nearest(roles, weight_of, recipe)
+            continue
+        if part not in statistics:
+            raise ConfigError(
+                f"quantize.parts gives {part} a preset that is derived from its layers' inputs, and there are no "
+                f"statistics of {part}; calibrate with the same quantize.parts, or choose a preset of weights alone "
+                "such as int8_weight_only"
+            )
+        inputs = inputs_of_part(empty_part(loaded.checkpoint, part), roles)
+        alone = [shared for shared in inputs if shared.producer is None]  # a factor would have to be multiplied
+        recipes = dict.fromkeys((name for shared in alone for name in shared.readers), replace(recipe, alpha=None))
+        found = statistics[part].layers
+        assignments[part] = derive(
+            roles, weight_of, found, recipe, inputs, bias_of=optional(weights, "bias"), recipes=recipes
+        )
     return assignments
 
 
