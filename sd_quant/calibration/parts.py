@@ -24,6 +24,7 @@ from sd_quant.calibration.collection import fabric_for, origin
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.overflow import watch
 from sd_quant.calibration.store import Entries
+from sd_quant.engines.base import Engine
 from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -108,7 +109,7 @@ def collect_parts(
             numbers = [order.setdefault(row.contiguous().numpy().tobytes(), len(order)) for row in rows]
             batch[part] = [min(each, texts - 1) for each in numbers]
 
-        engines = {}
+        engines: dict[str, Engine] = {}
         for part in used:
             engines[part] = model.torch_engine(part)
             if part not in names:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 
@@ -45,11 +45,13 @@ def part_recipe(preset: str) -> Recipe | None:
         enable = read(Enable, knobs["enable"], "enable.")
     except (ConfigError, KeyError, TypeError):
         return None
-    own = {field.name: usual(knobs[field.name]) for field in dataclasses.fields(Recipe) if field.name in knobs}
-    own |= {"quant_level": 3.0, "enable": dataclasses.replace(enable, attention=None)}
-    recipe = Recipe(**{"per_channel": False, "smoothing": "none"} | own | {"alpha": None})
-    smooths = recipe.needs_inputs and recipe.smoothing != "none"
-    return dataclasses.replace(recipe, **{"smoothing": "folded", "alpha": "auto"} if smooths else {"smoothing": "none"})
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in knobs]
+    own: dict[str, Any] = {"per_channel": False, "smoothing": "none"} | {name: usual(knobs[name]) for name in names}
+    own |= {"quant_level": 3.0, "alpha": None, "enable": dataclasses.replace(enable, attention=None)}
+    recipe = Recipe(**own)
+    if recipe.needs_inputs and recipe.smoothing != "none":
+        return dataclasses.replace(recipe, smoothing="folded", alpha="auto")
+    return dataclasses.replace(recipe, smoothing="none")
 
 
 def usual(value: object) -> object:

@@ -83,7 +83,7 @@ def statistics_of(
             accelerator=knobs.accelerator,
         )  # fmt: skip
         statistics.peaks = highest([statistics.peaks, *(each.peaks for each in statistics.parts.values())])
-    if warning := too_large(statistics.peaks, contracts_of(checkpoint)):
+    if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
         LOG.warning("%s", warning)
     return statistics
 
