@@ -37,7 +37,7 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
         if layer.format is None:
             continue
         weight = dequantized_weight(values, f"{prefix}{layer.name}.weight")
-        dtype = ir.DataType.FLOAT if weight.name.endswith(".cast") else ir.DataType.FLOAT16
+        dtype = computed_in(weight)
         last = only_reader(weight)
         untouched = layer.activation_format is None and not layer.rotation
         readers = [(last, 0)] if untouched else readers_of_input(last)
@@ -69,6 +69,15 @@ def cut_layers(onnx_path: Path, assignment: Mapping[str, LayerAssignment], path:
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
     """What ``values`` have under the name that a dequantized ``weight`` has where its layer reads it."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
+
+
+def computed_in(weight: ir.Value) -> ir.DataType:
+    """The type in which a layer with this dequantized weight computes: its scales', unless it is cast."""
+    if weight.name.endswith(".cast"):
+        return ir.DataType.FLOAT
+    made = weight.producer()
+    single = made is not None and made.op_type == "DequantizeLinear" and made.inputs[1].dtype == ir.DataType.FLOAT
+    return ir.DataType.FLOAT if single else ir.DataType.FLOAT16
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:

@@ -127,8 +127,9 @@ def quantize_layer(
         else:
             value = quantized_input(graph, node, rotated, layer, shared, rows, dtype)
         node.replace_input_with(0, value)
-    value = quantized_weight(graph, node, weight.name, layer, read, transposed)
-    if dtype == ir.DataType.FLOAT:  # of a part that computes in fp32; scales of weights are fp16
+    value = quantized_weight(graph, node, weight.name, layer, read, transposed, dtype)
+    if dtype == ir.DataType.FLOAT and (FORMATS[layer.format].block or not FORMATS[layer.format].onnx_type):
+        # scales of blocks are of the format's own type, and make fp16
         value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=dtype)
     node.replace_input_with(1, value)
     if transposed:
