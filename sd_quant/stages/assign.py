@@ -21,6 +21,8 @@ from sd_quant.simulation.sensitivity import Sensitivity, curve_points, guided, s
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 
+UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
+
 
 def assign(
     loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
@@ -78,9 +80,14 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
         alone = [shared for shared in inputs if shared.producer is None]  # a factor would have to be multiplied
         recipes = dict.fromkeys((name for shared in alone for name in shared.readers), replace(recipe, alpha=None))
         found = statistics[part].layers
-        assignments[part] = derive(
-            roles, weight_of, found, recipe, inputs, bias_of=optional(weights, "bias"), recipes=recipes
-        )
+        unread = {
+            name for name, role in roles.items() if role != "excluded" and name not in found
+        }  # as of an autoencoder
+        made = derive(
+            roles | dict.fromkeys(unread, "excluded"), weight_of, found, recipe, inputs,
+            bias_of=optional(weights, "bias"), recipes=recipes,
+        )  # fmt: skip
+        assignments[part] = made | {name: replace(made[name], reason=UNREAD) for name in unread}
     return assignments
 
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.errors import ConfigError
+from sd_quant.models.checkpoint import empty_part, roles_of_part
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, read_the_text, with_recipe
 from sd_quant.stages.session import Session, open_unchecked
+from tests.layers import drawn, statistics_of
 from tests.presets import job
 
 pytestmark = pytest.mark.slow
@@ -66,6 +68,22 @@ def test_other_parts_are_quantized_but_for_what_their_networks_keep():
 def test_a_part_whose_inputs_decide_needs_statistics_of_its_own():
     with pytest.raises(ConfigError, match="^quantize.parts gives clip1 a preset .* there are no statistics of clip1; "):
         assign_parts(loaded("quantize.parts={clip1:int8}"), {"clip2": Statistics({}, {})})
+
+
+def test_a_calibrated_part_has_its_inputs_quantized_and_its_norms_absorb_what_smooths_them():
+    """A layer that calibration never reached stays as it is."""
+    held = loaded("quantize.parts={clip2:int8}")
+    names = [name for name, role in roles_of_part(held.checkpoint, "clip2").items() if role != "excluded"]
+    network, unread = empty_part(held.checkpoint, "clip2"), names[-1]
+    inputs = {name: statistics_of(drawn(8, network.get_submodule(name).in_features)) for name in names[:-1]}
+    rows = assign_parts(held, {"clip2": Statistics(inputs, {})})["clip2"]
+    assert (rows[unread].format, rows[unread].reason) == (None, "never reached in calibration")
+    quantized = {name for name, row in rows.items() if row.format}
+    assert quantized == set(inputs) and all(rows[name].activation_format == "int8" for name in quantized)
+    assert not any(rows[name].multiplies for name in quantized)
+    assert {name for name in quantized if rows[name].alpha is None} == {n for n in quantized if n.endswith(".fc2")}
+    norms = {name for name, row in rows.items() if row.role == "norm"}
+    assert norms == {f"text_model.encoder.layers.{block}.layer_norm{norm}" for block in range(3) for norm in (1, 2)}
 
 
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
