@@ -61,10 +61,10 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
     """
     assignments = {}
     for part, recipe in loaded.part_recipes.items():
-        weights = loaded.checkpoint.components[loaded.parts[part].component]
+        own = loaded.checkpoint.components[loaded.parts[part].component]
         roles = roles_of_part(loaded.checkpoint, part)
 
-        def weight_of(layer: str, own: Mapping[str, Tensor] = weights) -> Tensor:
+        def weight_of(layer: str, own: Mapping[str, Tensor] = own) -> Tensor:
             return own[f"{layer}.weight"]
 
         if not recipe.needs_inputs:
@@ -85,7 +85,7 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
         }  # as of an autoencoder
         made = derive(
             roles | dict.fromkeys(unread, "excluded"), weight_of, found, recipe, inputs,
-            bias_of=optional(weights, "bias"), recipes=recipes,
+            bias_of=optional(own, "bias"), recipes=recipes,
         )  # fmt: skip
         assignments[part] = made | {name: replace(made[name], reason=UNREAD) for name in unread}
     return assignments
