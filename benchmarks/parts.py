@@ -5,8 +5,8 @@
 
 Torch simulates every row, so that all of its error is that of quantization. The distance of two engines in full
 precision is in the record of a run (``fidelity_unquantized_engine``). Prompts are those on which results are reported;
-the denoiser is calibrated on its preset's own. A text encoder changes an image as another prompt would, so the table
-also has the cosine between its tokens in both precisions.
+all parts are calibrated on the model's own. A preset that does not fit a part is left out there. A text encoder changes
+an image as another prompt would, so the table also has the cosine between its tokens in both precisions.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from typing import Any
 import sd_quant
 from benchmarks.common import PROMPTS, report
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config.recipe import part_presets
+from sd_quant.config.recipe import part_recipe
 from sd_quant.engines.base import Engine
+from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.embeddings import moved
@@ -26,8 +27,12 @@ from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.models.parts import exported
 from sd_quant.quantization.budget import assigned_bytes
+from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.generate import generate
+from sd_quant.stages.load import with_recipe
 from sd_quant.stages.variants import Assignments, Simulated, open_engine
+
+PRESETS = ("int8_weight_only", "int8", "int8_dynamic", "svdquant_w4a16")
 
 
 def tokens_of(cosines: Mapping[str, Mapping[str, Any]]) -> str:
@@ -41,29 +46,39 @@ def main() -> None:
     parser.add_argument("--model", default="sdxl_mini", help="as in model= (%(default)s)")
     parser.add_argument("--prompts", default=str(PROMPTS / "sdxl_mini_report.txt"), help="(%(default)s)")
     parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
-    parser.add_argument("--calib-size", type=int, help="prompts that the denoiser is calibrated on; by default its own")
+    parser.add_argument("--calib-size", type=int, help="prompts that all parts are calibrated on; by default its own")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
     parser.add_argument("--quantize", default="int8", help="preset of the denoiser, at level 3 (%(default)s)")
+    parser.add_argument("--presets", nargs="+", default=PRESETS, help="of the other parts (%(default)s)")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
     model, prompts = sd_quant.open(chosen.model), read_prompts(Path(chosen.prompts))[: chosen.images]
     checkpoint, denoiser = model.session.checkpoint, model.session.denoiser
     others = [part for part in exported(model.session.parts) if part != denoiser]
-    rows: dict[str, Assignments] = {}
-    statistics = model.calibrate(**({} if chosen.calib_size is None else {"calib_size": chosen.calib_size}))
-    for preset in part_presets():
-        found = model.quantize(statistics, chosen.quantize, quant_level=3, parts=dict.fromkeys(others, preset))
-        rows |= {f"{part} {preset}": {part: found.parts[part]} for part in others}
-        rows[f"all of these {preset}"] = found.parts
-        rows[f"{denoiser} {chosen.quantize}"] = {denoiser: found.assignment}
-        rows[f"{denoiser} {chosen.quantize}, the others {preset}"] = found.assignments
+    needing = [preset for preset in chosen.presets if part_recipe(preset).needs_inputs]  # type: ignore[union-attr]
+    knobs: dict[str, Any] = {} if chosen.calib_size is None else {"calib_size": chosen.calib_size}
+    statistics = model.calibrate(**knobs, parts=dict.fromkeys(others, needing[0]) if needing else None)
+    of_denoiser = {denoiser: model.quantize(statistics, chosen.quantize, quant_level=3).assignment}
+    rows: dict[str, Assignments] = {f"{denoiser} {chosen.quantize}": of_denoiser}
+    for preset in chosen.presets:
+        of_parts: dict[str, Any] = {}
+        for part in others:
+            try:
+                job = model.job(chosen.quantize, {"quant_level": 3, "parts": {part: preset}})
+                loaded = with_recipe(model.session, job.model, job.infer, job.quantize)
+            except ConfigError as error:
+                print(error)
+                continue
+            of_parts |= assign_parts(loaded, statistics.parts)
+        rows |= {f"{part} {preset}": {part: of_parts[part]} for part in of_parts}
+        rows[f"all of these {preset}"] = of_parts
+        rows[f"{denoiser} {chosen.quantize}, the others {preset}"] = of_denoiser | of_parts
 
     def engines(assignments: Assignments) -> dict[str, Engine]:
         keys: dict[str, Any] = {part: Simulated(part) if part in assignments else part for part in model.session.parts}
         return {part: open_engine(checkpoint, infer, assignments, key) for part, key in keys.items()}
 
-    knobs = {"prompts": prompts, "steps": chosen.steps, "batch_size": 8}
-    infer = model.job(None, {}, knobs).infer
+    infer = model.job(None, {}, {"prompts": prompts, "steps": chosen.steps, "batch_size": 8}).infer
     watched = WatchedVariant(engines({}), {})
     full = generate(pipeline_of(checkpoint, watched), prompts, infer, "full precision")
     inputs = {part: calls[0] for part, calls in watched.seen.items() if part in others}

@@ -126,7 +126,7 @@ class Model:
             prompts: one or more texts to make calibration images of; None: the first ``calib_size`` of the preset.
             knobs: the guidance ``scale``, and of the section ``quantize`` those that statistics depend on:
                 ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
-                ``devices``.
+                ``devices``; and ``parts`` as for ``quantize``, for statistics of these parts too.
 
         Returns:
             The statistics, which know no recipe.
@@ -137,12 +137,19 @@ class Model:
             SdQuantError: an input of a layer is not finite.
             ResourceError: memory or the GPU is too small.
         """
-        check_used(knobs, fields_of(Quantize).keys() - {*CALIBRATION, "batch_size"}, "calibrate", "give it to quantize")
+        check_used(
+            knobs,
+            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts"},
+            "calibrate",
+            "give it to quantize",
+        )
         if prompts is not None:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
-        return statistics_of(self.session.checkpoint, loaded.roles, job, self.sha256, texts)
+        return statistics_of(
+            self.session.checkpoint, loaded.roles, job, self.sha256, texts, part_recipes=loaded.part_recipes
+        )
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
         """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.

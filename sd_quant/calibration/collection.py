@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from sd_quant.cache import locked
 from sd_quant.calibration.hooks import collect, draw
+from sd_quant.calibration.overflow import watch
 from sd_quant.calibration.store import Entries, pack, unpack
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.files import digest
@@ -31,10 +32,12 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
-from sd_quant.models.parts import filled, text_readers
+from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
+
+OnLatent = Callable[[int, torch.Tensor], object]
 
 LOG = logging.getLogger(__name__)
 TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no further one is
@@ -71,12 +74,14 @@ def calibrate(
     devices: int = 1,
     announce: Callable[[str, int, float | None], object] | None = None,
     between_calls: Callable[[], object] = lambda: None,
+    on_latent: OnLatent = lambda number, latent: None,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache where it has them.
 
     ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
     prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
-    ``between_calls`` is called before each call of the denoiser, if the calls are made in this process.
+    ``between_calls`` is called before each call of the denoiser, if the calls are made in this process. ``on_latent``
+    gets the number and the final latent of each prompt that does not come from the cache.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than ``devices``.
     """
@@ -103,9 +108,9 @@ def calibrate(
                 segment = next_segment(done, len(prompts), snapshots)
                 arguments = (names, prompts, segment, sampling)
                 statistics = (
-                    collect_segment(fabric, model, *arguments, between_calls=between_calls)
+                    collect_segment(fabric, model, *arguments, between_calls=between_calls, on_latent=on_latent)
                     if devices == 1
-                    else collect_in_processes(fabric, model.checkpoint, *arguments)
+                    else collect_in_processes(fabric, model.checkpoint, on_latent, *arguments)
                 )
                 if entries:
                     entries.write(segment, statistics)
@@ -173,16 +178,22 @@ def collect_segment(
     sampling: Sampling,
     subset: slice = slice(None),
     between_calls: Callable[[], object] = lambda: None,
+    on_latent: OnLatent = lambda number, latent: None,
 ) -> Statistics:
-    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU."""
+    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
+
+    The first prompt's image is decoded too, for the decoder's peak; an observed pipeline's would be denoised again.
+    """
     mine = segment[subset]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
     unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
-    used = [part for part in model.parts if part not in unused]
+    decoder = "vae" if 0 in mine and checkpoint.pipeline is None and "vae" in model.parts else None
+    used = [part for part in model.parts if part not in unused or part == decoder]
     for part in used:
         fabric.to_device(model.parts[part])
+    networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.denoiser.get_submodule(name) for name in names}
     batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[:1] == ("batch",)]
@@ -204,8 +215,9 @@ def collect_segment(
             lambda: (now["step"], now["batch"]),
             wanted,
             batched,
-        ) as statistics,  # fmt: skip
-    ):
+        ) as statistics,
+        watch(networks) as peaks,
+    ):  # fmt: skip
 
         def on_step(step: int) -> None:
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
@@ -213,7 +225,7 @@ def collect_segment(
             now.update(step=step, counted=now["batch"])
             between_calls()
 
-        pipeline(
+        made = pipeline(
             prompts,
             sampling,
             numbers=mine,
@@ -221,21 +233,29 @@ def collect_segment(
             on_batch=lambda numbers: now.update(batch=numbers),
             on_step=on_step,
         )
+        for number, latents in zip(mine, made.latents, strict=True):
+            on_latent(number, latents[-1])
+        if decoder:
+            pipeline.decode([0], made.latents[list(mine).index(0)][-1:], sampling.of_image(0))
+    statistics.peaks |= peaks
     for part in used:
         model.parts[part].to("cpu")
     return statistics
 
 
-def collect_in_processes(fabric, checkpoint: Checkpoint, *arguments) -> Statistics:
+def collect_in_processes(fabric, checkpoint: Checkpoint, on_latent: OnLatent, *arguments) -> Statistics:
     """The statistics of a segment, collected by several processes, each of which loads the model.
 
-    ``arguments`` are those of ``collect_segment`` after the model.
+    ``on_latent`` as for ``calibrate``. ``arguments`` are those of ``collect_segment`` after the model.
     """
     with tempfile.TemporaryDirectory() as folder:
         # a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
         fabric.launch(partial(collect_in_one_process, checkpoint, Path(folder), arguments))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
+        for path in sorted(Path(folder).glob("*.latents")):
+            for number, latent in load_file(path).items():
+                on_latent(int(number), latent)
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
@@ -245,7 +265,12 @@ def collect_in_one_process(checkpoint: Checkpoint, folder: Path, arguments: tupl
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     try:
-        statistics = collect_segment(fabric, load_model(checkpoint), *arguments, subset=slice(rank, None, processes))
+        latents: dict[str, torch.Tensor] = {}
+        statistics = collect_segment(
+            fabric, load_model(checkpoint), *arguments, subset=slice(rank, None, processes),
+            on_latent=lambda number, latent: latents.update({str(number): latent.clone()}),
+        )  # fmt: skip
+        save_file(latents, folder / f"{rank}.latents")
         save_file(pack(statistics), folder / f"{rank}.safetensors")
     except SdQuantError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")

@@ -21,7 +21,7 @@ from sd_quant.files import digest
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header, write_safetensors
 from sd_quant.files.tensors import bytes_of, lazy
-from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
+from sd_quant.quantization.statistics import LayerStatistics, Peak, Sample, Statistics
 
 LOG = logging.getLogger(__name__)
 VERSION = 2  # of an entry's layout, in the header as "form"; entries of another version are not read
@@ -88,7 +88,10 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 
 
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
-    """The tensors of an entry, named ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ..."""
+    """The tensors of an entry: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
+
+    ``peak|<part>|<place>`` is the largest magnitude of a part's activations, a number.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in statistics.layers.items():
         tensors |= {
@@ -98,6 +101,8 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
         }
     for name, sample in statistics.calls.items():
         tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
+    for part, peak in statistics.peaks.items():
+        tensors[f"peak|{part}|{peak.place}"] = torch.tensor(peak.largest, dtype=torch.float64)
     return tensors
 
 
@@ -106,6 +111,9 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
     statistics = Statistics({}, {})
     for key in tensors:
         kind, name, what = key.split("|")
+        if kind == "peak":
+            statistics.peaks[name] = Peak(what, tensors[key].item())
+            continue
         if what != "rows":
             continue
         sample = Sample(tensors[key], tensors[f"{kind}|{name}|priority"])

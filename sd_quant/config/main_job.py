@@ -10,7 +10,7 @@ from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
-from sd_quant.config.recipe import Quantize, check_recipe
+from sd_quant.config.recipe import Quantize, check_recipe, part_recipe
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
@@ -40,10 +40,20 @@ class RecipeJob:
         check_recipe(self.quantize)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
+        for part, preset in (self.quantize.parts or {}).items() if self.quantize.calibration is not None else ():
+            expected = (
+                f"a preset of weights alone such as int8_weight_only, because calibration={self.quantize.calibration} "
+                "has statistics of the denoiser alone; or leave calibration out"
+            )
+            check(not part_recipe(preset).needs_inputs, f"quantize.parts.{part}", preset, expected)  # type: ignore[union-attr]
 
     def formats(self) -> dict[str, set[str]]:
+        """The formats of all quantized parts, for their weights, inputs and attention."""
         used = formats_used(self.quantize.enable, self.quantize.quant_level)
-        return used | {"weights": used["weights"] | set(self.quantize.choices if self.quantize.chooses_bits else ())}
+        used["weights"] |= set(self.quantize.choices if self.quantize.chooses_bits else ())
+        for recipe in filter(None, map(part_recipe, (self.quantize.parts or {}).values())):
+            used = {where: formats | used[where] for where, formats in formats_used(recipe.enable, 3.0).items()}
+        return used
 
     def calibration_prompts(self) -> list[str]:
         """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table.
@@ -164,6 +174,11 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     if runtime.file is None:
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
+        for part, preset in (quantize.parts or {}).items():
+            found = part_recipe(preset)
+            able = found is None or (torch_multiplies(found.enable) and found.rank == 0)
+            expected = f"a preset that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
+            check(able, f"quantize.parts.{part}", preset, expected)
         codes = f"infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
         check_unused(quantize, "quantize.", [("budget", None, codes), ("fit", None, codes), ("rank", 0, branch)])

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 
@@ -24,6 +24,7 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
+GIVEN = re.compile(r"\$\{given:\$\{\w+\},([\w-]+)\}")  # a preset's value that the command line may replace
 MOST_LAYERS = 1000  # above the most that a family's denoiser has, SDXL's 760
 STATIC = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.static_scale])
 BY_FAMILY = Limit(
@@ -44,32 +45,39 @@ def bytes_in(size: int | str) -> int | None:
 
 
 def part_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset for the weights of another network than the denoiser, all of its layers.
+    """Return the recipe of a preset for another network than the denoiser: all of its layers, but no attention.
 
-    None where the preset quantizes inputs, or chooses codes by them, because other networks are not calibrated, and
-    where it enables nothing that can be read.
+    Where the preset smooths, ``alpha`` is ``auto``, and factors are folded into norms and values alone: none is left to
+    be multiplied. None where the preset enables nothing that can be read.
     """
     knobs = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
     try:
         enable = read(Enable, knobs["enable"], "enable.")
     except (ConfigError, KeyError, TypeError):
         return None
-    own = {field.name: knobs[field.name] for field in dataclasses.fields(Recipe) if field.name in knobs}
-    everything = {"quant_level": 3.0, "alpha": None, "smoothing": "none"}
-    recipe = Recipe(**own | everything | {"enable": enable})
-    pairs = recipe.enable.conv, recipe.enable.linear
-    alone = all(pair.activation is None and not recipe.chooses_codes(pair.weight) for pair in pairs)
-    return recipe if alone and recipe.rank == 0 else None
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in knobs]
+    own: dict[str, Any] = {"per_channel": False, "smoothing": "none"} | {name: usual(knobs[name]) for name in names}
+    own |= {"quant_level": 3.0, "alpha": None, "enable": dataclasses.replace(enable, attention=None)}
+    recipe = Recipe(**own)
+    if recipe.needs_inputs and recipe.smoothing != "none":
+        return dataclasses.replace(recipe, smoothing="folded", alpha="auto")
+    return dataclasses.replace(recipe, smoothing="none")
+
+
+def usual(value: object) -> object:
+    """Return what a preset's knob is where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``."""
+    found = GIVEN.fullmatch(value) if isinstance(value, str) else None
+    return value if found is None else found[1]
 
 
 def part_presets() -> list[str]:
-    """Return the presets that other networks than the denoiser can have."""
+    """Return the presets that other networks than the denoiser can have: all that can be read."""
     return [name for name in presets() if part_recipe(name) is not None]
 
 
 OF_PARTS = Limit(
     lambda parts: set(parts.values()) <= set(part_presets()),
-    lambda: f"parts with presets that quantize weights alone, to the nearest codes: {', '.join(part_presets())}",
+    lambda: f"a preset for each part, of {', '.join(part_presets())}",
 )
 
 
@@ -85,7 +93,7 @@ class Quantize(Recipe):
     parts: Annotated[
         dict[str, str] | None,
         OF_PARTS,
-        "other parts whose weights are quantized, such as text encoders: a preset for each",
+        "other parts that are quantized, such as text encoders: a preset for each",
     ]
     exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[

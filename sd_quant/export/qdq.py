@@ -142,8 +142,10 @@ def quantize_layer(
         elif wide:
             value = cast(graph, node, value, dtype, f"{layer.name}.input_rounded", shared)
         node.replace_input_with(0, value)
-    value = quantized_weight(graph, node, weight.name, layer, read, transposed)
-    if product != ir.DataType.FLOAT16:
+    fmt = FORMATS[layer.format]  # scales of blocks are of the format's own type, and make fp16
+    made = ir.DataType.FLOAT16 if fmt.block or not fmt.onnx_type or product == ir.DataType.BFLOAT16 else product
+    value = quantized_weight(graph, node, weight.name, layer, read, transposed, made)
+    if product != made:
         value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=product)
     node.replace_input_with(1, value)
     if transposed:

@@ -33,11 +33,17 @@ def high_precision_weight(
 
 
 def quantized_weight(
-    graph: ir.Graph, node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool
+    graph: ir.Graph,
+    node: ir.Node,
+    name: str,
+    layer: LayerAssignment,
+    read: ReadWeight,
+    transposed: bool,
+    dtype: ir.DataType = ir.DataType.FLOAT16,
 ) -> ir.Value:
     """The dequantized weight of ``node``, fp16 [out, in, ...], or [in, out] if ``transposed``.
 
-    Its codes have one scale, one per output, or one per block and for some formats a global scale.
+    Its codes have one scale, one per output, of this ``dtype``; or one per block and for some formats a global scale.
     """
     fmt, shape = FORMATS[layer.format], layer.weight_shape
     if not fmt.onnx_type:
@@ -67,7 +73,7 @@ def quantized_weight(
         scale = layer.weight_scale if per_row else layer.weight_scale[0]
         zeros = fmt.pack(torch.zeros(scale.shape, dtype=torch.int8))
         scales = [
-            numbers(graph, f"{name}.scale", scale, ir.DataType.FLOAT16),
+            numbers(graph, f"{name}.scale", scale, dtype),
             initializer(graph, f"{name}.zero_point", codes_type, tuple(scale.shape), lambda: zeros),
         ]
         axis = {"axis": 1 if transposed else 0} if per_row else {}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sd_quant.models.family import Family, PipelineAdapter
 from sd_quant.models.parts import Contract, Part, network_in, wrapped
+from sd_quant.models.roles import roles_of
 
 MakesPipeline = Callable[[Mapping[str, Any]], Any]  # of engines by part
 
@@ -74,6 +75,19 @@ def empty_modules(checkpoint: Checkpoint) -> dict[str, nn.Module]:
 def empty_denoiser(checkpoint: Checkpoint) -> nn.Module:
     """Returns the denoiser's network on the meta device."""
     return empty_modules(checkpoint)[denoiser_part(checkpoint).component]
+
+
+def empty_part(checkpoint: Checkpoint, name: str) -> nn.Module:
+    """Returns a part's network on the meta device, to which names of its layers refer."""
+    part = checkpoint.parts()[name]
+    return network_in(part, part.wrap(empty_modules(checkpoint)[part.component]))
+
+
+def roles_of_part(checkpoint: Checkpoint, name: str) -> dict[str, str]:
+    """Returns the role of each layer of another part than the denoiser, without those that its graph has not."""
+    part = checkpoint.parts()[name]
+    module = part.wrap(empty_modules(checkpoint)[part.component])
+    return roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))
 
 
 def empty_call(

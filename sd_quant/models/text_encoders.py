@@ -8,7 +8,8 @@
 |               | attention_mask [B,T]                          |                                                      |
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part
+from sd_quant.models.parts import Contract, Part, SharedInput
+from sd_quant.models.roles import inputs_of_transformer
+
+# Linears that read one tensor, by the ends of their names, and the module of the same block that makes it: a norm with
+# a gain, or the values, of which an attention's output is a weighted mean. CLIP's, then T5's.
+OF_BLOCKS = (
+    ("self_attn.", ("q_proj", "k_proj", "v_proj"), "layer_norm1"),
+    ("self_attn.", ("out_proj",), "self_attn.v_proj"),
+    ("mlp.", ("fc1",), "layer_norm2"),
+    ("layer.0.SelfAttention.", ("q", "k", "v"), "layer.0.layer_norm"),
+    ("layer.0.SelfAttention.", ("o",), "layer.0.SelfAttention.v"),
+    ("layer.1.DenseReluDense.", ("wi", "wi_0", "wi_1"), "layer.1.layer_norm"),
+)
+
+
+def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInput]:
+    """Returns the inputs of the linears among the ``layers`` of a text encoder, an autoencoder or an unknown network.
+
+    A module that makes an input is known of CLIP and T5, and of the autoencoder's attention.
+    """
+    linears = [name for name in layers if isinstance(network.get_submodule(name), nn.Linear)]
+    modules, inputs, seen = dict(network.named_modules()), [], set[str]()
+    for name in linears:
+        for place, ends, producer in OF_BLOCKS:
+            found = re.fullmatch(rf"(.*\.)?{re.escape(place)}({'|'.join(ends)})", name)
+            if found and name not in seen:
+                block = found[1] or ""
+                readers = tuple(each for end in ends if (each := f"{block}{place}{end}") in linears)
+                made = modules.get(f"{block}{producer}")  # as wide as the tensor
+                whole = made is not None and len(made.weight) == modules[name].in_features
+                inputs.append(SharedInput(readers, f"{block}{producer}" if whole else None))
+                seen.update(readers)
+    return [*inputs, *inputs_of_transformer([name for name in linears if name not in seen])]
 
 
 def positions(input_ids: Tensor) -> Tensor:

@@ -154,6 +154,12 @@ class Recipe:
         searched = self.rounding != "nearest" or self.scale_search or self.branch_rounds > 0
         return FORMATS[fmt].searched and searched
 
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether an assignment depends on the inputs of layers, and so on calibration."""
+        pairs = self.enable.conv, self.enable.linear
+        return self.rank != 0 or any(pair.activation or self.chooses_codes(pair.weight) for pair in pairs)
+
     def scaled_per_token(self, role: str) -> bool:
         """Whether inputs of layers of this role are scaled token by token."""
         return self.per_token and role != "conv" and self.enable.linear.activation is not None

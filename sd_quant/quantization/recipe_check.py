@@ -39,26 +39,44 @@ def check_layers(
     for name in selected:
         if is_excluded(name, exclude):
             continue
-        own, shape = recipes.get(name, recipe), shapes[name]
-        formats, rank = own.formats_of(roles[name]), rank_of(own.rank, shape) if roles[name] != "conv" else 0
-        if rank > min(shape):
+        if found := misfit(name, roles[name], shapes[name], recipes.get(name, recipe)):
+            raise ConfigError("; ".join(found))
+
+
+def check_part(
+    part: str, preset: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], recipe: Recipe
+) -> None:
+    """Raises ConfigError when a preset's recipe does not fit the layers of another part than the denoiser."""
+    for name, role in roles.items():
+        if role != "excluded" and (found := misfit(name, role, shapes[name], recipe)):
             raise ConfigError(
-                f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}; "
-                "give a fraction below 1 instead, which is taken of every layer"
+                f"quantize.parts gives {part} the preset {preset}, which does not fit: {found[0]}; choose another "
+                "preset for this part"
             )
-        if own.rotation_of(roles[name], 0) and not own.rotation_of(roles[name], shape[1]):
-            raise ConfigError(
-                f"quantize.rotation is {own.rotation}, and no power of 4 divides the {shape[1]} inputs of {name}; "
-                "exclude it with quantize.exclude, or set quantize.rotation=0"
+
+
+def misfit(name: str, role: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[str, str] | None:
+    """Why a recipe does not fit a layer of this role and shape of weight, and what can be done; None: it fits."""
+    formats, rank = recipe.formats_of(role), rank_of(recipe.rank, shape) if role != "conv" else 0
+    if rank > min(shape):
+        return (
+            f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}",
+            "give a fraction below 1 instead, which is taken of every layer",
+        )
+    if recipe.rotation_of(role, 0) and not recipe.rotation_of(role, shape[1]):
+        return (
+            f"quantize.rotation is {recipe.rotation}, and no power of 4 divides the {shape[1]} inputs of {name}",
+            "exclude it with quantize.exclude, or set quantize.rotation=0",
+        )
+    for fmt in filter(None, (formats.weight, formats.activation)):
+        numbers = math.prod(shape[1:])
+        block = FORMATS[dividing(fmt, numbers)].block
+        if block is not None and numbers % block:
+            return (
+                f"{fmt} has blocks of {block}, which do not divide the {numbers} inputs of {name}",
+                "exclude it with quantize.exclude, or choose a preset whose blocks divide them",
             )
-        for fmt in filter(None, (formats.weight, formats.activation)):
-            numbers = math.prod(shape[1:])
-            block = FORMATS[dividing(fmt, numbers)].block
-            if block is not None and numbers % block:
-                raise ConfigError(
-                    f"{fmt} has blocks of {block}, which do not divide the {numbers} inputs of {name}; exclude it "
-                    "with quantize.exclude, or choose a preset whose blocks divide them"
-                )
+    return None
 
 
 def is_excluded(name: str, exclude: Collection[str]) -> bool:

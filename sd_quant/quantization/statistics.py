@@ -7,7 +7,7 @@ priority are kept, so statistics of disjoint prompts merge exactly, in any order
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -35,12 +35,22 @@ class LayerStatistics:
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest magnitude in a part's activations."""
+
+    place: str  # "output of <layer>", or "input of <norm>", which reads a residual stream
+    largest: float
+
+
 @dataclass(slots=True, repr=False)
 class Statistics:
     """The inputs of all layers and of the whole network."""
 
     layers: dict[str, LayerStatistics]  # by the layer's name
     calls: dict[str, Sample]  # by the input's name: up to ``CALLS`` values, of the same calls for every input
+    peaks: dict[str, Peak] = field(default_factory=dict)  # of each part that ran, by the part's name
+    parts: dict[str, "Statistics"] = field(default_factory=dict)  # of other parts than the denoiser, by their names
 
     @property
     def steps(self) -> int | None:
@@ -88,7 +98,14 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
     with_calls = [part.calls for part in statistics if part.calls]
     first = min(with_calls, key=lambda calls: min(float(each.priority.min()) for each in calls.values()), default={})
     alike = [calls for calls in with_calls if shapes_of(calls) == shapes_of(first)]  # texts may differ in length
-    return Statistics(layers, {name: lowest([calls[name] for calls in alike], CALLS) for name in first})
+    calls = {name: lowest([calls[name] for calls in alike], CALLS) for name in first}
+    return Statistics(layers, calls, highest([part.peaks for part in statistics]))
+
+
+def highest(peaks: Sequence[Mapping[str, Peak]]) -> dict[str, Peak]:
+    """The larger of the peaks of each part."""
+    parts = dict.fromkeys(part for each in peaks for part in each)
+    return {part: max((each[part] for each in peaks if part in each), key=lambda peak: peak.largest) for part in parts}
 
 
 def shapes_of(calls: Mapping[str, Sample]) -> dict[str, tuple[int, ...]]:

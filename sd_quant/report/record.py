@@ -186,10 +186,17 @@ class Moved(TypedDict, total=False):
     first_token: Annotated[Finite, Doc("cosine of the first token, which is the same in every text")]
 
 
+class LargestActivation(TypedDict):
+    """Where a part's activations are largest in calibration: see ``sd_quant.calibration.overflow``."""
+
+    place: Annotated[str, Doc("the layer, and whether it is its input or its output")]
+    largest: Annotated[Finite, Doc("the magnitude; fp16 holds 65504")]
+
+
 class QuantizedPart(TypedDict):
     """Another quantized part than the denoiser."""
 
-    preset: Annotated[str, Doc("of its weights")]
+    preset: Annotated[str, Doc("by which it is quantized")]
     layers: Annotated[Layers, Doc("how many are quantized")]
     outputs: Annotated[dict[str, Moved], Doc("how far its outputs for the first prompts moved, by name")]
 
@@ -331,6 +338,9 @@ class Record(AnyRecord, total=False):
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
     memory: Annotated[
         dict[str, PartMemories], Doc("memory of each part's engines; empty with a reason if not measured")
+    ]
+    peaks: Annotated[
+        dict[str, LargestActivation], Doc("largest activations in calibration, by part; empty if not known")
     ]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]

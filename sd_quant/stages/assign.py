@@ -1,14 +1,15 @@
 """The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_modules
-from sd_quant.models.parts import network_in
-from sd_quant.models.roles import roles_of
+from sd_quant.errors import ConfigError
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
+from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
@@ -20,6 +21,8 @@ from sd_quant.simulation.sensitivity import Sensitivity, curve_points, guided, s
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 
+UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
+
 
 def assign(
     loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
@@ -28,9 +31,6 @@ def assign(
     weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
     recipes = {name: loaded.own(name, recipes.get(name, recipe)) for name in (*recipes, *loaded.weights_alone)}
     rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
-
-    def optional(kind: str) -> Callable[[str], Tensor | None]:
-        return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
 
     with progress(rounds * len(loaded.roles), "assign") as advance:
         return derive(
@@ -42,35 +42,70 @@ def assign(
             kept,
             loaded.head_widths,
             loaded.exclude,
-            optional("bias"),
+            optional(weights, "bias"),
             recipes,
-            optional("weight"),
+            optional(weights, "weight"),
             advance,
         )
 
 
-def assign_parts(loaded: Loaded) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive how the layers of each other part are quantized, by part."""
+def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor | None]:
+    """A reader of a layer's ``kind`` of weight, such as its bias; None where it has none."""
+    return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
+
+
+def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
+    """Derive how the layers of each other part are quantized, by part; ``statistics`` are those of parts.
+
+    Raises ConfigError where there are none and a part's recipe takes some.
+    """
     return {
-        name: assign_nearest(loaded, name, dict.fromkeys(layers_of(loaded, name), recipe))
-        for name, recipe in loaded.part_recipes.items()
+        part: assign_calibrated(loaded, part, recipe, statistics.get(part))
+        if recipe.needs_inputs
+        else assign_nearest(loaded, part, dict.fromkeys(roles_of_part(loaded.checkpoint, part), recipe))
+        for part, recipe in loaded.part_recipes.items()
     }
 
 
-def layers_of(loaded: Loaded, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def assign_calibrated(
+    loaded: Loaded, part: str, recipe: Recipe, statistics: Statistics | None
+) -> dict[str, LayerAssignment]:
+    """Derive how the layers of another part are quantized from their ``statistics``. Raises as ``assign_parts``."""
+    if statistics is None:
+        raise ConfigError(
+            f"quantize.parts gives {part} a preset that is derived from its layers' inputs, and there are no "
+            f"statistics of {part}; calibrate with the same quantize.parts, or choose a preset of weights alone "
+            "such as int8_weight_only"
+        )
+    weights, roles = weights_of_part(loaded, part), roles_of_part(loaded.checkpoint, part)
+    inputs = inputs_of_part(empty_part(loaded.checkpoint, part), roles)
+    alone = [shared for shared in inputs if shared.producer is None]  # a factor would have to be multiplied
+    recipes = dict.fromkeys((name for shared in alone for name in shared.readers), replace(recipe, alpha=None))
+    # as of an autoencoder
+    unread = {name for name, role in roles.items() if role != "excluded" and name not in statistics.layers}
+    made = derive(
+        roles | dict.fromkeys(unread, "excluded"), lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
+        inputs, bias_of=optional(weights, "bias"), recipes=recipes,
+    )  # fmt: skip
+    return made | {name: replace(made[name], reason=UNREAD) for name in unread}
+
+
+def weights_of_part(loaded: Loaded, part: str) -> Mapping[str, Tensor]:
+    """The weights of a part's network by diffusers' names, each read when it is looked up."""
+    return loaded.checkpoint.components[loaded.parts[part].component]
+
+
+def layers_of(loaded: Loaded, part: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Role and shape of the weight of each layer of another part than the denoiser."""
-    part = loaded.parts[name]
-    module = part.wrap(empty_modules(loaded.checkpoint)[part.component])
-    network = network_in(part, module)
-    roles = roles_of(network, (*part.excluded, *getattr(module, "unread", ())))
+    network = empty_part(loaded.checkpoint, part)
+    roles = roles_of_part(loaded.checkpoint, part)
     return {layer: (role, tuple(network.get_parameter(f"{layer}.weight").shape)) for layer, role in roles.items()}
 
 
-def assign_nearest(loaded: Loaded, name: str, recipes: Mapping[str, Recipe]) -> dict[str, LayerAssignment]:
+def assign_nearest(loaded: Loaded, part: str, recipes: Mapping[str, Recipe]) -> dict[str, LayerAssignment]:
     """Quantize the weights of another part to the nearest codes, each layer by its own of the ``recipes``."""
-    weights = loaded.checkpoint.components[loaded.parts[name].component]
-    roles = {layer: role for layer, (role, _) in layers_of(loaded, name).items()}
-    return derive_nearest(roles, lambda layer: weights[f"{layer}.weight"], recipes)
+    weights = weights_of_part(loaded, part)
+    return derive_nearest(roles_of_part(loaded.checkpoint, part), lambda name: weights[f"{name}.weight"], recipes)
 
 
 def most_sensitive(

@@ -1,7 +1,7 @@
-"""Calibration statistics of the denoiser's layers: from the cache, a calibration here, or a file made elsewhere."""
+"""Calibration statistics: from the cache, a calibration here, or a file made elsewhere, of the denoiser alone."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -9,13 +9,16 @@ from torch import nn
 
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
+from sd_quant.calibration.overflow import too_large
+from sd_quant.calibration.parts import calibrate_parts
 from sd_quant.config import Quantize, RecipeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser, roles_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
-from sd_quant.quantization.statistics import Statistics
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.stages.generate import calibration_source_of
 
 LOG = logging.getLogger(__name__)
@@ -29,12 +32,14 @@ def statistics_of(
     checkpoint_sha256: str,
     prompts: list[str] | None = None,
     between_calls: Callable[[], object] = lambda: None,
+    part_recipes: Mapping[str, Recipe] = {},
 ) -> Statistics:
     """Collect or read the statistics of every layer that some recipe may quantize.
 
     One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
     ``roles`` are those of all the denoiser's layers. ``prompts`` stand in for those that the job names.
-    ``between_calls`` is called before each call of the denoiser.
+    ``between_calls`` is called before each call of the denoiser. ``part_recipes`` are those of other parts; statistics
+    are collected of those that take any. A warning names the parts whose activations fp16 might not hold.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -53,19 +58,34 @@ def statistics_of(
         return read_statistics(
             input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides
         )
-    return calibrate(
-        load_model(checkpoint),
+    model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
+    prompts = job.calibration_prompts() if prompts is None else prompts
+    cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
+    statistics = calibrate(
+        model,
         watched,
-        job.calibration_prompts() if prompts is None else prompts,
+        prompts,
         sampling,
         checkpoint_sha256=checkpoint_sha256,
         snapshots=knobs.snapshots,
-        cache=output_path(job.cache.dir) / "statistics" if job.cache.dir else None,
+        cache=cache,
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs, sampling.steps_taken),
         between_calls=between_calls,
+        on_latent=latents.__setitem__,
     )
+    if calibrated := [part for part, recipe in part_recipes.items() if recipe.needs_inputs]:
+        of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
+        layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
+        statistics.parts = calibrate_parts(
+            model, layers, prompts, sampling, checkpoint_sha256=checkpoint_sha256, latents=latents, cache=cache,
+            accelerator=knobs.accelerator,
+        )  # fmt: skip
+        statistics.peaks = highest([statistics.peaks, *(each.peaks for each in statistics.parts.values())])
+    if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
+        LOG.warning("%s", warning)
+    return statistics
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:

@@ -51,7 +51,7 @@ def choose(
         limit = bytes_to_share(loaded)
         fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
-        parts = assign_parts(loaded)
+        parts = assign_parts(loaded, statistics.parts)
     if loaded.kept:
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)

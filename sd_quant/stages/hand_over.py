@@ -149,7 +149,8 @@ def assignment_of(
     with step("load"):
         loaded = with_recipe(session, job.model, job.infer, job.quantize)
     with step("calibrate"):
-        statistics = statistics_of(session.checkpoint, loaded.roles, job, weights_sha256(record_of_run(run)))
+        sha256 = weights_sha256(record_of_run(run))
+        statistics = statistics_of(session.checkpoint, loaded.roles, job, sha256, part_recipes=loaded.part_recipes)
     with temporary_folder(directory) as folder:
         assignment = choose(loaded, statistics, Path(folder), step).assignment
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):

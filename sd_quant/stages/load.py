@@ -8,11 +8,11 @@ from sd_quant.config import Infer, Model, Quantize
 from sd_quant.config.recipe import part_recipe
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import check
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
 from sd_quant.models.parts import SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone, with_weights
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import check_layers, is_excluded
+from sd_quant.quantization.recipe_check import check_layers, check_part, is_excluded
 from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
 from sd_quant.stages.session import Session, begin, finish
@@ -97,12 +97,22 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
 
 
 def recipes_of_parts(session: Session, recipe: Quantize) -> dict[str, Recipe]:
-    """The recipes of the other parts that are quantized. Raises ConfigError for a part that cannot be."""
+    """The recipes of the other parts that are quantized.
+
+    Raises ConfigError for a part that cannot be, or a preset that does not fit its layers.
+    """
     others = [part for part in exported(session.parts) if part != session.denoiser]
     for part in recipe.parts or ():
         expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"
         check(part in others, "quantize.parts", part, expected)
-    return {part: found for part, preset in (recipe.parts or {}).items() if (found := part_recipe(preset)) is not None}
+    recipes = {}
+    for part, preset in (recipe.parts or {}).items():
+        if (found := part_recipe(preset)) is not None:
+            network, roles = empty_part(session.checkpoint, part), roles_of_part(session.checkpoint, part)
+            shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
+            check_part(part, preset, roles, shapes, found)
+            recipes[part] = found
+    return recipes
 
 
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:

@@ -13,13 +13,15 @@ import yaml
 
 from sd_quant.cache import locked
 from sd_quant.config import Infer, QuantizeJob, plan_library
+from sd_quant.config.recipe import part_recipe
 from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
-from sd_quant.errors import ResourceError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json, write_text
 from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
+from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
@@ -89,7 +91,11 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
 
 
 def check_runtimes(job: QuantizeJob) -> None:
-    """Raises ResourceError before the first step, which may take minutes, if the job's runtimes cannot work here."""
+    """Check before the first step, which may take minutes, whether the job's runtimes can work here.
+
+    Raises ResourceError if not, and ConfigError for another part than the denoiser that the engine cannot execute: the
+    denoiser alone is simulated then.
+    """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))
     runtime = RUNTIMES[job.infer.engine]
@@ -101,6 +107,14 @@ def check_runtimes(job: QuantizeJob) -> None:
         check_gpu(set().union(*job.formats().values()))
     if runtime.file is None:
         check_device(job.formats()["inputs"])
+    for part, preset in (job.quantize.parts or {}).items():
+        recipe = part_recipe(preset)
+        reason = None if recipe is None else why_not(job.infer.engine, formats_used(recipe.enable, recipe.quant_level))
+        if reason is not None:
+            raise ConfigError(
+                f"quantize.parts gives {part} the preset {preset}, which infer.engine={job.infer.engine} cannot "
+                f"execute, because {reason}; choose another preset for this part, or another engine"
+            )
     check_cuda_graph(job.infer)
     check_request(job.model, job.infer)
 
@@ -148,7 +162,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     trace_meanwhile(tracer, job.model, loaded.checkpoint, sha256, cache)
     with sharing(tracer.busy) as share:
         with step("calibrate"):
-            statistics = statistics_of(loaded.checkpoint, loaded.roles, job, sha256, between_calls=share)
+            statistics = statistics_of(
+                loaded.checkpoint, loaded.roles, job, sha256, between_calls=share, part_recipes=loaded.part_recipes
+            )
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
         rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
@@ -191,7 +207,17 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             memory = memory_of_parts(variants, job.infer, step.restart_peak)
     variants.pool.close()
     results = Results(
-        loaded, chosen, plan_reports, comparison, simulated, latency, parity, executed, handed_over, memory
+        loaded,
+        chosen,
+        statistics.peaks,
+        plan_reports,
+        comparison,
+        simulated,
+        latency,
+        parity,
+        executed,
+        handed_over,
+        memory,
     )
     check_still_there(directory)
     record = record_of(job, fingerprint, facts, results, step, directory)

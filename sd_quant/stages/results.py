@@ -17,6 +17,7 @@ from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.models.checkpoint import samples_per_image
 from sd_quant.models.parts import Part
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
+from sd_quant.quantization.statistics import Peak
 from sd_quant.report.record import (
     DONE,
     SCHEMA_VERSION,
@@ -42,6 +43,7 @@ class Results:
 
     loaded: Loaded
     chosen: Chosen
+    peaks: Mapping[str, Peak]  # of calibration, by part
     plans: dict[str, PlanReport]  # by part
     comparison: VariantOutputs
     simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
@@ -107,6 +109,7 @@ def record_of(
             for part, preset in (job.quantize.parts or dict.fromkeys(results.chosen.parts, "fit")).items()
         },
         "memory": results.memory,
+        "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,

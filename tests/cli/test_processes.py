@@ -41,8 +41,11 @@ def collected(model, names, prompts=PROMPTS, **options) -> Statistics:
 
 
 def test_two_processes_find_exactly_what_one_finds(model, names, tmp_path):
-    found = pack(collected(model, names, devices=2, cache=tmp_path))
-    torch.testing.assert_close(found, pack(collected(model, names)), rtol=0, atol=0)
+    """Final latents too, which the decoder is calibrated on."""
+    of_two, of_one = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    found = pack(collected(model, names, devices=2, cache=tmp_path, on_latent=of_two.__setitem__))
+    torch.testing.assert_close(found, pack(collected(model, names, on_latent=of_one.__setitem__)), rtol=0, atol=0)
+    torch.testing.assert_close(dict(sorted(of_two.items())), of_one, rtol=0, atol=0)
     [entry] = tmp_path.rglob("*.safetensors")
     written = entry.stat().st_mtime_ns
     torch.testing.assert_close(found, pack(collected(model, names, cache=tmp_path)), rtol=0, atol=0)

@@ -138,14 +138,18 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
         "infer.negative_prompt=a red square", "infer.num_timed_runs=2", "infer.num_warmup_runs=1",
         f"cache.dir={tmp_path}/cache", "export_trt=tensorrt_rtx", "trt.targets=[SM86]", "trt.min_batch_size=2",
         "trt.max_batch_size=3", "trt.optimization_level=0",
-        "quantize.parts={text_encoder:int8_weight_only,vae:int8_weight_only}",
+        "quantize.parts={text_encoder:int8_dynamic,vae:int8}",
     )  # fmt: skip
-    (entry,) = (tmp_path / "cache/statistics").rglob("*.safetensors")
-    with safe_open(entry, "pt") as file:
-        metadata = file.metadata()
-    sampling = json.loads(metadata["origin"])["sampling"]
-    assert {"steps": 3, "guidance_scale": 2.0, "batch_size": 3, "seed": 5}.items() <= sampling.items()
-    assert len(json.loads(metadata["prompts"])) == 3
+    kept = {}
+    for entry in (tmp_path / "cache/statistics").rglob("*.safetensors"):
+        with safe_open(entry, "pt") as file:
+            metadata = file.metadata()
+        made_from = json.loads(metadata["origin"])
+        kept[made_from.get("part")] = made_from["sampling"]
+        assert len(json.loads(metadata["prompts"])) == 3
+    assert kept.keys() == {None, "text_encoder", "vae"}
+    for sampling in kept.values():
+        assert {"steps": 3, "guidance_scale": 2.0, "batch_size": 3, "seed": 5}.items() <= sampling.items()
 
     asked = Sampling(3, 2.0, 64, 64, 2, 9, ["a red square"] * 3)
     model = load_model(open_pipeline(tiny.folder, "sd15"))
@@ -164,15 +168,16 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     plan = json.loads((run / "plan/unet.plan.json").read_text())
     assert plan["targets"] == ["SM86"] and [shape[0] for shape in plan["profile"]["sample"]] == [2, 4, 6]
 
+    assert record["peaks"].keys() == {"unet", "vae", "text_encoder"}
     of_parts = [row for row in rows(run / "layers.csv") if row["name"].startswith(("text_encoder:", "vae:"))]
     for part, output in (("text_encoder", "last_hidden_state"), ("vae", "dec")):
         sizes, own = record["sizes_bytes"][part], record["parts"][part]
         count = sum(row["name"].startswith(f"{part}:") and row["format"] == "int8" for row in of_parts)
         assert own["layers"]["quantized"] == record["parity"][f"{part}_layers"]["count"] == count > 10
         assert sizes["onnx_quantized"] < sizes["onnx_full_precision"] - count
-        assert 1e-4 < own["outputs"][output]["relative_error"] < 0.05
+        assert 1e-4 < own["outputs"][output]["relative_error"] < 0.1
         assert latency[part]["2"]["quantized"]["n"] == 2
-    assert 0.99 < record["parts"]["text_encoder"]["outputs"]["last_hidden_state"]["worst"] < 1
+    assert 0.98 < record["parts"]["text_encoder"]["outputs"]["last_hidden_state"]["worst"] < 1
 
 
 def test_what_is_done_is_not_done_again_and_what_changed_is(command, tiny, tmp_path):

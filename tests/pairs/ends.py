@@ -27,7 +27,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
     "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],
     "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
-    "quantize.parts": ["null", "{clip1:int8_weight_only,vae:int8_weight_only}"],
+    "quantize.parts": ["null", "{clip1:int8,vae:int8_weight_only}"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.fit": ["null", "1.052GB"],

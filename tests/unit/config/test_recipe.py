@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 
 from sd_quant.config import QuantizeJob, check_heeded, recipe, targets_for
-from sd_quant.config.recipe import check_recipe, part_presets
+from sd_quant.config.recipe import check_recipe, part_presets, part_recipe
 from sd_quant.config.targets import check_targets
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
-from sd_quant.quantization.recipe import Pair
+from sd_quant.quantization.recipe import Pair, Recipe
 from tests.nested import with_values
 
 from .composition import composed
@@ -125,15 +125,41 @@ def test_torch_computes_weights_alone_in_every_format(preset):
     assert job(preset, {"infer.engine": "torch_native"}).infer.engine == "torch_native"
 
 
-def test_other_parts_have_presets_of_weights_that_no_input_decides():
+def test_other_parts_have_every_preset_as_it_is_without_knobs():
+    """With scales per tensor where the preset says nothing; smoothing is folded, and attention has no format there."""
+    assert set(part_presets()) == set(recipe.presets())
+    for preset in part_presets():
+        of_part, own = part_recipe(preset), job(preset, {"quant_level": 3}).quantize
+        smooths = own.smoothing != "none"
+        expected = {"smoothing": "folded" if smooths else "none", "alpha": "auto" if smooths else None}
+        expected |= {"enable": dataclasses.replace(own.enable, attention=None), "batch_size": 1}
+        for field in dataclasses.fields(Recipe):
+            assert getattr(of_part, field.name) == expected.get(field.name, getattr(own, field.name)), field.name
+    with pytest.raises(ConfigError, match="^quantize.parts is .*none_such.*, expected a preset for each part, of con"):
+        job("int8", {"quantize.parts": {"vae": "none_such"}})
+
+
+def test_statistics_are_needed_where_inputs_decide():
     """int8 rounds inputs, svdquant_w4a16 has a branch, q4_k_weight_only chooses codes by inputs."""
-    assert part_presets() == ["int8_weight_only"]
-    assert job("int8", {"quantize.parts": {"vae": "int8_weight_only"}}).quantize.parts == {"vae": "int8_weight_only"}
-    for preset in ("int8", "svdquant_w4a16", "q4_k_weight_only", "none_such"):
+    without = [preset for preset in part_presets() if not part_recipe(preset).needs_inputs]
+    assert without == ["int8_weight_only"]
+    parts = {"quantize.parts": {"vae": "int8_weight_only", "clip1": "fp8"}, "quantize.calibration": "a folder"}
+    expected = "^quantize.parts.clip1 is fp8, expected a preset of weights alone .*calibration=a folder has statistics"
+    with pytest.raises(ConfigError, match=expected):
+        job("int8", parts)
+    job("int8", parts | {"quantize.parts": {"vae": "int8_weight_only"}})
+
+
+def test_formats_of_other_parts_are_formats_of_the_job():
+    """So plans are built for GPUs that have them, and torch refuses what it cannot multiply."""
+    found = job("int8", {"quantize.parts": {"vae": "fp8"}, "quant_level": 3})
+    assert found.formats() == {"weights": {"int8", "fp8"}, "inputs": {"int8", "fp8"}, "attention": set()}
+    for preset in ("nvfp4", "svdquant_w4a16"):
         with pytest.raises(
-            ConfigError, match="^quantize.parts is .*, expected parts with presets .*: int8_weight_only$"
+            ConfigError, match=f"^quantize.parts.vae is {preset}, expected a preset that infer.engine=t"
         ):
-            job("int8", {"quantize.parts": {"vae": preset}})
+            job("int8", {"quantize.parts": {"vae": preset}, "infer.engine": "torch_native"})
+    assert job("int8", {"quantize.parts": {"vae": "int8"}, "infer.engine": "torch_native"})
 
 
 @pytest.mark.parametrize("content", ["", "format: mine", "enable: 3", "enable: {conv: {weight: int3}}"])

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages import calibrate
 from sd_quant.stages.calibrate import announce_calibration
 from tests.presets import job
+
+NONE = Statistics({}, {})
 
 
 def knobs(**given) -> SimpleNamespace:
@@ -41,7 +44,7 @@ def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_els
     taken = {}
     monkeypatch.setattr(calibrate, "empty_denoiser", lambda _: network)
     monkeypatch.setattr(calibrate, "load_model", lambda _: None)
-    monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names))
+    monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names) or NONE)
     monkeypatch.setattr(
         calibrate, "read_statistics", lambda _, layers, *rest: taken.update(needed=list(layers), besides=list(rest[-1]))
     )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages import calibrate
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint_of
@@ -14,6 +15,8 @@ from tests.presets import infer_job
 pytestmark = pytest.mark.slow
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
+
+NONE = Statistics({}, {})
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,9 @@ def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
     """In turn, as its prompts are others."""
     taken = []
     monkeypatch.setattr(calibrate, "load_model", lambda checkpoint: None)
-    monkeypatch.setattr(calibrate, "calibrate", lambda model, names, prompts, sampling, **_: taken.append(sampling))
+    monkeypatch.setattr(
+        calibrate, "calibrate", lambda model, names, prompts, sampling, **_: taken.append(sampling) or NONE
+    )
     asked = presets.job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2", "cache.dir=null")
     monkeypatch.setattr(calibrate, "empty_denoiser", lambda checkpoint: None)
     calibrate.statistics_of(SimpleNamespace(), {}, asked, "ab")

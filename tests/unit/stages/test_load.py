@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.errors import ConfigError
+from sd_quant.models.checkpoint import empty_part, roles_of_part
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, read_the_text, with_recipe
 from sd_quant.stages.session import Session, open_unchecked
+from tests.layers import drawn, statistics_of
 from tests.presets import job
 
 pytestmark = pytest.mark.slow
@@ -53,12 +56,34 @@ def test_weights_alone_leave_the_inputs_and_have_no_branch():
 
 def test_other_parts_are_quantized_but_for_what_their_networks_keep():
     """And for the last layer of an encoder whose last but one state is read."""
-    found = assign_parts(loaded("quantize.parts={clip1:int8_weight_only,clip2:int8_weight_only,vae:int8_weight_only}"))
+    presets = "{clip1:int8_weight_only,clip2:int8_weight_only,vae:int8_weight_only}"
+    found = assign_parts(loaded(f"quantize.parts={presets}"), {})
     kept = {part: {name for name, layer in rows.items() if layer.format is None} for part, rows in found.items()}
     assert kept["vae"] == {"post_quant_conv", "decoder.conv_in", "decoder.conv_out"}
     assert kept["clip2"] == {"text_projection"} and len(kept["clip1"]) == 6
     assert all(".layers.2." in f".{name}" for name in kept["clip1"])
     assert all(layer.activation_format is None for rows in found.values() for layer in rows.values())
+
+
+def test_a_part_whose_inputs_decide_needs_statistics_of_its_own():
+    with pytest.raises(ConfigError, match="^quantize.parts gives clip1 a preset .* there are no statistics of clip1; "):
+        assign_parts(loaded("quantize.parts={clip1:int8}"), {"clip2": Statistics({}, {})})
+
+
+def test_a_calibrated_part_has_its_inputs_quantized_and_its_norms_absorb_what_smooths_them():
+    """A layer that calibration never reached stays as it is."""
+    held = loaded("quantize.parts={clip2:int8}")
+    names = [name for name, role in roles_of_part(held.checkpoint, "clip2").items() if role != "excluded"]
+    network, unread = empty_part(held.checkpoint, "clip2"), names[-1]
+    inputs = {name: statistics_of(drawn(8, network.get_submodule(name).in_features)) for name in names[:-1]}
+    rows = assign_parts(held, {"clip2": Statistics(inputs, {})})["clip2"]
+    assert (rows[unread].format, rows[unread].reason) == (None, "never reached in calibration")
+    quantized = {name for name, row in rows.items() if row.format}
+    assert quantized == set(inputs) and all(rows[name].activation_format == "int8" for name in quantized)
+    assert not any(rows[name].multiplies for name in quantized)
+    assert {name for name in quantized if rows[name].alpha is None} == {n for n in quantized if n.endswith(".fc2")}
+    norms = {name for name, row in rows.items() if row.role == "norm"}
+    assert norms == {f"text_model.encoder.layers.{block}.layer_norm{norm}" for block in range(3) for norm in (1, 2)}
 
 
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
@@ -74,6 +99,11 @@ def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantize
         ("include.sdxl=[*.to_q]", r"quantize.include has '\*.to_q', which matches none of the "),  # it is quantized
         ("parts={unet_xl:int8_weight_only}", "quantize.parts is unet_xl, expected parts .*denoiser: vae, clip1, clip2"),
         ("parts={t5:int8_weight_only}", "quantize.parts is t5, expected parts "),
+        (
+            "parts={vae:svdquant_w4a4}",
+            "quantize.parts gives vae the preset svdquant_w4a4, which does not fit: int4 has "
+            "blocks of 64, which do not divide the 288 inputs of decoder.*; choose another preset for this part$",
+        ),
         ("weights_alone.sdxl=[nothing]", "quantize.weights_alone has 'nothing', which matches none of the 1"),
         ("weights_alone.sdxl=[*.attn1.to_q]", "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k"),
     ],

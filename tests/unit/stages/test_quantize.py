@@ -25,3 +25,14 @@ def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypat
     job = read(QuantizeJob, composed("quantize", *knobs))
     with pytest.raises(ConfigError, match="modelopt_export is for servers, and none loads this pipeline"):
         quantize.run(job, tmp_path, {}, "", None)
+
+
+def test_another_part_that_the_engine_cannot_execute_is_refused_before_the_first_step():
+    """The denoiser is simulated instead."""
+    mapping = composed("quantize", "quantize=nvfp4", "infer=openvino", "export_trt=none")
+    quantize.check_runtimes(read(QuantizeJob, mapping))
+    mapping["quantize"]["parts"] = {"vae": "int8", "clip1": "nvfp4"}
+    with pytest.raises(
+        ConfigError, match="^quantize.parts gives clip1 the preset nvfp4, which infer.engine=openvino cann"
+    ):
+        quantize.check_runtimes(read(QuantizeJob, mapping))

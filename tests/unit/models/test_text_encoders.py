@@ -1,0 +1,81 @@
+"""Which tensors the linears of a text encoder share, and that their makers absorb a factor of each channel."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.models.roles import roles_of
+from sd_quant.models.text_encoders import inputs_of_part
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.simulation.rewrite import rewrite
+
+IDS = torch.tensor([[3, 4, 5, 6, 7], [7, 6, 5, 4, 3]])
+
+
+def clip() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=8, max_position_embeddings=8, **sizes))
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": 8, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
+
+
+@pytest.mark.parametrize(
+    "make, excluded, shared, without",
+    [
+        (clip, (), {("q_proj", "k_proj", "v_proj"): "layer_norm1", ("fc1",): "layer_norm2", ("out_proj",): "v_proj"},
+         {"fc2"}),
+        (t5, ("wo",), {("q", "k", "v"): "layer_norm", ("wi_0", "wi_1"): "layer_norm", ("o",): "v"}, set()),
+    ],
+)  # fmt: skip
+def test_norms_and_values_absorb_factors_and_the_function_stays(make, excluded, shared, without):
+    """With large factors: no gain or column of weights is like another."""
+    torch.manual_seed(0)
+    network = make().eval().requires_grad_(False)
+    for name, parameter in network.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            parameter.copy_(torch.logspace(-1, 1, parameter.numel()))
+    roles = roles_of(network, excluded)
+    inputs = inputs_of_part(network, roles)
+    assert sorted(name for each in inputs for name in each.readers) == sorted(roles), "each linear reads one input"
+    end = lambda name: name.rpartition(".")[2]  # noqa: E731
+    found = {tuple(map(end, each.readers)): each.producer and end(each.producer) for each in inputs}
+    assert {key: found[key] for key in shared} == shared
+    assert {end(name) for each in inputs if each.producer is None for name in each.readers} == without | set(excluded)
+
+    layers = {name: network.get_submodule(name) for name, role in roles.items() if role != "excluded"}
+    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
+        before = network(input_ids=IDS).last_hidden_state
+    bias_of = lambda name: network.get_submodule(name).bias  # noqa: E731
+    weight_of = lambda name: network.get_submodule(name).weight  # noqa: E731
+    made = derive(roles, weight_of, statistics.layers, Recipe(3.0, 0.7), inputs, bias_of=bias_of)
+    folded = [layer for layer in made.values() if layer.folded_into]
+    assert len(folded) == 2 * sum(map(len, shared)) and not any(layer.multiplies for layer in folded)
+    changed = copy.deepcopy(network)
+    folds = {name: layer for name, layer in made.items() if end(name) not in without}
+    rewrite(changed, folds)
+    moved = [name for name, each in changed.named_parameters() if not torch.equal(each, network.get_parameter(name))]
+    assert len(moved) > len(folded)
+    torch.testing.assert_close(changed(input_ids=IDS).last_hidden_state, before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_is_not_there_makes_nothing():
+    """As in language models, whose attentions have such names and whose norms have others."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.out_proj = nn.Linear(4, 4)
+
+    network = nn.Module()
+    network.self_attn = Attention()
+    inputs = inputs_of_part(network, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"])
+    assert [(len(each.readers), each.producer) for each in inputs] == [(3, None), (1, None)]
