@@ -33,13 +33,6 @@ class Held(Protocol):
     def per_channel(self) -> bool: ...
 
 
-class HeldWithParts(Held, Protocol):
-    """The same with other parts than the denoiser."""
-
-    @property
-    def parts(self) -> Mapping[str, str] | None: ...
-
-
 def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[str, Callable[[ForeignFormat], bool]]:
     """The requirements of a recipe whose weights are in these formats: a phrase for a message, and the target's check.
 
@@ -65,10 +58,8 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
     }
 
 
-def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: HeldWithParts) -> None:
+def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats."""
-    expected = "a recipe without quantize.parts, because exports to other tools hold the denoiser alone quantized"
-    check(not (targets and recipe.parts), knob, targets, expected)
     facts = {
         family: lambda target: target.families is None or family in target.families,
         **needs(weights, recipe.enable.conv.weight if family in UNETS else None, recipe),  # transformers have linears

@@ -2,7 +2,8 @@
 
 A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
 the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes
-the denoiser that an assignment makes and returns the path that ``read`` opens. To add a format, write
+the denoiser that an assignment makes and returns the path that ``read`` opens. Where the facts name other
+``networks``, both take them too, of a checkpoint that has them in the denoiser's place. To add a format, write
 ``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
 
 Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
@@ -94,6 +95,7 @@ class ForeignFormat:
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
+    networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
     # what goes wrong where a person would not look for it, by the format of weights; "": in any
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -127,7 +127,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             f"{path}: quantization_config.packing_format is {told(name)}, expected one of {', '.join(PACKINGS)}; "
             "export integers of weights alone"
         )
-    tensors = stored_tensors(path)
+    tensors = stored_tensors(path, checkpoint)
     linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
     found, others = by_layer(path, tensors, linears, PIECES)
     schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.quantizes}

@@ -130,7 +130,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     any other denoiser than that of ``checkpoint``.
     """
     refuse_pickles(path)
-    stored = stored_tensors(path)
+    stored = stored_tensors(path, checkpoint)
     descriptions = descriptions_of(path, stored.values())
     modules = dict(empty_denoiser(checkpoint).named_modules())
     layers: dict[str, QuantizedLayer] = {}

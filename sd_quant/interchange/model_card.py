@@ -16,12 +16,21 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         for name, how in figures["inputs"].items()
     )
     lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
+    lost += [
+        f"- {count} of {name} in high precision: {reason}"
+        for name, part in figures["parts"].items()
+        for reason, count in part["lost"].items()
+    ]
     lost += [f"- {what}" for what in figures["left_out"]]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",
         "",
         f"Quantized by sd-quant: {knobs}.",
         f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in fp16.",
+        *(
+            f"Of {name}, {part['quantized']} of {part['of']} layers are quantized, their weights alone."
+            for name, part in figures["parts"].items()
+        ),
         "",
         f"Licence: {figures['licence'] or 'that of the checkpoint it was made of, which names none'}.",
         *(
