@@ -73,6 +73,7 @@ class ForeignFormat:
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
     untried: str = ""  # where no test opens the result with the tool itself: what was read of it, and what it needs
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
+    weights_alone: frozenset[str] = frozenset()  # formats whose inputs may stay in fp16, whatever their way of inputs
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
     low_rank: bool = False  # whether a branch beside the weight is held

@@ -77,6 +77,7 @@ FACTS = ForeignFormat(
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
     multiples={"int4": 32, "int8": 32},
+    networks=("CLIPTextModel*", "T5EncoderModel"),
 )
 METHOD, MAKER, PACKAGE = "auto-round", "AutoRound", "auto_round"
 GPTQ, AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
