@@ -96,6 +96,7 @@ class ForeignFormat:
     families: frozenset[str] | None = None  # None: all
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
+    encoder: str = ""  # the step by which a person opens a quantized text encoder, with {component}
     networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
     # what goes wrong where a person would not look for it, by the format of weights; "": in any
@@ -138,7 +139,7 @@ def with_graphs(facts: ForeignFormat) -> ForeignFormat:
     return replace(
         facts, formats=dict.fromkeys(held, AS_ASSIGNED), convolutions=every, multiplied=every,
         low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True,
-        families=UNETS | {"sd3", "flux"}, others=False, pads=True,
+        families=UNETS | {"sd3", "flux"}, others=False, pads=True, networks=("*",),
         left_out=("texts of more than CLIP's 77 tokens, but for a T5",),
     )  # fmt: skip
 

@@ -70,7 +70,13 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     if target.servers:
         return serving(figures, target)
     if not isinstance(target.loading, str):
-        return [f"{number}. {step}" for number, step in enumerate(target.loading[figures["family"]], 1)]
+        encoders = [
+            target.encoder.format(component=component)
+            for part, component in figures["components"].items()
+            if figures["parts"][part]["quantized"]
+        ]
+        steps = [*target.loading[figures["family"]], *encoders]
+        return [f"{number}. {step}" for number, step in enumerate(steps, 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
     folder = figures["folder"].rpartition("/")[2]
     code = target.loading.format(

@@ -249,6 +249,7 @@ def write_target(
             "family": job.model.family,
             "component": (component := denoiser_part(loaded.checkpoint).component),
             "network": loaded.checkpoint.family.NETWORKS[component],
+            "components": {part: loaded.checkpoint.parts()[part].component for part in written["parts"]},
             "run": run and shown(run),
             "command": command,
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
@@ -342,17 +343,17 @@ def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, he
     folder.mkdir(exist_ok=True)
     parts, denoiser = checkpoint.parts(), checkpoint.family.DENOISER
     quantized = {part: parts[part].component for part, rows in held.items() if part == denoiser or quantized_in(rows)}
+    rows: dict[str, dict[str, LayerAssignment]] = {}  # by component, which two parts may share
+    for part, component in quantized.items():
+        rows.setdefault(component, {}).update(held[part])
     if target.others is not None:
         without = set(quantized.values()) if target.others else set(checkpoint.components)
         write_pipeline_without(checkpoint, without, folder)
-    written = {
-        component: target.module.write(
-            in_place(checkpoint, next(part for part in quantized if quantized[part] == component)),
-            {name: row for part in quantized if quantized[part] == component for name, row in held[part].items()},
-            folder,
-        )
-        for component in dict.fromkeys(quantized.values())
-    }
+    if target.runtime is not None:  # it writes all graphs at once
+        own = rows.pop(quantized[denoiser])
+        return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
+    places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}
+    written = {component: target.module.write(places[component], own, folder) for component, own in rows.items()}
     paths = {part: written[component] for part, component in quantized.items()}
     return {  # in a pipeline's folder a reader looks for the denoiser
         part: path / quantized[part] if path == folder and part != denoiser else path for part, path in paths.items()
@@ -428,7 +429,7 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
     else:
         from sd_quant.interchange.exported_parts import simulate_graph
 
-        simulate_graph(denoiser_of(checkpoint, module), rows)
+        simulate_graph(denoiser_of(checkpoint, module), rows, denoiser_part(checkpoint).contract.weights)
     if cuts_padding(target, checkpoint):
         module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
