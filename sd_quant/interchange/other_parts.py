@@ -61,20 +61,20 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
     Of others than the denoiser, those that are quantized, each by the format of its own folder in a pipeline's; the
     denoiser may be unquantized beside them. Raises what ``format_of`` and the readers raise.
     """
-    others = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
+    parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
     denoiser = checkpoint.family.DENOISER
-    if others and not any(each.recognizes(path) for each in READERS.values()):
-        return {denoiser: plain_denoiser(path, checkpoint), **others}
-    return {denoiser: format_of(path).module.read(path, checkpoint), **others}
+    if parts and not any(each.recognizes(path) for each in READERS.values()):
+        return {denoiser: plain_denoiser(path, checkpoint), **parts}
+    return {denoiser: format_of(path).module.read(path, checkpoint), **parts}
 
 
 def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
     """The parts other than the denoiser of which a pipeline's folder says that they are quantized."""
+    others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
     return [
         name
-        for name, part in checkpoint.parts().items()
-        if name != checkpoint.family.DENOISER
-        and ((folder := path / part.component) / CONFIG).is_file()
+        for name, part in others.items()
+        if ((folder := path / part.component) / CONFIG).is_file()
         and (quantization_config(folder) is not None or any(each.recognizes(folder) for each in READERS.values()))
     ]
 
