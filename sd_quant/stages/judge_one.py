@@ -229,17 +229,16 @@ def judged_entry(
         inputs=dict(Counter(row["inputs"] for row in rows)),
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
-        parts={part: judged_part(other, baseline.session.parameters[part]) for part, other in subject.others.items()},
+        parts={part: judged_part(other) for part, other in subject.others.items()},
         runtime=runtime,
     )
 
 
-def judged_part(other: OtherPart, parameters: int) -> JudgedPart:
-    """The entry of a part that has so many parameters."""
+def judged_part(other: OtherPart) -> JudgedPart:
     return JudgedPart(
         reader=other.reader,
         maker=other.maker,
-        bits=8 * other.stored_bytes / parameters,
+        bits=other.bits,
         stored_bytes=other.stored_bytes,
         formats=dict(Counter(row["format"] for row in other.rows)),
     )

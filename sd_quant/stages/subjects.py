@@ -61,7 +61,8 @@ class OtherPart:
 
     reader: str  # as of a ``Subject``
     maker: str
-    stored_bytes: int
+    stored_bytes: int  # of its network, an autoencoder's encoder included where it is a third party's
+    bits: float  # per weight of these
     rows: list[dict[str, Any]]
     open: Callable[[], Engine]
     # the relative errors of quantized weights by the rows' names; none of a run
@@ -128,7 +129,7 @@ def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> Ot
         }
 
     return OtherPart(
-        read.format, read.maker, read.stored_bytes, [row | {"name": f"{part}:{row['name']}"} for row in rows],
+        read.format, read.maker, read.stored_bytes, read.bits, [row | {"name": f"{part}:{row['name']}"} for row in rows],
         partial(open_computed, checkpoint, read), weight_errors,
     )  # fmt: skip
 
@@ -221,6 +222,7 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
         others={
             part: OtherPart(
                 RUN, f"sd-quant {(job.quantize.parts or {})[part]}", onnx_bytes(run, part),
+                8 * onnx_bytes(run, part) / session.parameters[part],
                 [row | {"name": f"{part}:{row['name']}"} for row in rows_of_run(own)],
                 partial(open_simulated, session.checkpoint, own, part),
             )
