@@ -205,9 +205,9 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
-def weights_name(checkpoint: Checkpoint) -> str:
-    """What names of the denoiser's weight files begin with in a folder, by the library of its class."""
-    return WEIGHTS.get(type(empty_denoiser(checkpoint)).__module__.partition(".")[0], WEIGHTS["diffusers"])
+def weights_name(network: nn.Module) -> str:
+    """What names of a network's weight files begin with in a folder, by the library of its class."""
+    return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
 
 
 def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
@@ -215,8 +215,9 @@ def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor
 
     Of a text encoder, by the names that the installed transformers has, and without what it makes itself.
     """
-    stored = stored_weights(denoiser_folder(path), weights_name(checkpoint))
-    if not any(name.startswith(FORMER_PREFIX) for name in empty_denoiser(checkpoint).state_dict()):
+    network = empty_denoiser(checkpoint)
+    stored = stored_weights(denoiser_folder(path), weights_name(network))
+    if not any(name.startswith(FORMER_PREFIX) for name in network.state_dict()):
         stored = {name.removeprefix(FORMER_PREFIX): tensor for name, tensor in stored.items()}
     for name, tied in TIED.items():
         if name in stored:

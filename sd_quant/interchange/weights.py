@@ -160,7 +160,7 @@ def write_folder(
     Returns the ``folder``. Raises ResourceError when the disk is full.
     """
     target = folder / denoiser_part(checkpoint).component
-    write_file(target / f"{weights_name(checkpoint)}.safetensors", tensors, metadata)
+    write_file(target / f"{weights_name(empty_denoiser(checkpoint))}.safetensors", tensors, metadata)
     config = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     write_json(target / CONFIG, config | {"quantization_config": quantization})
     return folder

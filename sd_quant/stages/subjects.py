@@ -128,10 +128,9 @@ def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> Ot
             for name, layer in read.layers.items()
         }
 
-    return OtherPart(
-        read.format, read.maker, read.stored_bytes, read.bits, [row | {"name": f"{part}:{row['name']}"} for row in rows],
-        partial(open_computed, checkpoint, read), weight_errors,
-    )  # fmt: skip
+    named = [row | {"name": f"{part}:{row['name']}"} for row in rows]
+    opened = partial(open_computed, checkpoint, read)
+    return OtherPart(read.format, read.maker, read.stored_bytes, read.bits, named, opened, weight_errors)
 
 
 def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from sd_quant.quantization.derivation import derive_nearest
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.hand_over import open_consumed, rows_of, write_folder
 
+pytestmark = pytest.mark.slow
 SDNQ, TORCHAO, AUTOROUND = "diffusers_sdnq", "diffusers_torchao", "diffusers_autoround"
 HELD = {  # which parts of Stable Diffusion 3 hold layers
     SDNQ: {"text_encoder", "text_encoder_2", "text_encoder_3", "vae"},
