@@ -298,7 +298,8 @@ class Quantized:
         check_targets("target", [target], job.model.family, job.formats()["weights"], job.quantize)
         check_consumers([target])
         check_servers([target], self.loaded.checkpoint)
-        rows, directory = rows_of([target], self.assignment)[target], output_path(folder)
+        checkpoint, directory = self.loaded.checkpoint, output_path(folder)
+        held = rows_of([target], self.assignments, checkpoint)[target]
         check(not directory.exists() or not any(directory.iterdir()), "folder", folder, "a new one, or an empty one")
         measure = None
         if prompts is None:
@@ -307,7 +308,7 @@ class Quantized:
             session, infer = to_generate(self.model, prompts, knobs, simulated=True)
             loaded = replace(self.loaded, checkpoint=session.checkpoint)
             reference = self.model.generate(prompts, knobs).images
-            measure = measured_by(loaded, rows, TARGETS[target], infer, reference)
+            measure = measured_by(loaded, held, TARGETS[target], infer, reference)
         opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
         code = [
             f"model = sd_quant.open({called(self.model.preset, **opened)})",
@@ -315,7 +316,9 @@ class Quantized:
             "  # statistics: of model.calibrate",
             f"quantized.hand_over({called(target, str(folder))})",
         ]
-        write_target(TARGETS[target], self.loaded, self.assignment, rows, self.job, directory, "\n".join(code), measure)
+        write_target(
+            TARGETS[target], self.loaded, self.assignments, held, self.job, directory, "\n".join(code), measure
+        )
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:

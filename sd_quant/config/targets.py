@@ -33,13 +33,6 @@ class Held(Protocol):
     def per_channel(self) -> bool: ...
 
 
-class HeldWithParts(Held, Protocol):
-    """The same with other parts than the denoiser."""
-
-    @property
-    def parts(self) -> Mapping[str, str] | None: ...
-
-
 def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[str, Callable[[ForeignFormat], bool]]:
     """The requirements of a recipe whose weights are in these formats: a phrase for a message, and the target's check.
 
@@ -49,7 +42,9 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
         f"{linear} with inputs in {inputs or 'high precision'}": lambda target: (
-            target.formats.get(linear) not in (IN_BLOCKS, STATIC) or inputs == linear
+            target.formats.get(linear) not in (IN_BLOCKS, STATIC)
+            or inputs == linear
+            or (inputs is None and linear in target.weights_alone)
         ),
         f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (
             target.per_channel.get(linear, recipe.per_channel) == recipe.per_channel
@@ -65,10 +60,8 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
     }
 
 
-def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: HeldWithParts) -> None:
+def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats."""
-    expected = "a recipe without quantize.parts, because exports to other tools hold the denoiser alone quantized"
-    check(not (targets and recipe.parts), knob, targets, expected)
     facts = {
         family: lambda target: target.families is None or family in target.families,
         **needs(weights, recipe.enable.conv.weight if family in UNETS else None, recipe),  # transformers have linears

@@ -2,7 +2,8 @@
 
 A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
 the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes
-the denoiser that an assignment makes and returns the path that ``read`` opens. To add a format, write
+the denoiser that an assignment makes and returns the path that ``read`` opens. Where the facts name other
+``networks``, both take them too, of a checkpoint that has them in the denoiser's place. To add a format, write
 ``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
 
 Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
@@ -72,6 +73,7 @@ class ForeignFormat:
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
     untried: str = ""  # where no test opens the result with the tool itself: what was read of it, and what it needs
     broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
+    weights_alone: frozenset[str] = frozenset()  # formats whose inputs may stay in fp16, whatever their way of inputs
     convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
     low_rank: bool = False  # whether a branch beside the weight is held
@@ -96,6 +98,8 @@ class ForeignFormat:
     bf16: bool | frozenset[str] = False
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
+    encoder: str = ""  # the step by which a person opens a quantized text encoder, with {component}
+    networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
     # what goes wrong where a person would not look for it, by the format of weights; "": in any
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -137,7 +141,7 @@ def with_graphs(facts: ForeignFormat) -> ForeignFormat:
     return replace(
         facts, formats=dict.fromkeys(held, AS_ASSIGNED), convolutions=every, multiplied=every,
         low_rank=True, zero_point=True, per_token=every, rotated=every, attention=True,
-        families=UNETS | {"sd3", "flux"}, others=False, pads=True,
+        families=UNETS | {"sd3", "flux"}, others=False, pads=True, networks=("*",),
         left_out=("texts of more than CLIP's 77 tokens, but for a T5",),
     )  # fmt: skip
 

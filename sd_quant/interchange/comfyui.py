@@ -11,8 +11,9 @@ header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a s
 ``int4_per_row`` as convrot_w4a4, ``int4_in_int8`` as asym_w4a8_int8, and ``int4`` of weights alone as awq_w4a16, whose
 zeros are 0. A mark of the formats whose inputs are as the recipe says has ``full_precision_matrix_mult`` where these
 stay in fp16; without it ComfyUI rounds them all the same. Convolutions are fp16, because ComfyUI has no quantized ones.
-SDXL is written whole, behind the prefixes of its four networks. In diffusers' keys ComfyUI opens models too, and loses
-marks and scales on the way.
+SDXL is written whole, behind the prefixes of its four networks. A T5 is a file of its own with transformers' names and
+marks; ComfyUI looks for marks in no CLIP and in no autoencoder of images. In diffusers' keys ComfyUI opens models too,
+and loses marks and scales on the way.
 
 The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
@@ -55,7 +56,7 @@ from sd_quant.interchange.weights import (
     sixteen_bits,
     write_file,
 )
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
     OTHER_NETWORKS,
     PREFIX,
@@ -112,6 +113,8 @@ FACTS = ForeignFormat(
             )
         },
     },
+    encoder="Copy `{component}.safetensors` to `ComfyUI/models/text_encoders`, and choose it in that node in place of "
+    "the model's own T5.",
     multiplied=frozenset({"nvfp4"}),
     rotated=frozenset({"int8", "int4_per_row", "int4_in_int8"}),
     always_rotated=frozenset({"int4_per_row", "int4_in_int8"}),
@@ -135,6 +138,7 @@ FACTS = ForeignFormat(
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
+    networks=("T5EncoderModel",),
     traps={
         "": (
             "`Unsupported quantization format`: ComfyUI is too old. It has int8 from 0.27 on, convrot_w4a4 from 0.28, "
@@ -376,12 +380,14 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
+    alone = isinstance(checkpoint, OtherNetwork)  # it dequantizes a text encoder's weights, and inputs stay
+    formats = dict.fromkeys(FACTS.formats, AS_ASSIGNED) if alone else FACTS.formats
     for stored, layers in joined.items():
-        tensors = tensors_of(checkpoint, layers, FACTS.formats)
+        tensors = tensors_of(checkpoint, layers, formats)
         state |= {f"{stored.removesuffix('weight')}{end}": each for end, each in tensors.items()}
     denoiser = denoiser_part(checkpoint).component
     name = f"{denoiser}.safetensors"
-    if NETWORKS.keys() <= checkpoint.components.keys():  # SDXL's
+    if not alone and NETWORKS.keys() <= checkpoint.components.keys():  # SDXL's
         name = WHOLE
         state = {PREFIX + key: each for key, each in state.items()}
         for component in (each for each in NETWORKS if each != denoiser):

@@ -1,6 +1,8 @@
 """A quantized denoiser, read from a file of another tool or held from an assignment, and the network it makes.
 
-All names are diffusers'. An assignment says how codes are made; this says what the codes stand for.
+A text encoder or an autoencoder is read likewise, of a checkpoint that has it in the denoiser's place, see
+``models.checkpoint.OtherNetwork``. All names are diffusers', a text encoder's transformers'. An assignment says how
+codes are made; this says what the codes stand for.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +20,15 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
 from sd_quant.interchange.inputs import smoothed
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_call, empty_denoiser
+from sd_quant.models.checkpoint import (
+    Checkpoint,
+    OtherNetwork,
+    denoiser_of,
+    denoiser_part,
+    empty_call,
+    empty_denoiser,
+)
+from sd_quant.names.diffusers import TIED
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
 
@@ -98,14 +108,18 @@ def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Co
     }
     if told := problems_in(problems):
         raise ArtifactError(
-            f"{denoiser.path} ({denoiser.maker}) does not hold the denoiser of the full-precision model, "
-            f"{len(expected)} tensors ({told}); give a quantization of that very model"
+            f"{denoiser.path} ({denoiser.maker}) does not hold the {told_name(checkpoint)} of the full-precision "
+            f"model, {len(expected)} tensors ({told}); give a quantization of that very model"
         )
 
 
+def told_name(checkpoint: Checkpoint) -> str:
+    return checkpoint.part if isinstance(checkpoint, OtherNetwork) else "denoiser"
+
+
 def needed(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors without which a network cannot compute."""
-    return dict(network.state_dict())
+    """The tensors without which a network cannot compute; one with two names has the one that files have."""
+    return {name: tensor for name, tensor in network.state_dict().items() if name not in TIED}
 
 
 def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> nn.Module:
@@ -118,11 +132,12 @@ def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDe
         layer = denoiser.layers.get(name.removesuffix(".weight"))
         source = denoiser.parameters[name] if layer is None else layer.weight
         tensor.copy_(source.read())
+    modules = dict(network.named_modules())  # of a decoder without the encoder
     for name, layer in denoiser.layers.items():
-        if layer.inputs is not None:
-            quantize_inputs(network.get_submodule(name), layer.inputs, layer.branch)
+        if layer.inputs is not None and name in modules:
+            quantize_inputs(modules[name], layer.inputs, layer.branch)
     for name, inputs in denoiser.rounded.items():
-        quantize_inputs(network.get_submodule(name), inputs, None)
+        quantize_inputs(modules[name], inputs, None)
     return part
 
 

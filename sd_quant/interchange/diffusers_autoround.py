@@ -77,6 +77,7 @@ FACTS = ForeignFormat(
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16)",
     multiples={"int4": 32, "int8": 32},
+    networks=("CLIPTextModel*", "T5EncoderModel"),
 )
 METHOD, MAKER, PACKAGE = "auto-round", "AutoRound", "auto_round"
 GPTQ, AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
@@ -127,7 +128,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             f"{path}: quantization_config.packing_format is {told(name)}, expected one of {', '.join(PACKINGS)}; "
             "export integers of weights alone"
         )
-    tensors = stored_tensors(path)
+    tensors = stored_tensors(path, checkpoint)
     linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
     found, others = by_layer(path, tensors, linears, PIECES)
     schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.quantizes}

@@ -118,7 +118,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for anything that is not the whole denoiser as bitsandbytes stores it.
     """
     inputs = OutlierColumns(threshold(path))
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, (*FOUR_BITS, *EIGHT_BITS))
     if convolutions := [layer for layer in found if len(shapes[layer]) != 2]:
         raise ArtifactError(f"{path}: {listing(convolutions)} are convolutions, expected linears alone; fetch it again")

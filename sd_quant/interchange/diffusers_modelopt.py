@@ -90,7 +90,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """
     if not recognizes(path):
         raise ArtifactError(f"{path} holds no {STATE}; expected a folder that ModelOpt saved")
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     state = read_state(path, whole_file(denoiser_folder(path) / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}
     used = quantizers_of(path, state, shapes, leaves)

@@ -82,7 +82,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     ``checkpoint``.
     """
     targets = targets_of(path)
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     linears = linears_of(path, tensors)
     layers: dict[str, QuantizedLayer] = {}
     rest: dict[str, Readable] = dict(tensors)

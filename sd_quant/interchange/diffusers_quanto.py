@@ -85,7 +85,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
     Raises ArtifactError for anything that is not the whole denoiser as quanto stores it with inputs as they are.
     """
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, (DATA, PACKED, SCALE, SHIFT))
     kinds = kinds_of(path, found)
     layers = {name: stored_layer(stored, shapes[name], KINDS[kinds[name]]) for name, stored in found.items()}

@@ -83,10 +83,12 @@ FACTS = ForeignFormat(
     consumer="diffusers with SDNQ",
     tried=(*DIFFUSERS, "sdnq==0.2.8"),
     formats={"int8": FP16, "fp8": FP16, "int4": FP16},
-    loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
+    loading="import sdnq  # without it transformers takes a text encoder's codes for weights, and does not say so\n"
+    "import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.{dtype})",
     convolutions=frozenset({"int8", "fp8"}),
     low_rank=True,
+    networks=("*",),
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
 METHOD = "sdnq"
@@ -163,7 +165,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """
     given = quantization_config(path) or {}
     config, exceptions = read_config(path, given), exceptions_of(path, given)
-    stored = stored_tensors(path)
+    stored = stored_tensors(path, checkpoint)
     total = size_of(stored.values())
     layers: dict[str, QuantizedLayer] = {}
     ranks = cache(partial(input_ranks, checkpoint))

@@ -16,12 +16,13 @@ Where codes are multiplied, a weight is given in fp32; where torchao dequantizes
 it does. Formulas are those of torchao 0.18 (BSD licence).
 
 Written are Int8Tensors, which hold all that SmoothQuant needs: inputs with a static scale or one a row, and factors in
-front. A static scale has as many axes as the input, else torchao asserts. Float8Tensors are written with a scale for
-each row of the weight and inputs scaled by row while the network runs: they have no static scale for inputs and no
-factors. torchao's own quantizer computes scales in the weight's dtype, in bfloat16 up to 0.3 % away from ours, which
-are fp32 and stay so. It divides a row of zeros, such as SDXL's empty prompt, by a scale of zero, and images are black;
-against that a bound of the largest magnitude is written, ``hp_value_lb``. CUDA multiplies FP8 only where both sides are
-multiples of 16. No convolution can be held.
+front; or weights alone, text encoders' too, which transformers opens by the same metadata. A static scale has as many
+axes as the input, else torchao asserts. Float8Tensors are written with a scale for each row of the weight and inputs
+scaled by row while the network runs: they have no static scale for inputs and no factors. torchao's own quantizer
+computes scales in the weight's dtype, in bfloat16 up to 0.3 % away from ours, which are fp32 and stay so. It divides a
+row of zeros, such as SDXL's empty prompt, by a scale of zero, and images are black; against that a bound of the largest
+magnitude is written, ``hp_value_lb``. CUDA multiplies FP8 only where both sides are multiples of 16. No
+convolution can be held.
 
 The roads not taken: torchao makes no tensors here, because it imports for seconds, looks names of a file up in torch,
 and would hold the whole network; and its ``quantize_`` chooses other codes.
@@ -78,9 +79,11 @@ FACTS = ForeignFormat(
     formats={"int8": STATIC, "fp8": PER_ROW},
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.bfloat16)",
+    weights_alone=frozenset({"int8"}),
     multiplied=frozenset({"int8"}),
     per_token=frozenset({"int8"}),
     multiples={"fp8": 16},
+    networks=("*",),
     broken={"torchao<0.18": "its tensors take no description of static inputs"},
 )
 METHOD = "torchao"
@@ -131,7 +134,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     any other denoiser than that of ``checkpoint``.
     """
     refuse_pickles(path)
-    stored = stored_tensors(path)
+    stored = stored_tensors(path, checkpoint)
     descriptions = descriptions_of(path, stored.values())
     modules = dict(empty_denoiser(checkpoint).named_modules())
     layers: dict[str, QuantizedLayer] = {}
@@ -454,7 +457,8 @@ DECODERS: Mapping[str, Callable[[Mapping[str, Any], LayerTensors, tuple[int, int
 
 # diffusers asks for some config; the tensors in the file say everything, so it has no values.
 CONFIGS = {
-    "int8": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}},
+    "int8": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}},
+    "int8 with inputs": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}},
     "fp8": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}},
 }
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -497,7 +501,8 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
         metadata[name] = json.dumps(description_of(layer, list(pieces)))
     metadata[NAMES] = json.dumps(list(metadata))
-    kind = next(CONFIGS[layer.format] for layer in layers.values())
+    first = next(iter(layers.values()))
+    kind = CONFIGS["int8 with inputs" if first.format == first.activation_format == "int8" else first.format]
     written = {"quant_method": METHOD, "quant_type": {"default": kind}, "modules_to_not_convert": None}
     return write_folder(checkpoint, folder, tensors, written, FORMAT | metadata)
 
@@ -541,6 +546,9 @@ def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
     if layer.format == "fp8":
         fields |= {"mm_config": PRODUCT, "act_quant_kwargs": INPUTS_BY_ROW, "kernel_preference": KERNEL}
         return {"_type": "Float8Tensor", "_data": fields, "_tensor_data_names": pieces}
+    if layer.activation_format is None:
+        fields |= {"act_quant_kwargs": None, "reduce_range": False}
+        return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}
     inputs = {
         "granularity": BY_ROW if layer.per_token else BY_TENSOR,
         "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},

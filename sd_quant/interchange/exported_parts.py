@@ -49,11 +49,11 @@ from sd_quant.files import temporary_folder
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Axis, Contract, Part, VaeEncoderPart, VaePart
+from sd_quant.models.parts import Axis, Contract, Part, VaeEncoderPart, VaePart, network_in
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.text_encoders import T5Part, padded, positions
 from sd_quant.models.transformer import TransformerPart
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.modelopt import simulate
 
@@ -216,8 +216,12 @@ def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
 
 
 def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: Mapping[str, LayerAssignment]) -> None:
-    """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time."""
+    """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time.
+
+    Rows of layers that the part has not, such as those of the other half of an autoencoder, are left out.
+    """
     weights = checkpoint.components[part.component]
+    layers = dict(network_in(part, part.wrap(empty_modules(checkpoint)[part.component])).named_modules())
     model = trace(lambda: part.wrap(checkpoint.build()[part.component]), part.contract)
     for output in model.graph.outputs:
         sizes = SIZES.get(output.name, {})
@@ -229,7 +233,7 @@ def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: M
         inputs=len(part.contract.inputs),
         prefix=part.prefix,
         read=lambda name: weights[name.removeprefix(part.prefix)],
-        assignment=assignment,
+        assignment={name: row for name, row in assignment.items() if name in layers or row.role in WITHOUT_WEIGHTS},
     )
 
 
@@ -237,16 +241,18 @@ def write_folder(
     checkpoint: Checkpoint,
     assignment: Mapping[str, LayerAssignment],
     folder: Path,
+    others: Mapping[str, Mapping[str, LayerAssignment]],
     *,
     convert: Callable[[Path, Path], None],
 ) -> Path:
-    """Add the networks to the pipeline ``folder``, which has everything else, the UNet quantized by ``assignment``.
+    """Add the networks to the pipeline ``folder``, which has everything else, the denoiser quantized by ``assignment``,
+    and ``others`` by theirs, by diffusers' name of the network.
 
     ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
     which has the config already. The index keeps diffusers' name of the pipeline, the only one that all consumers know.
     One network at a time is on the disk twice. Raises what ``write_onnx`` raises.
     """
-    parts, denoiser = consumed_parts(checkpoint), denoiser_part(checkpoint).component
+    parts, quantized = consumed_parts(checkpoint), {denoiser_part(checkpoint).component: assignment, **others}
     for component, part in parts.items():
         place = folder / component
         place.mkdir(exist_ok=True)
@@ -254,27 +260,29 @@ def write_folder(
             shutil.copyfile(folder / part.component / CONFIG, place / CONFIG)
         with temporary_folder(folder) as temporary:
             path = Path(temporary) / "model.onnx"
-            write_consumed(checkpoint, part, path, assignment if component == denoiser else {})
+            write_consumed(checkpoint, part, path, quantized.get(part.component, {}))
             convert(path, place)
     return folder
 
 
 @torch.no_grad()
-def simulate_graph(denoiser: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
+def simulate_graph(
+    denoiser: nn.Module, assignment: Mapping[str, LayerAssignment], dtype: torch.dtype = torch.float16
+) -> None:
     """Make ``denoiser``, in place, compute what a runtime computes of its graph: ModelOpt's simulation of all layers.
 
-    Weights that are not quantized are fp16's numbers, as in the file, and static codes are the file's: ModelOpt, which
-    multiplies by 1 / scale, would give a weight half-way between two the other one.
+    Weights that are not quantized are ``dtype``'s numbers, as in the file, and static codes are the file's: ModelOpt,
+    which multiplies by 1 / scale, would give a weight half-way between two the other one.
     The road not taken is to run the file: runtimes saturate sums on some processors, and call the network otherwise.
     """
     stored = denoiser.state_dict()
     for name, buffer in denoiser.named_buffers():
         if name in stored and buffer.is_floating_point():
-            buffer.copy_(buffer.half())
+            buffer.copy_(buffer.to(dtype))
     simulate(denoiser, assignment)
     rounded = {f"{row.name}.weight": row for row in assignment.values() if row.format is not None}
     for name, parameter in denoiser.named_parameters():
         if (row := rounded.get(name)) is None:
-            parameter.copy_(parameter.half())
+            parameter.copy_(parameter.to(dtype))
         elif FORMATS[row.format].static_scale:
             parameter.copy_(row.rounded_weight(parameter))

@@ -16,14 +16,15 @@ and scales are held exactly. Keys are its authors': ComfyUI-GGUF refuses diffuse
 prefix, which ComfyUI-GGUF strips and without which diffusers' converter finds no UNet. Vectors are F32, as ComfyUI-
 GGUF's converter writes them. Convolutions are F16 and keep their shape: that converter reshapes those of UNets for
 blocks of 256, which stable-diffusion.cpp and diffusers do not undo, and diffusers has no convolution of ggml's blocks.
-A linear whose inputs are no multiple of 256 has the format that llama.cpp takes in a K-quant's place.
+A linear whose inputs are no multiple of 256 has the format that llama.cpp takes in a K-quant's place. T5's encoder has
+llama.cpp's names, which ComfyUI-GGUF and stable-diffusion.cpp read; CLIP they read from safetensors alone.
 
 The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
 which chooses other scales and knows no K-quants.
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -48,6 +49,7 @@ from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of
+from sd_quant.names.t5 import llama_name
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -88,12 +90,15 @@ FACTS = ForeignFormat(
             ("flux", "transformer"),
         )
     },
+    encoder="Copy `{component}.gguf` to `ComfyUI/models/text_encoders`, and open it with DualCLIPLoader (GGUF), or "
+    "TripleCLIPLoader (GGUF), in place of the model's own T5.",
     block=32,
     joined=True,
+    networks=("T5EncoderModel",),
     families=UNETS | {"sd3", "flux"},
     others=None,
 )
-MAGIC = b"GGUF"
+MAGIC, T5 = b"GGUF", "T5EncoderModel"
 VERSIONS = (2, 3)
 MAX_TENSORS = 50_000  # Flux has 780, a whole SDXL 2,500
 MAX_ENTRIES = 50_000  # of the metadata: a shape for each tensor at most, and some more
@@ -188,8 +193,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     here, or any other denoiser.
     """
     tensors, version = read_header(whole_file(path))
-    names, unknown = denoiser_tensors(tensors)
     network = empty_denoiser(checkpoint)
+    names, unknown = t5_tensors(network, tensors) if is_t5(network) else denoiser_tensors(tensors)
     modules = dict(network.named_modules())
     found = without_kernels({name: tensors[full] for name, full in names.items()}, modules)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
@@ -221,6 +226,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     )
     check_whole(denoiser, checkpoint, [*unknown, *others])
     return denoiser
+
+
+def is_t5(network: nn.Module) -> bool:
+    return type(network).__name__ == T5
+
+
+def t5_tensors(network: nn.Module, tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The names of T5's tensors with what they are in a file of llama.cpp's, and names in it that are unknown."""
+    found = {name: stored for name in needed(network) if (stored := llama_name(name)) in tensors}
+    return found, [stored for stored in tensors if stored not in found.values()]
 
 
 def stored_layer(parts: Sequence[Blocks], weight: Readable) -> QuantizedLayer:
@@ -432,6 +447,7 @@ LONGEST_NAME = 127  # of a tensor, in ggml
 ARCHITECTURES = {
     "flux": ("double_blocks.0.img_attn.proj.weight", ""), "sd3": ("joint_blocks.0.x_block.attn.qkv.weight", ""),
     "sdxl": ("label_emb.0.0.weight", PREFIX), "sd1": ("input_blocks.0.0.weight", PREFIX),
+    "t5encoder": ("enc.output_norm.weight", ""),
 }  # fmt: skip
 
 
@@ -443,8 +459,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment)
-    architecture = next(name for name, (key, _) in ARCHITECTURES.items() if key in tensors)
-    prefix = ARCHITECTURES[architecture][1]
+    architecture, prefix = next((name, prefix) for name, (key, prefix) in ARCHITECTURES.items() if key in tensors)
     assert max(map(len, tensors)) + len(prefix) <= LONGEST_NAME  # they have 100 characters at most
     kinds = [kind for kind, _ in tensors.values()]
     commonest = max(dict.fromkeys(("F16", *(kind.name for kind in WRITTEN.values()))), key=kinds.count)
@@ -472,17 +487,21 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tuple[str, LazyTensor]]:
     """The tensors by their authors' keys, each with the name of its type; quantized: bytes [out, bytes of a row]."""
     plain, joined = by_authors_names(checkpoint, assignment)
+    if is_t5(empty_denoiser(checkpoint)):
+        plain = {llama_name(name): tensor for name, tensor in plain.items()}
+        joined = {llama_name(name): layers for name, layers in joined.items()}
     found = {key: (WRITTEN[layers.first.format].name, in_blocks(checkpoint, layers)) for key, layers in joined.items()}
     for key, tensor in plain.items():
         if len(tensor.shape) > 1:
-            found[key] = ("BF16" if tensor.dtype == torch.bfloat16 else "F16"), tensor
+            half = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float16
+            found[key] = "BF16" if half == torch.bfloat16 else "F16", in_dtype(tensor, half)
         else:
-            found[key] = "F32", replace(tensor, dtype=torch.float32, read=partial(in_fp32, tensor))
+            found[key] = "F32", in_dtype(tensor, torch.float32)
     return found
 
 
-def in_fp32(tensor: LazyTensor) -> Tensor:
-    return tensor.read().float()
+def in_dtype(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
 def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.interchange import IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
+from sd_quant.interchange import FP16, IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
@@ -111,6 +111,8 @@ def without_inputs(layer: LayerAssignment) -> LayerAssignment:
 def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
     """How the target's consumer computes the inputs of a quantized layer, in the words of ``ForeignFormat.formats``."""
     how = target.formats[layer.format]
+    if layer.activation_format is None and layer.format in target.weights_alone:
+        return FP16
     return PER_ROW if layer.per_token and how == STATIC else how
 
 
@@ -157,7 +159,8 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    if layer.activation_format != fmt and target.formats[fmt] in (STATIC, IN_BLOCKS):
+    alone = layer.activation_format is None and fmt in target.weights_alone
+    if layer.activation_format != fmt and target.formats[fmt] in (STATIC, IN_BLOCKS) and not alone:
         found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
         wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized as weights in"
         return f"{target.name} wants {wanted} {fmt}, and the recipe leaves them in {found}"

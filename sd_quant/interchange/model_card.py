@@ -17,12 +17,21 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         for name, how in figures["inputs"].items()
     )
     lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
+    lost += [
+        f"- {count} of {name} in high precision: {reason}"
+        for name, part in figures["parts"].items()
+        for reason, count in part["lost"].items()
+    ]
     lost += [f"- {what}" for what in figures["left_out"]]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",
         "",
         f"Quantized by sd-quant: {knobs}.",
         f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in {figures['dtype']}.",
+        *(
+            f"Of {name}, {part['quantized']} of {part['of']} layers are quantized, their weights alone."
+            for name, part in figures["parts"].items()
+        ),
         "",
         f"Licence: {figures['licence'] or 'that of the checkpoint it was made of, which names none'}.",
         *(
@@ -62,7 +71,13 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     if target.servers:
         return serving(figures, target)
     if not isinstance(target.loading, str):
-        return [f"{number}. {step}" for number, step in enumerate(target.loading[figures["family"]], 1)]
+        encoders = [
+            target.encoder.format(component=component)
+            for part, component in figures["components"].items()
+            if figures["parts"][part]["quantized"]
+        ]
+        steps = [*target.loading[figures["family"]], *encoders]
+        return [f"{number}. {step}" for number, step in enumerate(steps, 1)]
     absent = "".join(f", {name}=None" for name in figures["absent"])
     folder = figures["folder"].rpartition("/")[2]
     code = target.loading.format(

@@ -160,7 +160,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     if config is None or not recognizes(path):
         raise ArtifactError(f"{path} holds no config of ModelOpt; expected a folder that it exported")
     check_order(path, config)
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, ENDS)
     ignored = config.get("ignore") or []
     if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):

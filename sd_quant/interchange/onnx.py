@@ -7,6 +7,7 @@ The road not taken is optimum's own export and ONNX Runtime's quantizer, which w
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.interchange import ForeignFormat
@@ -24,12 +25,17 @@ FACTS = ForeignFormat(
 )
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> Path:
+def write(
+    checkpoint: Checkpoint,
+    assignment: Mapping[str, LayerAssignment],
+    folder: Path,
+    others: Mapping[str, Mapping[str, LayerAssignment]] = MappingProxyType({}),
+) -> Path:
     """Add ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to the pipeline ``folder``.
 
     The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
     """
-    return write_folder(checkpoint, assignment, folder, convert=move)
+    return write_folder(checkpoint, assignment, folder, others, convert=move)
 
 
 def move(onnx: Path, place: Path) -> None:

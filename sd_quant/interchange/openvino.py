@@ -15,6 +15,7 @@ The road not taken is optimum-intel's own export, whose quantizer would choose i
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,19 @@ FACTS = ForeignFormat(
 MODEL = "openvino_model.xml"  # beside its .bin
 
 
-def write(checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], folder: Path) -> Path:
+def write(
+    checkpoint: Checkpoint,
+    assignment: Mapping[str, LayerAssignment],
+    folder: Path,
+    others: Mapping[str, Mapping[str, LayerAssignment]] = MappingProxyType({}),
+) -> Path:
     """Add ``<network>/openvino_model.xml`` and ``.bin`` to the pipeline ``folder``, which has everything else.
 
     Inputs, outputs and their dtypes are those of ``exported_parts``. Memory does not grow with the weights, but for
     pages of mapped files, which the kernel can drop.
     Raises ArtifactError when OpenVINO cannot read an exported network.
     """
-    return write_folder(checkpoint, assignment, folder, convert=convert)
+    return write_folder(checkpoint, assignment, folder, others, convert=convert)
 
 
 def convert(onnx: Path, place: Path) -> None:

@@ -22,12 +22,13 @@ from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
-from sd_quant.names.diffusers import DENOISERS
+from sd_quant.names.diffusers import DENOISERS, TIED
 
 FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of weights, by their names
 FP8 = "float8_e4m3fn"
 CONFIG, FILE = "config.json", f"{WEIGHTS['diffusers']}.safetensors"
+FORMER_PREFIX, MADE = "text_model.", "embeddings.position_ids"  # of CLIP before transformers 5
 Shape = tuple[int, ...]
 
 
@@ -204,9 +205,24 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The denoiser's tensors by the names in its files. Raises what ``stored_weights`` raises."""
-    return stored_weights(denoiser_folder(path), WEIGHTS["diffusers"])
+def weights_name(network: nn.Module) -> str:
+    """What names of a network's weight files begin with in a folder, by the library of its class."""
+    return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
+
+
+def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The denoiser's tensors by the names in its files. Raises what ``stored_weights`` raises.
+
+    Of a text encoder, by the names that the installed transformers has, and without what it makes itself.
+    """
+    network = empty_denoiser(checkpoint)
+    stored = stored_weights(denoiser_folder(path), weights_name(network))
+    if not any(name.startswith(FORMER_PREFIX) for name in network.state_dict()):
+        stored = {name.removeprefix(FORMER_PREFIX): tensor for name, tensor in stored.items()}
+    for name, tied in TIED.items():
+        if name in stored:
+            stored.setdefault(tied, stored.pop(name))
+    return {name: tensor for name, tensor in stored.items() if not name.endswith(MADE)}
 
 
 def by_diffusers(

@@ -79,7 +79,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     that is not the whole denoiser.
     """
     ignored = ignored_in(path, quantization_config(path) or {})
-    tensors, shapes = stored_tensors(path), weight_shapes(checkpoint)
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, (SCALE,))
     if both := [name for name in found if name in ignored]:
         raise ArtifactError(

@@ -1,5 +1,8 @@
 """The denoiser's weights as an assignment leaves them: in fp16 where it rounds nothing, else as codes and scales.
 
+Those of a text encoder or an autoencoder likewise, see ``models.checkpoint.OtherNetwork``; where these compute in fp32,
+what is not rounded stays as the checkpoint has it.
+
 Each is read, smoothed and quantized when it is due to be written, so that one weight is in memory at a time. The road
 not taken is a network with all its weights, from which other tools save: SDXL's has 10 GB.
 """
@@ -10,18 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sd_quant.files import write_json
 from sd_quant.files.safetensors import FORMAT, write_safetensors
-from sd_quant.files.tensors import LazyTensor, Readable
-from sd_quant.interchange.stored import CONFIG, FILE
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.files.tensors import LazyTensor, Readable, Weights
+from sd_quant.interchange.stored import CONFIG, weights_name
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import Part
 from sd_quant.names.authors import Pieces, assembled, pieces_of, rows_in
+from sd_quant.names.diffusers import TIED
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
@@ -44,7 +48,8 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
 
     Floating-point ones are of ``sixteen_bits``, smoothed as the row of their module says; others keep their dtype.
     """
-    weights, own = denoiser_weights(checkpoint), sixteen_bits(denoiser_part(checkpoint))
+    weights, part = cast(Weights, denoiser_weights(checkpoint)), denoiser_part(checkpoint)
+    stored = isinstance(checkpoint, OtherNetwork) and part.contract.weights == torch.float32
 
     def read(name: str, layer: LayerAssignment | None, dtype: torch.dtype) -> Tensor:
         if layer is None or layer.role == "attention":
@@ -55,8 +60,9 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
 
     found = {}
     for name, tensor in empty_denoiser(checkpoint).state_dict().items():
-        if name in weights:
-            dtype = own if tensor.is_floating_point() else tensor.dtype
+        if name in weights and name not in TIED:
+            floating = weights.parameters[name].dtype if stored else sixteen_bits(part)
+            dtype = floating if tensor.is_floating_point() else tensor.dtype
             layer = assignment.get(name.rpartition(".")[0])
             found[name] = LazyTensor(tuple(tensor.shape), dtype, partial(read, name, layer, dtype))
     return found
@@ -160,7 +166,7 @@ def write_folder(
     Returns the ``folder``. Raises ResourceError when the disk is full.
     """
     target = folder / denoiser_part(checkpoint).component
-    write_file(target / FILE, tensors, metadata)
+    write_file(target / f"{weights_name(empty_denoiser(checkpoint))}.safetensors", tensors, metadata)
     config = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     write_json(target / CONFIG, config | {"quantization_config": quantization})
     return folder

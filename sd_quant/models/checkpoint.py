@@ -1,6 +1,8 @@
 """An opened checkpoint of any kind of file and any family, and facts about it that need no runtime."""
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +46,37 @@ class Checkpoint(Protocol):
     def pipeline(self) -> MakesPipeline | None:
         """Makes the pipeline with engines by part, where that is observed; None where ``adapter`` says it."""
         ...
+
+
+@dataclass(frozen=True)
+class OtherNetwork:
+    """A checkpoint with another ``part`` in the denoiser's place, for functions that know the denoiser alone."""
+
+    checkpoint: Checkpoint
+    part: str
+
+    @property
+    def components(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self.checkpoint.components
+
+    @property
+    def family(self) -> Family:
+        family = copy.copy(self.checkpoint.family)
+        family.DENOISER = self.part
+        return family
+
+    def parts(self) -> dict[str, Part]:
+        return self.checkpoint.parts()
+
+    def build(self) -> dict[str, nn.Module]:
+        return self.checkpoint.build()
+
+    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
+        return self.checkpoint.adapter(networks)
+
+    @property
+    def pipeline(self) -> MakesPipeline | None:
+        return self.checkpoint.pipeline
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:

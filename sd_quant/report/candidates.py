@@ -168,7 +168,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
         figure(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
-        f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}",
+        "; ".join([f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}", *parts_of(entry)]),
         ", ".join(inputs) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),
         f"{DASH} ({reason})" if reason else name,
@@ -176,6 +176,16 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         figure(at(runtime, "ms"), "{:,.1f}"),
         figure(at(runtime, "speedup"), "{:.2f}x" + between(low, high, "{:.2f}")),
     ]
+
+
+def parts_of(entry: Mapping[str, Any]) -> list[str]:
+    """In words what is quantized of each other part than the denoiser."""
+    found = []
+    for part in at(entry, "parts") or {}:
+        formats = at(entry, "parts", part, "formats") or {}
+        quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
+        found.append(f"{part} {', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}")
+    return found
 
 
 def hurting_of(job: Job, entry: Mapping[str, Any]) -> list[list[str]]:

@@ -212,6 +212,14 @@ class Executed(TypedDict):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
+class HandedPart(TypedDict):
+    """Another part than the denoiser in an export."""
+
+    quantized: Annotated[Finite, Doc("layers that are quantized in the folder; 0: it is not, or as in the checkpoint")]
+    of: Annotated[Finite, Doc("layers that the recipe quantizes")]
+    lost: Annotated[dict[str, Count], Doc("layers that stay in high precision, by reason")]
+
+
 class HandedOver(TypedDict):
     """An export to another tool: see ``docs/hand_over.md``."""
 
@@ -220,6 +228,7 @@ class HandedOver(TypedDict):
     of: Annotated[Finite, Doc("layers that the recipe quantizes")]
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
+    parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
     fidelity: Annotated[dict[str, ImageScores] | None, Doc("of the tool's images, by score; null where none were made")]
     bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 
@@ -246,6 +255,16 @@ class JudgedRuntime(TypedDict, total=False):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
+class JudgedPart(TypedDict):
+    """Another part than the denoiser that a third-party checkpoint has quantized."""
+
+    reader: Annotated[str, Doc("the reader that opened it")]
+    maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
+    bits: Annotated[Finite, Doc("stored bits per weight of the part")]
+    stored_bytes: Annotated[Finite, Doc("of the part's network")]
+    formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
+
+
 class Judged(TypedDict):
     """A third-party quantized checkpoint: see ``docs/judge.md``."""
 
@@ -259,6 +278,7 @@ class Judged(TypedDict):
     inputs: Annotated[dict[str, Count], Doc("numbers of layers, by how their inputs are computed")]
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]
+    parts: Annotated[dict[str, JudgedPart], Doc("other parts that it has quantized, by name")]
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 

@@ -204,7 +204,10 @@ def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
     reach = f" ± {mean.high - mean.value:.1f}" if mean and mean.known else ""
     psnr = f"{mean.value:.1f}{reach} dB" if mean else DASH
     size = sum(filter(None, (at(entry, "bytes") or {}).values()))
-    return [target, f"{at(entry, 'quantized')} of {at(entry, 'of')}", psnr, _bytes(size)]
+    layers = [f"{at(entry, 'quantized')} of {at(entry, 'of')}"]
+    layers += [f"{part} {at(entry, 'parts', part, 'quantized')} of {at(entry, 'parts', part, 'of')}"
+               for part in at(entry, "parts") or {}]  # fmt: skip
+    return [target, ", ".join(layers), psnr, _bytes(size)]
 
 
 def _costs(record: Mapping[str, Any]) -> list[str]:

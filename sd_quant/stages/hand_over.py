@@ -1,8 +1,10 @@
-"""A quantized denoiser exported to other tools: their files, and how far their images are from full precision.
+"""A quantized model exported to other tools: their files, and how far their images are from full precision.
 
 ``quantize.py`` exports the assignment that it has. For a run that is done, the assignment is derived again from the
 run's knobs and its statistics, which the cache has; it has to be the run's own. What is written is read back by the
-format's own reader, and images are made with what it has read. The road not taken is to keep the assignment in the
+format's own reader, and images are made with what it has read. Other parts than the denoiser are written quantized
+where the target's consumer opens them so, else as they are, which the card and the closing table say.
+The road not taken is to keep the assignment in the
 run's folder: with chosen codes it is as large as the exported file.
 """
 
@@ -10,6 +12,7 @@ import csv
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import with_denoiser
 from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_of
 from sd_quant.interchange.model_card import model_card
+from sd_quant.interchange.other_parts import adapted_part, in_place
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.interchange.weights import sixteen_bits
@@ -73,10 +77,17 @@ PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
     "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "calib_size", "n_steps",
 )  # fmt: skip
-CONSUMED = "consumed"  # the key of the denoiser as a target's consumer computes it
 ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 Rows = Mapping[str, LayerAssignment]
+Assignments = Mapping[str, Rows]  # by part, the denoiser first
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """The key of a part as a target's consumer computes it."""
+
+    part: str
 
 
 def hand_over(job: HandOverJob, directory: Path) -> None:
@@ -98,8 +109,8 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 
         session = open_session(knobs.model, knobs.infer if job.images else None, needs, directory)
         check_servers(job.targets(), session.checkpoint)
-        loaded, assignment = assignment_of(knobs, run, step, session, directory)
-        rows = rows_of(job.targets(), assignment)
+        loaded, assignments = assignment_of(knobs, run, step, session, directory)
+        rows = rows_of(job.targets(), assignments, loaded.checkpoint)
         reference, written = None, {}
         if job.images:
             reference = images_of_run(run, image_names(knobs.infer.prompt_list()))
@@ -109,13 +120,18 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
             with step(name):
                 measure = measured_by(loaded, held, TARGETS[name], knobs.infer, reference)
                 written[name] = write_target(
-                    TARGETS[name], loaded, assignment, held, knobs, directory / name, command, measure, run
+                    TARGETS[name], loaded, assignments, held, knobs, directory / name, command, measure, run
                 )
     print("\n".join([*as_text(handed_over_table(written)), "", f"folders, each with a README.md: {shown(directory)}"]))
 
 
 def hand_over_run(
-    loaded: Loaded, assignment: Rows, rows: Mapping[str, Rows], job: QuantizeJob, directory: Path, overrides: list[str]
+    loaded: Loaded,
+    assignments: Assignments,
+    rows: Mapping[str, Assignments],
+    job: QuantizeJob,
+    directory: Path,
+    overrides: list[str],
 ) -> dict[str, HandedOver]:
     """Write a folder for each target of ``rows`` into ``hand_over`` in the ``directory`` of a run."""
     command = shlex.join(["sd-quant", "quantize", *overrides])
@@ -123,7 +139,7 @@ def hand_over_run(
     for name, held in rows.items():
         measure = measured_by(loaded, held, TARGETS[name], job.infer, reference)
         folder = directory / "hand_over" / name
-        written[name] = write_target(TARGETS[name], loaded, assignment, held, job, folder, command, measure, directory)
+        written[name] = write_target(TARGETS[name], loaded, assignments, held, job, folder, command, measure, directory)
     return written
 
 
@@ -134,15 +150,27 @@ def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
         check_bf16(TARGETS[name], checkpoint)
 
 
-def rows_of(targets: Collection[str], assignment: Rows) -> dict[str, Rows]:
-    """The rows of an assignment as each target holds them. Raises ConfigError if a target holds none."""
-    return {name: adapted(assignment, TARGETS[name]) for name in targets}
+def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
+    """The rows of each part's assignment as each target holds them.
+
+    Raises ConfigError if a target holds none of the denoiser's.
+    """
+    denoiser = checkpoint.family.DENOISER
+    return {
+        name: {
+            part: adapted(rows, TARGETS[name])
+            if part == denoiser
+            else adapted_part(rows, TARGETS[name], checkpoint, part)
+            for part, rows in assignments.items()
+        }
+        for name in targets
+    }
 
 
 def assignment_of(
     job: RecipeJob, run: Path, step: StageTimer, session: Session, directory: Path
-) -> tuple[Loaded, dict[str, LayerAssignment]]:
-    """The assignment that a run's knobs give of its checkpoint, if it is the one that the run has written down.
+) -> tuple[Loaded, Assignments]:
+    """The assignments that a run's knobs give of its checkpoint, if they are those that the run has written down.
 
     Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
     """
@@ -152,13 +180,13 @@ def assignment_of(
         sha256 = weights_sha256(record_of_run(run))
         statistics = statistics_of(session.checkpoint, loaded.roles, job, sha256, part_recipes=loaded.part_recipes)
     with temporary_folder(directory) as folder:
-        assignment = choose(loaded, statistics, Path(folder), step).assignment
+        chosen = choose(loaded, statistics, Path(folder), step)
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
             raise ArtifactError(
                 f"{run / 'layers.csv'} is not what the run's knobs give with this version and checkpoint; "
                 "make the run again, and hand that over"
             )
-    return loaded, assignment
+    return loaded, {loaded.denoiser: chosen.assignment, **chosen.parts}
 
 
 def record_of_run(run: Path) -> Mapping[str, Any]:
@@ -184,30 +212,36 @@ def decided(table: Path) -> list[dict[str, str]]:
 def write_target(
     target: ForeignFormat,
     loaded: Loaded,
-    assignment: Rows,
-    rows: Rows,
+    assignments: Assignments,
+    held: Assignments,
     job: RecipeJob,
     folder: Path,
     command: str,
-    measure: Callable[[Path], dict] | None,
+    measure: Callable[[Mapping[str, Path]], dict] | None,
     run: Path | None = None,
 ) -> HandedOver:
     """Write a target's ``folder``, whole or not at all, with its card, and return the facts of it.
 
-    ``rows`` are the target's of the ``assignment`` that the ``job`` has given, in a ``run`` or from Python by the lines
-    ``command``. ``measure`` is that of ``measured_by``.
+    ``held`` are the target's of the ``assignments`` that the ``job`` has given, in a ``run`` or from Python by the
+    lines ``command``. ``measure`` is that of ``measured_by``.
     """
+    assignment, rows = assignments[loaded.denoiser], held[loaded.denoiser]
     written: HandedOver = {
         "folder": shown(folder),
-        "quantized": sum(layer.format is not None for layer in rows.values()),
-        "of": sum(layer.format is not None for layer in assignment.values()),
+        "quantized": quantized_in(rows),
+        "of": quantized_in(assignment),
         "inputs": computed_inputs(rows, target),
         "lost": lost(assignment, rows),
+        "parts": {
+            part: {"quantized": quantized_in(held[part]), "of": quantized_in(own), "lost": lost(own, held[part])}
+            for part, own in assignments.items()
+            if part != loaded.denoiser
+        },
         "fidelity": None,
         "bytes": {},
     }
     with atomic_path(folder) as place:
-        result = write_folder(place, target, loaded.checkpoint, rows)
+        result = write_folder(place, target, loaded.checkpoint, held)
         written["fidelity"] = measure(result) if measure is not None else None
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
@@ -219,6 +253,7 @@ def write_target(
             "dtype": "bf16" if sixteen_bits(denoiser_part(loaded.checkpoint)) == torch.bfloat16 else "fp16",
             "component": (component := denoiser_part(loaded.checkpoint).component),
             "network": loaded.checkpoint.family.NETWORKS[component],
+            "components": {part: loaded.checkpoint.parts()[part].component for part in written["parts"]},
             "run": run and shown(run),
             "command": command,
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
@@ -236,6 +271,11 @@ def write_target(
         check_free(folder)  # once more, after all the time that the work has taken
         remove_result(folder)  # an earlier one, which a rename does not replace
     return written
+
+
+def quantized_in(rows: Rows) -> int:
+    """How many layers are quantized."""
+    return sum(layer.format is not None for layer in rows.values())
 
 
 def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
@@ -299,38 +339,62 @@ def absent(checkpoint: Checkpoint) -> list[str]:
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
-def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, rows: Rows) -> Path:
-    """Write what the target's consumer opens into ``folder``, and return the path that the format's reader opens."""
+def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, held: Assignments) -> dict[str, Path]:
+    """Write what the target's consumer opens into ``folder``.
+
+    Returns the path that the format's reader opens, of each part that is quantized in it.
+    """
     folder.mkdir(exist_ok=True)
+    parts, denoiser = checkpoint.parts(), checkpoint.family.DENOISER
+    quantized = {part: parts[part].component for part, rows in held.items() if part == denoiser or quantized_in(rows)}
+    rows: dict[str, dict[str, LayerAssignment]] = {}  # by component, which two parts may share
+    for part, component in quantized.items():
+        rows.setdefault(component, {}).update(held[part])
     if target.others is not None:
-        denoiser = denoiser_part(checkpoint).component
-        without = {denoiser} if target.others else set(checkpoint.components)
+        without = set(quantized.values()) if target.others else set(checkpoint.components)
         write_pipeline_without(checkpoint, without, folder)
-    return target.module.write(checkpoint, rows, folder)
+    if target.runtime is not None:  # it writes all graphs at once
+        own = rows.pop(quantized[denoiser])
+        return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
+    places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}
+    written = {component: target.module.write(places[component], own, folder) for component, own in rows.items()}
+    paths = {part: written[component] for part, component in quantized.items()}
+    return {  # in a pipeline's folder a reader looks for the denoiser
+        part: path / quantized[part] if path == folder and part != denoiser else path for part, path in paths.items()
+    }
 
 
 def measured_by(
-    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images | None
-) -> Callable[[Path], dict] | None:
+    loaded: Loaded, held: Assignments, target: ForeignFormat, infer: Infer, reference: Images | None
+) -> Callable[[Mapping[str, Path]], dict] | None:
     """Says of a written result how far its images are from the ``reference``; None where there is no reference.
 
     The reference is the full-precision model's images of the same ``infer``.
     """
-    return None if reference is None else partial(fidelity_of, loaded, rows, target, infer, reference)
+    return None if reference is None else partial(fidelity_of, loaded, held, target, infer, reference)
 
 
 def fidelity_of(
-    loaded: Loaded, rows: Rows, target: ForeignFormat, infer: Infer, reference: Images, result: Path
+    loaded: Loaded,
+    held: Assignments,
+    target: ForeignFormat,
+    infer: Infer,
+    reference: Images,
+    result: Mapping[str, Path],
 ) -> dict:
-    """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``."""
+    """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``.
+
+    The result is the paths of ``write_folder``.
+    """
     checkpoint = loaded.checkpoint
-    keys = {part: part for part in checkpoint.parts()} | {loaded.denoiser: CONSUMED}
-    pool = loaded.engines(
-        lambda part: (
-            open_consumed(checkpoint, rows, target, result) if part == CONSUMED else open_torch(checkpoint, infer, part)
-        ),
-        loaded.together(by_torch(workload_of(infer))),
-    )
+    keys: dict[str, object] = {part: part for part in checkpoint.parts()} | {part: Consumed(part) for part in result}
+
+    def open_engine(key: str | Consumed) -> TorchEngine:
+        if isinstance(key, str):
+            return open_torch(checkpoint, infer, key)
+        return open_consumed(in_place(checkpoint, key.part), held[key.part], target, result[key.part])
+
+    pool = loaded.engines(open_engine, loaded.together(by_torch(workload_of(infer))))
     try:
         pipeline = pipeline_of(checkpoint, Variant(pool, keys))
         images = generate(pipeline, infer.prompt_list(), infer, target.name).images
@@ -357,7 +421,8 @@ def images_of_run(run: Path, names: Sequence[str]) -> Images:
 
 
 def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path) -> TorchEngine:
-    """The denoiser as the target's consumer computes it, in fp32, so that all of its error comes from the result.
+    """The ``checkpoint``'s denoiser as the target's consumer computes it, in fp32, so that all of its error comes from
+    the ``result``, or a part in its place.
 
     It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``.
     """
@@ -368,7 +433,7 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
     else:
         from sd_quant.interchange.exported_parts import simulate_graph
 
-        simulate_graph(denoiser_of(checkpoint, module), rows)
+        simulate_graph(denoiser_of(checkpoint, module), rows, denoiser_part(checkpoint).contract.weights)
     if cuts_padding(target, checkpoint):
         module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])

@@ -21,7 +21,7 @@ from sd_quant.config import Judge, JudgeJob, Model, QuantizeJob, is_run, run_job
 from sd_quant.devices import threads
 from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
-from sd_quant.interchange import format_of
+from sd_quant.interchange.other_parts import read_parts
 from sd_quant.knobs import read
 from sd_quant.places import url
 from sd_quant.report.provenance import provenance
@@ -78,7 +78,7 @@ def check_candidates(model: Model, judge: Judge) -> None:
     checkpoint = open_unchecked(model).checkpoint
     for path in judge.named().values():
         if not is_run(path):
-            format_of(path).module.read(path, checkpoint)
+            read_parts(path, checkpoint)
 
 
 def judge_sweep(directory: Path) -> None:

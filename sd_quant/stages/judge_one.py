@@ -36,7 +36,7 @@ from sd_quant.places import shown
 from sd_quant.progress import progress
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.csv_files import write_csv
-from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedRuntime, Record, write_record
+from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedPart, JudgedRuntime, Record, write_record
 from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
@@ -45,7 +45,7 @@ from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
 from sd_quant.stages.session import Session, cache_of
-from sd_quant.stages.subjects import Subject
+from sd_quant.stages.subjects import OtherPart, Subject
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
@@ -83,9 +83,9 @@ class Baseline:
 
         return self.session.engines(open_engine, self.together)
 
-    def variant(self, pool: Pool, denoiser: str) -> Variant:
-        """The model with the denoiser that ``pool`` has under this key."""
-        return Variant(pool, {part: part for part in self.session.parts} | {self.denoiser: denoiser})
+    def variant(self, pool: Pool, denoiser: str, others: Mapping[str, str] = MappingProxyType({})) -> Variant:
+        """The model with the denoiser that ``pool`` has under this key, and ``others``, keys by part."""
+        return Variant(pool, {part: part for part in self.session.parts} | {self.denoiser: denoiser, **others})
 
     def outputs(self, directory: Path) -> VariantOutputs:
         """Make the images of the model in full precision."""
@@ -101,19 +101,21 @@ class Baseline:
 def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
     """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
     step, others = StageTimer(), {THEIRS: subject.open}
+    others |= {key: subject.others[part].open for part, key in keys_of_others(subject).items()}
     if subject.runtime is not None:
         others[LIBRARY] = subject.runtime.open
     pool = baseline.engines(others)
     try:
         with step("images"):
-            theirs = pipeline_of(baseline.session.checkpoint, baseline.variant(pool, THEIRS))
+            variant = baseline.variant(pool, THEIRS, keys_of_others(subject))
+            theirs = pipeline_of(baseline.session.checkpoint, variant)
             generated = generate(theirs, baseline.prompts, baseline.infer, subject.name)
             comparison = VariantOutputs(reference.images | {QUANTIZED: generated}, {}, {}, {})
             save_pairs(comparison, baseline.prompts, subject.name, folder)
         with step("layers"):
             outputs = network_outputs(pool[THEIRS], reference, baseline)
             rows, network_error = layer_rows(subject, baseline, reference, pool, outputs)
-            write_csv(rows, folder / "layers.csv")
+            write_csv(rows_with_others(rows, subject), folder / "layers.csv")
         with step("runtime"):
             runtime = judged_runtime(subject, baseline, generated, pool)
     finally:
@@ -122,6 +124,23 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
     judged = judged_entry(subject, baseline, rows, network_error, runtime)
     write_json(folder / PROVENANCE, facts)
     write_record(record_of(baseline, comparison, judged, facts, step, mark), folder)
+
+
+def keys_of_others(subject: Subject) -> dict[str, str]:
+    """The keys of other parts than the denoiser that the candidate has quantized, by part."""
+    return {part: f"{THEIRS} {part}" for part in subject.others}
+
+
+def rows_with_others(rows: list[dict[str, Any]], subject: Subject) -> list[dict[str, Any]]:
+    """The ``rows`` of the denoiser's layers, then those of other parts in the same columns."""
+    blank = dict.fromkeys(rows[0])
+    others = [
+        blank | row | {"weight_error": errors.get(row["name"])}
+        for other in subject.others.values()
+        for errors in [other.weight_errors()]
+        for row in other.rows
+    ]
+    return [*rows, *others]
 
 
 def network_outputs(engine: Engine, reference: VariantOutputs, baseline: Baseline) -> Tensor:
@@ -167,7 +186,8 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
         return JudgedRuntime(reason="memory does not hold it beside the full-precision model")
     found = JudgedRuntime(name=subject.runtime.name)
     try:
-        pipeline = pipeline_of(baseline.session.checkpoint, baseline.variant(pool, LIBRARY))
+        variant = baseline.variant(pool, LIBRARY, keys_of_others(subject))
+        pipeline = pipeline_of(baseline.session.checkpoint, variant)
         images = generate(
             pipeline, baseline.prompts, baseline.infer, f"{subject.name} by {subject.runtime.name}"
         ).images
@@ -209,7 +229,18 @@ def judged_entry(
         inputs=dict(Counter(row["inputs"] for row in rows)),
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
+        parts={part: judged_part(other) for part, other in subject.others.items()},
         runtime=runtime,
+    )
+
+
+def judged_part(other: OtherPart) -> JudgedPart:
+    return JudgedPart(
+        reader=other.reader,
+        maker=other.maker,
+        bits=other.bits,
+        stored_bytes=other.stored_bytes,
+        formats=dict(Counter(row["format"] for row in other.rows)),
     )
 
 

@@ -167,10 +167,10 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             )
         chosen = choose(loaded, statistics, directory, step)
         assignment = chosen.assignment
-        rows = rows_of(job.hand_over, assignment)  # refused before anything is exported
+        assignments = {loaded.denoiser: assignment, **chosen.parts}
+        rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported
         for name in rows:
             check_free(directory / HAND_OVER / name)
-        assignments = {loaded.denoiser: assignment, **chosen.parts}
         variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline)
         with step("images"):
             share()
@@ -189,7 +189,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             frame = job.infer.width if loaded.checkpoint.family.MOVES else None
             save_pairs(comparison, prompts, label, directory, frame)
         with step("hand_over") if rows else nullcontext():
-            handed_over = hand_over_run(loaded, assignment, rows, job, directory, facts["overrides"])
+            handed_over = hand_over_run(loaded, assignments, rows, job, directory, facts["overrides"])
         with step("parity"), sharing(lambda: not plans.done()):
             executed = executed_layers(variants)
             parity = verify(variants, comparison)

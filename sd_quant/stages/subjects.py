@@ -23,12 +23,14 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
-from sd_quant.interchange import format_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
-from sd_quant.interchange.folding import unfolded
+from sd_quant.interchange.folding import plain_weight, unfolded
+from sd_quant.interchange.other_parts import in_place, read_parts
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser
-from sd_quant.quantization.assignment import WITHOUT_WEIGHTS
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.roles import roles_of
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
@@ -54,6 +56,20 @@ class OwnLibrary:
 
 
 @dataclass(frozen=True)
+class OtherPart:
+    """A part other than the denoiser that a third-party checkpoint or a run has quantized."""
+
+    reader: str  # as of a ``Subject``
+    maker: str
+    stored_bytes: int  # of its network, an autoencoder's encoder included where it is a third party's
+    bits: float  # per weight of these
+    rows: list[dict[str, Any]]
+    open: Callable[[], Engine]
+    # the relative errors of quantized weights by the rows' names; none of a run
+    weight_errors: Callable[[], Mapping[str, float | None]] = dict
+
+
+@dataclass(frozen=True)
 class Subject:
     """A third-party checkpoint or a run, opened."""
 
@@ -68,6 +84,7 @@ class Subject:
     # those that are quantized, for inputs of the full-precision network; empty of a run
     layers: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     runtime: OwnLibrary | None = None
+    others: Mapping[str, OtherPart] = field(default_factory=dict)  # by part; the model's own stand for all others
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
 
 
@@ -90,18 +107,36 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     if is_run(path):
         return run_subject(name, path, session, sha256, runs)
     checkpoint = session.checkpoint
-    denoiser = format_of(path).module.read(path, checkpoint)
+    parts = read_parts(path, checkpoint)
+    denoiser = parts.pop(session.denoiser)
+    roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
     return Subject(
         name, path, fingerprint(path), denoiser.format, denoiser.maker, denoiser.stored_bytes,
-        rows_of(denoiser, checkpoint), partial(open_computed, checkpoint, denoiser), unfolded(denoiser, checkpoint),
+        rows_of(denoiser, roles), partial(open_computed, checkpoint, denoiser), unfolded(denoiser, checkpoint),
         runtime_of(denoiser, checkpoint),
+        {part: other_part(read, in_place(checkpoint, part), part) for part, read in parts.items()},
     )  # fmt: skip
 
 
-def rows_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:
+    """A part of a third-party checkpoint, which ``checkpoint`` has in the denoiser's place."""
+    weights, rows = denoiser_weights(checkpoint), rows_of(read, roles_of(empty_denoiser(checkpoint), ()))
+
+    def weight_errors() -> dict[str, float | None]:
+        return {
+            f"{part}:{name}": relative_error(weights[f"{name}.weight"].float(), plain_weight(layer))
+            for name, layer in read.layers.items()
+        }
+
+    named = [row | {"name": f"{part}:{row['name']}"} for row in rows]
+    opened = partial(open_computed, checkpoint, read)
+    return OtherPart(read.format, read.maker, read.stored_bytes, read.bits, named, opened, weight_errors)
+
+
+def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[str, Any]]:
     """The columns of ``layers.csv`` that are known before anything is computed."""
     rows = []
-    for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items():
+    for name, role in roles.items():
         layer = denoiser.layers.get(name)
         stored = layer.weight if layer is not None else denoiser.parameters[f"{name}.weight"]
         inputs = denoiser.rounded.get(name) if layer is None else layer.inputs
@@ -176,8 +211,33 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
     job.infer = copy.copy(runs.infer)
     for knob, value in guided.items():
         setattr(job.infer, knob, value)
-    _, assignment = assignment_of(job, run, StageTimer(), session, runs.directory)
-    rows = [
+    _, assignments = assignment_of(job, run, StageTimer(), session, runs.directory)
+    path, others = artifact(run, "onnx", session.denoiser), dict(assignments)
+    assignment = others.pop(session.denoiser)
+    return Subject(
+        name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", onnx_bytes(run, session.denoiser),
+        rows_of_run(assignment), partial(open_simulated, session.checkpoint, assignment),
+        runtime=run_runtime(path, engine, record, runs),
+        others={
+            part: OtherPart(
+                RUN, f"sd-quant {(job.quantize.parts or {})[part]}", onnx_bytes(run, part),
+                8 * onnx_bytes(run, part) / session.parameters[part],
+                [row | {"name": f"{part}:{row['name']}"} for row in rows_of_run(own)],
+                partial(open_simulated, session.checkpoint, own, part),
+            )
+            for part, own in others.items()
+        },
+        no_runtime=Subject.no_runtime if runs.trusted else UNTRUSTED,
+    )  # fmt: skip
+
+
+def onnx_bytes(run: Path, part: str) -> int:
+    return sum(file.stat().st_size for file in onnx_files(artifact(run, "onnx", part)))
+
+
+def rows_of_run(assignment: Mapping[str, LayerAssignment]) -> list[dict[str, Any]]:
+    """The rows of an assignment as those of a third-party checkpoint."""
+    return [
         {
             "name": layer.name,
             "role": layer.role,
@@ -191,13 +251,6 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
         for layer in assignment.values()
         if layer.role not in WITHOUT_WEIGHTS
     ]
-    path = artifact(run, "onnx", session.denoiser)
-    stored = sum(file.stat().st_size for file in onnx_files(path))
-    return Subject(
-        name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", stored, rows,
-        partial(open_simulated, session.checkpoint, assignment), runtime=run_runtime(path, engine, record, runs),
-        no_runtime=Subject.no_runtime if runs.trusted else UNTRUSTED,
-    )  # fmt: skip
 
 
 def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> OwnLibrary | None:

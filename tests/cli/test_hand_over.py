@@ -132,8 +132,8 @@ def derived(handed_over):
 @pytest.mark.parametrize("target", LEAST)
 def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, target):
     """By the printed code, and with fp32 in place of its dtype."""
-    (loaded, assignment), folder = derived, handed_over / "hand_over" / target
-    rows = rows_of([target], assignment)[target]
+    (loaded, assignments), folder = derived, handed_over / "hand_over" / target
+    rows = rows_of([target], assignments, loaded.checkpoint)[target][loaded.denoiser]
     simulated = in_torch(loaded.checkpoint, folder, TARGETS[target].pads, rows, target)
     code = printed_code(folder)
     single = code.replace("torch.bfloat16", "torch.float32").replace("torch.float16", "torch.float32")

@@ -160,9 +160,10 @@ def handed_over(name: str, targets: list[str], work: Path) -> Path:
 def check(name: str, targets: list[str], run: Path, work: Path) -> bool:
     """Check what a run of the case has handed over, print one line per fact, and say whether all of it is right."""
     case, right, job = CASES[name], True, run_job(str(run))
-    loaded, assignment = assignment_of(job, run, StageTimer(), open_unchecked(job.model), work)
+    loaded, assignments = assignment_of(job, run, StageTimer(), open_unchecked(job.model), work)
     for target in targets:
-        folder, rows = run / "hand_over" / target, rows_of([target], assignment)[target]
+        folder = run / "hand_over" / target
+        rows = rows_of([target], assignments, loaded.checkpoint)[target][loaded.denoiser]
         simulated = in_torch(loaded.checkpoint, folder, True, rows, target, case.call, case.latents)
         full = in_torch(loaded.checkpoint, folder, True, call=case.call, latents=case.latents)
         print(f"{name}, {target}: simulation against full precision: {shown(decibels(full, simulated))}", flush=True)

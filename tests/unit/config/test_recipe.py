@@ -7,7 +7,6 @@ import pytest
 
 from sd_quant.config import QuantizeJob, check_heeded, recipe, targets_for
 from sd_quant.config.recipe import check_recipe, part_presets, part_recipe
-from sd_quant.config.targets import check_targets
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
 from sd_quant.quantization.recipe import Pair, Recipe
@@ -167,13 +166,6 @@ def test_a_preset_that_cannot_be_read_is_none_for_other_parts(content, monkeypat
     (tmp_path / "mine.yaml").write_text(content)
     monkeypatch.setattr(recipe, "presets", lambda: {"mine": tmp_path / "mine.yaml"})
     assert part_presets() == []
-
-
-def test_exports_to_other_tools_hold_no_other_part():
-    recipe = job("int8", {"quantize.parts": {"vae": "int8_weight_only"}}).quantize
-    with pytest.raises(ConfigError, match="^hand_over is .*, expected a recipe without quantize.parts"):
-        check_targets("hand_over", ["openvino"], "sdxl", ["int8"], recipe)
-    check_targets("hand_over", [], "sdxl", ["int8"], recipe)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
         ("int8", "gguf", FP16),
         ("int8_weight_only", "gguf", FP16),
         ("int8_weight_only", "comfyui", PER_ROW),  # which quantizes inputs whatever the recipe says
-        ("int8_weight_only", "diffusers_torchao", None),
+        ("int8_weight_only", "diffusers_torchao", FP16),
         ("fp8", "comfyui", STATIC),
         ("fp8_per_row", "comfyui", None),
         ("fp8_per_row", "diffusers_bfl", PER_ROW),

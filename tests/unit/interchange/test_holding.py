@@ -45,7 +45,7 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         ("diffusers_torchao", {"format": "int4"}, "holds no weights in int4"),
         ("diffusers_torchao", {"format": "fp8", "weight_shape": (64, 56)}, "in fp8 whose sides are multiples of 16"),
         ("diffusers_torchao", {"format": "fp8", "pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs"),
-        ("diffusers_torchao", {"activation_format": None}, "wants a scale of the inputs of int8"),
+        ("comfyui", {"format": "fp8", "activation_format": None}, "wants a scale of the inputs of fp8"),
         ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),

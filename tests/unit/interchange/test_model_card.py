@@ -13,6 +13,8 @@ FIGURES = {
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
     "bytes": {"unet/weights.safetensors": 12_345_678}, "servers": {},
+    "parts": {"clip1": {"quantized": 12, "of": 12, "lost": {}}, "vae": {"quantized": 0, "of": 29, "lost": {"it": 29}}},
+    "components": {"clip1": "text_encoder", "vae": "vae"},
 }  # fmt: skip
 
 
@@ -28,6 +30,8 @@ def test_a_card_says_everything():
         "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
         f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",
         "- 55 in high precision: it holds no convolutions",
+        "Of clip1, 12 of 12 layers are quantized, their weights alone.",
+        "- 29 of vae in high precision: it\n",
         "- the encoder",
         "    python quantize.py alpha=0.8",
         "torch 2.13.0\n",
@@ -145,5 +149,16 @@ def test_a_card_names_the_other_tool_that_opens_it():
 
 
 def test_nothing_lost_no_images_and_no_licence():
-    card = model_card(FIGURES | {"lost": {}, "left_out": [], "fidelity": None, "licence": None}, TARGETS["onnx"])
+    figures = FIGURES | {"lost": {}, "left_out": [], "fidelity": None, "licence": None, "parts": {}, "components": {}}
+    card = model_card(figures, TARGETS["onnx"])
     assert "is not in it\n\nNothing.\n" in card and "No images were made of it" in card and "which names none" in card
+
+
+def test_a_file_of_a_text_encoder_has_a_step_of_its_own():
+    step = "Copy `text_encoder.safetensors` to `ComfyUI/models/text_encoders`, and choose it in that node"
+    assert f". {step}" in model_card(FIGURES | {"family": "sd3"}, TARGETS["comfyui"])
+    plain = {"clip1": {"quantized": 0, "of": 12, "lost": {"it": 12}}}
+    card = model_card(
+        FIGURES | {"family": "sd3", "parts": plain, "components": {"clip1": "text_encoder"}}, TARGETS["comfyui"]
+    )
+    assert "text_encoders" not in card

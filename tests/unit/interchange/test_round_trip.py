@@ -65,6 +65,7 @@ CASES = [
     ("diffusers_torchao", "sd21", "int8", {}),
     ("diffusers_torchao", "flux", "int8", {"per_channel": False, "smoothing": "modelopt"}),
     ("diffusers_torchao", "sd3", "int8", {"per_token": True}),
+    ("diffusers_torchao", "sd3", "int8", PLAIN | {"activation": None, "per_channel": True}),
     ("diffusers_torchao", "flux", "fp8", PER_ROW_FP8),
     ("diffusers_torchao", "pixart", "fp8", PER_ROW_FP8),
     ("diffusers_torchao", "sdxl", "fp8", PLAIN | {"per_channel": False}),  # with static inputs, which are by row here

@@ -171,6 +171,8 @@ def test_what_was_handed_over_has_an_interval():
     assert handed_over_table({"gguf": entry}).rows == [["gguf", "95 of 150", shown, "1.0 MiB"]]
     assert handed_over_table({"gguf": entry | {"fidelity": None}}).rows[0][2] == "–"
     assert handed_over_table({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}}).rows[0][2] == "30.0 dB"
+    parts = {"clip1": {"quantized": 12, "of": 12}, "vae": {"quantized": 0, "of": 29}}
+    assert handed_over_table({"a": entry | {"parts": parts}}).rows[0][1] == "95 of 150, clip1 12 of 12, vae 0 of 29"
     assert handed_over_table(None).rows == []
     assert "handed over" not in run_table(record())
     assert "gguf         95 of 150" in run_table(record() | {"hand_over": {"gguf": entry}})

@@ -111,7 +111,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path, family=family, parts=parts), denoiser="unet_xl")
     model = SimpleNamespace(adapters=lambda: [], family="sdxl")
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
-    rows = {"a": row("a", 32, 32)}
+    rows = {"unet_xl": {"a": row("a", 32, 32)}}
     make = lambda: hand_over.write_target(  # noqa: E731
         TARGETS["gguf"], loaded, rows, rows, job, folder, "sd-quant hand_over", None, tmp_path
     )
@@ -145,8 +145,9 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
     hand_over.hand_over_run(None, {}, {"gguf": {}}, knobs, run, given)
     assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
-    loaded = SimpleNamespace(parts={}, parameters={})
-    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"a": row("a", 32, 32)}))
+    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
+    loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
+    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"unet": {"a": row("a", 32, 32)}}))
     monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
     monkeypatch.setattr(hand_over, "open_session", lambda *_: SimpleNamespace(checkpoint=None))
     monkeypatch.setattr(hand_over, "handed_over_table", lambda written: None)

@@ -16,7 +16,7 @@ from sd_quant.metrics.latency import Rounds
 from sd_quant.stages import judge, judge_one
 from sd_quant.stages.judge import judge_all
 from sd_quant.stages.judge_one import judged_entry, judged_runtime
-from sd_quant.stages.subjects import OwnLibrary, Subject
+from sd_quant.stages.subjects import OtherPart, OwnLibrary, Subject
 
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
@@ -166,3 +166,18 @@ def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
     others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
     assert len({mark(), *others}) == 5
+
+
+def test_other_parts_have_rows_and_an_entry_of_their_own():
+    row = {"name": "clip1:layer", "format": "int8", "bits": 8.5}
+    plain = {"name": "clip1:other", "format": "high precision", "bits": 16.0}
+    part = OtherPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
+    candidate = replace(subject(), others={"clip1": part})
+    assert judge_one.keys_of_others(candidate) == {"clip1": "theirs clip1"}
+    rows = judge_one.rows_with_others([{"name": "a", "role": "conv", "weight_error": 0.1}], candidate)
+    assert [each["name"] for each in rows] == ["a", "clip1:layer", "clip1:other"]
+    assert [each["weight_error"] for each in rows] == [0.1, 0.01, None] and rows[1]["role"] is None
+    assert judge_one.judged_part(part) == {
+        "reader": "diffusers_sdnq", "maker": "SDNQ", "bits": 10.0, "stored_bytes": 1000,
+        "formats": {"int8": 1, "high precision": 1},
+    }  # fmt: skip

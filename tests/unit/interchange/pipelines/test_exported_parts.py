@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.config.recipe import part_recipe
 from sd_quant.engines.onnxruntime import load
 from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
 from sd_quant.errors import ArtifactError
@@ -22,7 +23,9 @@ from sd_quant.interchange import openvino as openvino_target
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.text_encoders import padded
 from sd_quant.models.unet import UnetPart
+from sd_quant.numbers import relative_error
 from sd_quant.places import HOME
+from sd_quant.quantization.derivation import derive_nearest
 
 from ....pipelines import sd15
 
@@ -183,3 +186,21 @@ def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
     exported_parts.simulate_graph(found, {})
     exact, found = (each.get_buffer("pos_embed.pos_embed") for each in (exact, found))
     assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
+
+
+@pytest.mark.soak
+@torch.no_grad()
+def test_another_network_is_quantized_in_its_graph(handed_over, tmp_path):
+    """An autoencoder's rows are those of both halves, of which each graph has its own. It dequantizes in fp16."""
+    weights = handed_over.checkpoint.components["vae"]
+    names = [name.removesuffix(".weight") for name in weights if name.endswith((".to_q.weight", ".conv1.weight"))]
+    roles = dict.fromkeys(names, "conv")
+    rows = derive_nearest(roles, lambda name: weights[f"{name}.weight"], part_recipe("int8_weight_only"))
+    part, path, inputs = handed_over.parts["vae_decoder"], tmp_path / "model.onnx", handed_over.inputs("vae_decoder", 7)
+    exported_parts.write_consumed(handed_over.checkpoint, part, path, rows)
+    simulated, full = handed_over.module("vae_decoder"), handed_over.module("vae_decoder")(**inputs)
+    own = {name: row for name, row in rows.items() if name.startswith("decoder.")}
+    exported_parts.simulate_graph(simulated, own, part.contract.weights)
+    assert 0 < len(own) < len(rows)
+    (found,) = run_onnx(tmp_path, inputs).values()
+    assert relative_error(simulated(**inputs), found) < 5e-4 < 1e-3 < relative_error(full, found)

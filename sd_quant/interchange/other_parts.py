@@ -1,0 +1,92 @@
+"""Other parts than the denoiser in a foreign format: text encoders and autoencoders whose weights are quantized.
+
+A format writes and reads each as it does the denoiser, of a checkpoint that has it in the denoiser's place. What its
+consumer does not open quantized is written as the checkpoint has it, with the reason: that is no cause to refuse the
+denoiser. The road not taken is a second kind of writer and reader for each format: codes, scales and configs are the
+same, and only names of files differ.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from sd_quant.files.tensors import size_of
+from sd_quant.interchange import READERS, ForeignFormat, format_of
+from sd_quant.interchange.denoiser import QuantizedDenoiser, check_whole
+from sd_quant.interchange.holding import held, not_held
+from sd_quant.interchange.stored import CONFIG, quantization_config, stored_tensors
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, empty_modules
+from sd_quant.quantization.assignment import LayerAssignment
+
+
+def in_place(checkpoint: Checkpoint, part: str) -> Checkpoint:
+    """The ``checkpoint``, with the ``part`` in the denoiser's place if it is another."""
+    return checkpoint if part == checkpoint.family.DENOISER else OtherNetwork(checkpoint, part)
+
+
+def adapted_part(
+    assignment: Mapping[str, LayerAssignment], target: ForeignFormat, checkpoint: Checkpoint, part: str
+) -> dict[str, LayerAssignment]:
+    """The rows of another ``part`` than the denoiser as ``target`` holds them. Nothing is refused."""
+    reason = why_plain(target, checkpoint, checkpoint.parts()[part].component)
+    if reason is not None:
+        return {name: not_held(layer, reason) for name, layer in assignment.items()}
+    return {name: held(layer, target) for name, layer in assignment.items()}
+
+
+def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> str | None:
+    """Why a network is written as the checkpoint has it, or None where its consumer opens a quantized one."""
+    kind = checkpoint.family.NETWORKS[component]
+    if not any(fnmatchcase(kind, pattern) for pattern in target.networks):
+        return f"{target.consumer} opens no quantized {kind}"
+    if target.others and is_upcast(checkpoint, component):
+        return "diffusers casts this pipeline's autoencoder to fp32 (force_upcast), and refuses that of a quantized one"
+    return None
+
+
+def is_upcast(checkpoint: Checkpoint, component: str) -> bool:
+    """Whether diffusers' pipeline casts a network that is in fp16 to fp32 before it calls it, as SDXL's autoencoder."""
+    import diffusers
+
+    casts = any(hasattr(getattr(diffusers, name, None), "upcast_vae") for name in checkpoint.family.PIPELINES)
+    return casts and bool(getattr(empty_modules(checkpoint)[component].config, "force_upcast", False))
+
+
+# Reading
+
+
+def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoiser]:
+    """The parts of ``checkpoint`` in a third-party checkpoint by name, the denoiser first; no weight is read.
+
+    Of others than the denoiser, those that are quantized, each by the format of its own folder in a pipeline's; the
+    denoiser may be unquantized beside them. Raises what ``format_of`` and the readers raise.
+    """
+    parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
+    denoiser = checkpoint.family.DENOISER
+    if parts and not any(each.recognizes(path) for each in READERS.values()):
+        return {denoiser: plain_denoiser(path, checkpoint), **parts}
+    return {denoiser: format_of(path).module.read(path, checkpoint), **parts}
+
+
+def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
+    """The parts other than the denoiser of which a pipeline's folder says that they are quantized."""
+    others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
+    return [
+        name
+        for name, part in others.items()
+        if ((folder := path / part.component) / CONFIG).is_file()
+        and (quantization_config(folder) is not None or any(each.recognizes(folder) for each in READERS.values()))
+    ]
+
+
+def read_part(path: Path, checkpoint: Checkpoint, part: str) -> QuantizedDenoiser:
+    folder = path / checkpoint.parts()[part].component
+    return format_of(folder).module.read(folder, OtherNetwork(checkpoint, part))
+
+
+def plain_denoiser(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser of a pipeline's folder in which other parts alone are quantized."""
+    tensors = stored_tensors(path, checkpoint)
+    denoiser = QuantizedDenoiser(path, "diffusers", "nobody", {}, tensors, size_of(tensors.values()))
+    check_whole(denoiser, checkpoint)
+    return denoiser
