@@ -297,7 +297,7 @@ def test_text_stays_the_same_between_steps():
 
 def model(**changes) -> Model:
     usual = {
-        "family": OBSERVED, "path": ".", "parts": [], "io": None, "width": 64, "height": 64, "sizes": None, "dtype": None,
+        "family": OBSERVED, "path": ".", "parts": [], "io": None, "width": 64, "height": 64, "sizes": None,
         "max_sequence_length": None, "calibration_prompts": "a", "prompts": "a", "arguments": None, "excluded": [],
         "denoiser": None, "observed": None, "loras": [], "encoder": False, "calibration_image": None,
         "calibration_mask": None, "recommended": {}, "dtype": None,
