@@ -226,9 +226,10 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
 
 def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
     """Raises ConfigError where a part is exported in bf16 that the target holds in fp16; a graph's target has all."""
+    if target.bf16 is True:
+        return
     parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS
-    network = networks[parts[checkpoint.family.DENOISER].component]
-    holds = network in target.bf16 if isinstance(target.bf16, frozenset) else target.bf16
+    holds = bool(target.bf16) and networks[parts[checkpoint.family.DENOISER].component] in target.bf16
     held = parts if target.runtime else [checkpoint.family.DENOISER]
     in_bf16 = [name for name in held if parts[name].contract.weights == torch.bfloat16]
     if in_bf16 and not holds:

@@ -107,7 +107,8 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(hand_over, "absent", lambda *_: [])
     monkeypatch.setattr(hand_over, "versions", lambda *_: {})
     family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
-    parts = lambda: {"unet_xl": SimpleNamespace(component="unet")}  # noqa: E731
+    contract = SimpleNamespace(weights=torch.float16)
+    parts = lambda: {"unet_xl": SimpleNamespace(component="unet", contract=contract)}  # noqa: E731
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path, family=family, parts=parts), denoiser="unet_xl")
     model = SimpleNamespace(adapters=lambda: [], family="sdxl")
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
