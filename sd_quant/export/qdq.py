@@ -185,7 +185,7 @@ def smoothed_input(
         return value
     key = (value, id(layer.pre_quant_scale))
     if key not in shared:
-        scale = numbers(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale, dtype)
+        scale = numbers(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half(), dtype)
         shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
     return shared[key]
 

@@ -77,15 +77,15 @@ def assign_calibrated(
             f"statistics of {part}; calibrate with the same quantize.parts, or choose a preset of weights alone "
             "such as int8_weight_only"
         )
-    weights, roles = weights_of_part(loaded, part), roles_of_part(loaded.checkpoint, part)
+    own, roles = weights_of_part(loaded, part), roles_of_part(loaded.checkpoint, part)
     inputs = inputs_of_part(empty_part(loaded.checkpoint, part), roles)
     alone = [shared for shared in inputs if shared.producer is None]  # a factor would have to be multiplied
     recipes = dict.fromkeys((name for shared in alone for name in shared.readers), replace(recipe, alpha=None))
     # as of an autoencoder
     unread = {name for name, role in roles.items() if role != "excluded" and name not in statistics.layers}
     made = derive(
-        roles | dict.fromkeys(unread, "excluded"), lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-        inputs, bias_of=optional(weights, "bias"), recipes=recipes,
+        roles | dict.fromkeys(unread, "excluded"), lambda name: own[f"{name}.weight"], statistics.layers, recipe,
+        inputs, bias_of=optional(own, "bias"), recipes=recipes,
     )  # fmt: skip
     return made | {name: replace(made[name], reason=UNREAD) for name in unread}
 

@@ -260,6 +260,7 @@ def other(field: str) -> object:
         "latents": torch.zeros(1, 4, 8, 8),
         "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
         "sizes": [(64, 64), (64, 128)],
+        "vae_tile": 32,
     }
     return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 
