@@ -203,8 +203,8 @@ def faulty_cut(monkeypatch, network: Network, fault: str, name: str) -> None:
     """Let the layer ``name`` be cut out with the ``fault``."""
     cut_layers = parity.cut_layers
 
-    def cut(onnx_path: Path, assignment, path: Path, prefix: str) -> dict[str, str]:
-        reads = cut_layers(onnx_path, assignment, path, prefix)
+    def cut(onnx_path: Path, assignment, path: Path, *names: object) -> dict[str, str]:
+        reads = cut_layers(onnx_path, assignment, path, *names)
         model, layer = onnx.load(path), assignment[name]
         (node,) = [node for node in model.graph.node if f"{name}.output" in node.output]
         if layer.per_token:

@@ -42,7 +42,8 @@ def assigned(checkpoint, part: str) -> dict[str, LayerAssignment]:
     module = own.wrap(empty_denoiser(place))
     excluded = (*own.excluded, *getattr(module, "unread", ()), *checkpoint.family.EXCLUDED)
     roles = roles_of(network_in(own, module), excluded)
-    return derive_nearest(roles, lambda name: weights[f"{name}.weight"], part_recipe("int8_weight_only"))
+    recipes = dict.fromkeys(roles, part_recipe("int8_weight_only"))
+    return derive_nearest(roles, lambda name: weights[f"{name}.weight"], recipes)
 
 
 def quantized(rows) -> dict[str, LayerAssignment]:
