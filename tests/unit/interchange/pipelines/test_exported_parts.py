@@ -195,7 +195,8 @@ def test_another_network_is_quantized_in_its_graph(handed_over, tmp_path):
     weights = handed_over.checkpoint.components["vae"]
     names = [name.removesuffix(".weight") for name in weights if name.endswith((".to_q.weight", ".conv1.weight"))]
     roles = dict.fromkeys(names, "conv")
-    rows = derive_nearest(roles, lambda name: weights[f"{name}.weight"], part_recipe("int8_weight_only"))
+    recipes = dict.fromkeys(roles, part_recipe("int8_weight_only"))
+    rows = derive_nearest(roles, lambda name: weights[f"{name}.weight"], recipes)
     part, path, inputs = handed_over.parts["vae_decoder"], tmp_path / "model.onnx", handed_over.inputs("vae_decoder", 7)
     exported_parts.write_consumed(handed_over.checkpoint, part, path, rows)
     simulated, full = handed_over.module("vae_decoder"), handed_over.module("vae_decoder")(**inputs)
