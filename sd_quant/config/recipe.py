@@ -75,6 +75,7 @@ def part_presets() -> list[str]:
     return [name for name in presets() if part_recipe(name) is not None]
 
 
+TEXT_ENCODERS = "text_encoders"  # in ``quantize.parts``: every text encoder that has no preset of its own
 OF_PARTS = Limit(
     lambda parts: set(parts.values()) <= set(part_presets()),
     lambda: f"a preset for each part, of {', '.join(part_presets())}",
@@ -93,7 +94,7 @@ class Quantize(Recipe):
     parts: Annotated[
         dict[str, str] | None,
         OF_PARTS,
-        "other parts that are quantized, such as text encoders: a preset for each",
+        "other parts that are quantized, a preset for each; text_encoders: for all of those",
     ]
     exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[

@@ -31,6 +31,7 @@ class PipelineCall:
     runtime: Runtime
     pixels: int  # of all images in the call
     fp32: bool  # whether torch computes in fp32 on a GPU too, where a number takes two bytes otherwise
+    decoded: int  # pixels that the autoencoder decodes at a time: fewer, where it decodes in tiles
 
     @property
     def bytes_on_gpu(self) -> int:
@@ -38,33 +39,33 @@ class PipelineCall:
         return TORCH_BYTES if self.fp32 else TORCH_BYTES // 2
 
 
-def activations(parameters: Parameters, pixels: int) -> dict[str, int]:
+def activations(parameters: Parameters, call: PipelineCall) -> dict[str, int]:
     """Bytes of each part's activations, with both samples of guidance in a call."""
-    denoiser = next(iter(parameters))
-    autoencoder = {part: VAE_PIXEL * pixels for part in ("vae", VAE_ENCODER) if part in parameters}
-    return dict.fromkeys(parameters, 0) | {denoiser: 2 * DENOISER_PIXEL * pixels} | autoencoder
+    autoencoder = {"vae": VAE_PIXEL * call.decoded, VAE_ENCODER: VAE_PIXEL * call.pixels}
+    own = {next(iter(parameters)): 2 * DENOISER_PIXEL * call.pixels, **autoencoder}
+    return {part: own.get(part, 0) for part in parameters}
 
 
 def working_bytes(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
     """Bytes that one call of each part takes beside all weights: its activations and the process."""
     share = 1.0 if call.runtime.device == "cpu" else call.bytes_on_gpu / TORCH_BYTES
-    return {part: PROCESS + share * size for part, size in activations(parameters, call.pixels).items()}
+    return {part: PROCESS + share * size for part, size in activations(parameters, call).items()}
 
 
-def all_open(parameters: Parameters, bytes_each: float, pixels: int) -> dict[str, float]:
+def all_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> dict[str, float]:
     """Bytes of all parts of a variant, by what takes them."""
-    largest = max(activations(parameters, pixels).values())
+    largest = max(activations(parameters, call).values())
     return {"weights": bytes_each * sum(parameters.values()), "activations": largest, "process": PROCESS}
 
 
-def one_open(parameters: Parameters, bytes_each: float, pixels: int) -> float:
+def one_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> float:
     """The most bytes that one part of a variant takes."""
-    return PROCESS + max(bytes_each * parameters[part] + size for part, size in activations(parameters, pixels).items())
+    return PROCESS + max(bytes_each * parameters[part] + size for part, size in activations(parameters, call).items())
 
 
 def memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
     """Bytes that one variant of the model takes with all its parts open, by what takes them."""
-    return all_open(parameters, call.runtime.bytes_per_parameter, call.pixels)
+    return all_open(parameters, call.runtime.bytes_per_parameter, call)
 
 
 def memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
@@ -77,7 +78,7 @@ def memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[str, 
 
 def gpu_memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
     """Bytes of a GPU that one variant takes, by what takes them; none for an engine that computes on the CPU."""
-    return {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call.pixels)
+    return {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
 
 
 def gpu_memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
@@ -90,18 +91,18 @@ def gpu_memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[s
 
 def memory_of_part(parameters: Parameters, call: PipelineCall) -> float:
     """The most bytes that one variant takes with one part open at a time."""
-    return one_open(parameters, call.runtime.bytes_per_parameter, call.pixels)
+    return one_open(parameters, call.runtime.bytes_per_parameter, call)
 
 
 def gpu_memory_of_part(parameters: Parameters, call: PipelineCall) -> float:
     """The most bytes of a GPU that one variant takes with one part open at a time."""
-    return one_open(parameters, call.bytes_on_gpu, call.pixels)
+    return one_open(parameters, call.bytes_on_gpu, call)
 
 
 def memory_of_simulation(parameters: Parameters, call: PipelineCall) -> float:
     """The most bytes that the denoiser takes in fp32 with ModelOpt's quantizers."""
     denoiser = next(iter(parameters))
-    return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call.pixels)[denoiser]
+    return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call)[denoiser]
 
 
 def memory_of_plan(parameters: Parameters) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_quant.config import Infer, Model, Quantize
-from sd_quant.config.recipe import part_recipe
+from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import check
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
@@ -31,7 +31,8 @@ class Loaded(Session):
     kept: int  # how many of the most sensitive layers stay in high precision
     model: Model
     infer: Infer  # the images that are made, whose guidance scale calibration takes too
-    part_recipes: Mapping[str, Recipe]  # of other parts than the denoiser that are quantized
+    part_presets: Mapping[str, str]  # of other parts than the denoiser that are quantized by ``quantize.parts``
+    part_recipes: Mapping[str, Recipe]  # of the same parts
 
     @property
     def guidance_scale(self) -> float:
@@ -90,23 +91,30 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
         check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
-    others = recipes_of_parts(session, recipe)
-    loaded = Loaded(checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, model, infer, others)
+    presets = presets_of_parts(session, recipe.parts or {})
+    others = recipes_of_parts(session, presets)
+    loaded = Loaded(
+        checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, model, infer, presets, others
+    )  # fmt: skip
     check_readers(loaded)
     return loaded
 
 
-def recipes_of_parts(session: Session, recipe: Quantize) -> dict[str, Recipe]:
-    """The recipes of the other parts that are quantized.
-
-    Raises ConfigError for a part that cannot be, or a preset that does not fit its layers.
-    """
+def presets_of_parts(session: Session, given: Mapping[str, str]) -> dict[str, str]:
+    """The presets of other parts than the denoiser, with text encoders by name. Raises ConfigError for a wrong part."""
     others = [part for part in exported(session.parts) if part != session.denoiser]
-    for part in recipe.parts or ():
+    named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component != "vae"]}
+    for part in given:
         expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"
-        check(part in others, "quantize.parts", part, expected)
+        check(part in others or bool(named.get(part)), "quantize.parts", part, expected)
+    together = {part: given[name] for name, parts in named.items() if name in given for part in parts}
+    return together | {part: preset for part, preset in given.items() if part in others}
+
+
+def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, Recipe]:
+    """The recipes of other parts by their presets. Raises ConfigError for one that does not fit a part's layers."""
     recipes = {}
-    for part, preset in (recipe.parts or {}).items():
+    for part, preset in presets.items():
         if (found := part_recipe(preset)) is not None:
             network, roles = empty_part(session.checkpoint, part), roles_of_part(session.checkpoint, part)
             shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}

@@ -42,7 +42,8 @@ NOTHING = Needs()
 def workload_of(infer: Infer) -> PipelineCall:
     """The work of one call of the pipeline, by the knobs."""
     pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
-    return PipelineCall(RUNTIMES[infer.engine], pixels, fp32=infer.precision == "fp32")
+    tile = pixels if infer.vae_tile is None else infer.batch_size * infer.vae_tile**2
+    return PipelineCall(RUNTIMES[infer.engine], pixels, infer.precision == "fp32", min(pixels, tile))
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:

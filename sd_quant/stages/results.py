@@ -106,7 +106,7 @@ def record_of(
         "layers": count_layers(assignment),
         "parts": {
             part: part_entry(results, part, preset)
-            for part, preset in (job.quantize.parts or dict.fromkeys(results.chosen.parts, "fit")).items()
+            for part, preset in (loaded.part_presets or dict.fromkeys(results.chosen.parts, "fit")).items()
         },
         "memory": results.memory,
         "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},

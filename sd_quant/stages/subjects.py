@@ -211,7 +211,7 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
     job.infer = copy.copy(runs.infer)
     for knob, value in guided.items():
         setattr(job.infer, knob, value)
-    _, assignments = assignment_of(job, run, StageTimer(), session, runs.directory)
+    loaded, assignments = assignment_of(job, run, StageTimer(), session, runs.directory)
     path, others = artifact(run, "onnx", session.denoiser), dict(assignments)
     assignment = others.pop(session.denoiser)
     return Subject(
@@ -220,7 +220,7 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
         runtime=run_runtime(path, engine, record, runs),
         others={
             part: OtherPart(
-                RUN, f"sd-quant {(job.quantize.parts or {})[part]}", onnx_bytes(run, part),
+                RUN, f"sd-quant {loaded.part_presets.get(part, 'fit')}", onnx_bytes(run, part),
                 8 * onnx_bytes(run, part) / session.parameters[part],
                 [row | {"name": f"{part}:{row['name']}"} for row in rows_of_run(own)],
                 partial(open_simulated, session.checkpoint, own, part),

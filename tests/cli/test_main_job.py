@@ -104,7 +104,8 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}", "report: file://"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
-    stages = ("load", "calibrate", "assign", "images", "export", "plans", "hand_over", "parity", "latency")
+    stages = ("load", "calibrate", "assign", "images", "export", "plans", "hand_over", "parity", "latency",
+              "memory")  # fmt: skip
     assert set(record["stages"]) == set(stages)
     assert all(f"{stage} ..." in log for stage in stages)
 

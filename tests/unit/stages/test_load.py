@@ -86,6 +86,12 @@ def test_a_calibrated_part_has_its_inputs_quantized_and_its_norms_absorb_what_sm
     assert norms == {f"text_model.encoder.layers.{block}.layer_norm{norm}" for block in range(3) for norm in (1, 2)}
 
 
+def test_all_text_encoders_can_be_named_together():
+    made = loaded("quantize.parts={text_encoders:int8_weight_only,clip2:int8_dynamic}")
+    assert made.part_presets == {"clip1": "int8_weight_only", "clip2": "int8_dynamic"}
+    assert made.part_recipes.keys() == {"clip1", "clip2"} and made.part_recipes["clip2"].per_token
+
+
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
     alone = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]", preset="int8_per_tensor")
     name = next(iter(alone.weights_alone))

@@ -22,7 +22,8 @@ STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.item
 
 
 def images(size: int = 1024, engine: str = "openvino") -> SimpleNamespace:
-    return SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto")
+    return SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto",
+                           vae_tile=None)  # fmt: skip
 
 
 def run(size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino") -> Needs:
@@ -86,6 +87,15 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
     assert "calibrate" not in given
     free.bytes = int(75e9)
     assert fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+
+
+def test_tiles_bound_what_the_decoder_takes():
+    tiled = SimpleNamespace(**{**vars(images()), "vae_tile": 512})
+    whole, in_tiles = (memory_model.working_bytes(SDXL, workload_of(each)) for each in (images(), tiled))
+    assert (
+        in_tiles["vae"] - memory_model.PROCESS == (whole["vae"] - memory_model.PROCESS) / 4
+        and in_tiles["unet_xl"] == whole["unet_xl"]
+    )
 
 
 def test_a_disk_that_is_too_small(tmp_path, memory):

@@ -40,7 +40,8 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(monkeypatch, simu
     monkeypatch.setattr(session, "check_request", lambda model, infer: checked.append("request"))
     monkeypatch.setattr(Session, "check", lambda self, model, infer: checked.append("structure"))
     monkeypatch.setattr(Session, "parameters", {"unet_xl": 2_567_463_684, "vae": 49_490_199})
-    infer = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto")
+    infer = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto",
+                            vae_tile=None)  # fmt: skip
     Session(checkpoint=None).check_images(None, infer, simulated)
     assert [set(needs.gpu) for needs in asked] == [stages] and checked == ["request", "structure"]
 
@@ -50,5 +51,6 @@ def test_parts_are_open_together_only_where_a_gpu_holds_them_too(monkeypatch, ro
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1e12)
     monkeypatch.setattr(memory, "available_cuda_memory_bytes", lambda: room)
     monkeypatch.setattr(Session, "parameters", {"unet_xl": 2_567_463_684, "vae": 49_490_199})
-    infer = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto")
+    infer = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto",
+                            vae_tile=None)  # fmt: skip
     assert Session(checkpoint=None).together(workload_of(infer)) is together
