@@ -127,10 +127,12 @@ def why_not_exported(session: Session, infer: Infer) -> str | None:
     return f"the {session.denoiser} is not exported, because {refused}"
 
 
-def why_not_measured(job: QuantizeJob, step: StageTimer) -> str | None:
+def why_not_measured(job: QuantizeJob, step: StageTimer, directory: Path) -> str | None:
     """Why memory is not measured by part; None where it is."""
     if not job.memory_of_parts:
         return "memory_of_parts is false"
+    if in_sweep(directory):
+        return "a sweep opens no engine once more for each job; a run alone measures it"
     return None if step.resets else "/proc/self/clear_refs cannot be written"
 
 
@@ -201,7 +203,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated,
             chosen.parts,
         )  # fmt: skip
-    memory: dict = {"reason": why_not_measured(job, step)}
+    memory: dict = {"reason": why_not_measured(job, step, directory)}
     if memory["reason"] is None:
         with step("memory"):
             memory = memory_of_parts(variants, job.infer, step.restart_peak)
