@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Operations to which opsets 21, 22 and 23 only add types; others may have changed in these opsets.
 ONLY_MORE_TYPES = {
-    *("Cast", "Conv", "Cos", "InstanceNormalization", "Reshape", "Shape", "Sin", "Squeeze", "Transpose", "Unsqueeze"),
+    *("Cast", "Constant", "ConstantOfShape", "Conv", "Cos", "Flatten", "Identity", "InstanceNormalization", "Pad"),
+    *("Reshape", "Shape", "Sin", "Size", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 BF16_OPSET = (

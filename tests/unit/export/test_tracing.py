@@ -1,5 +1,6 @@
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
@@ -8,8 +9,9 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
+from sd_quant.errors import ArtifactError
 from sd_quant.export import tracing
-from sd_quant.export.tracing import OPSET, drop_squeezes, promote_concatenated, trace, transpose_keys
+from sd_quant.export.tracing import OPSET, drop_squeezes, promote_concatenated, raise_opset, trace, transpose_keys
 from sd_quant.models.parts import Contract
 from tests.graphs import run, save_graph
 
@@ -220,3 +222,19 @@ def test_a_reshape_that_is_no_transposition_stays(axes, replaced, tmp_path):
     assert torch.equal(run("reference", path, given)["out"], expected)
     made = {node.outputs[0].name: node for node in model.graph}["out"].inputs[0].producer()
     assert (made.op_type == "Transpose") == replaced
+
+
+@pytest.mark.parametrize("opset", [21, 22, 23])
+def test_an_opset_is_raised_past_operations_that_gain_types_and_not_past_others(opset):
+    """SDXL's text encoders are padded with zeros; group normalization reads its scales per channel from opset 21 on."""
+    header = '<ir_version: 9, opset_import: ["" : 20]>'
+    padded = f"{header} graph (float16[2,77,8] x, int64[6] pads) => (float16[2,80,8] y) {{ y = Pad(x, pads) }}"
+    raise_opset(model := ir.from_proto(onnx.parser.parse_model(padded)), opset)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert model.opset_imports[""] == opset
+    grouped = (
+        f"{header} graph (float16[2,8,4] x, float16[2] scale, float16[2] bias) => (float16[2,8,4] y) "
+        "{ y = GroupNormalization <num_groups = 2> (x, scale, bias) }"
+    )
+    with pytest.raises(ArtifactError, match=f"GroupNormalization, which may mean something else in opset {opset}"):
+        raise_opset(ir.from_proto(onnx.parser.parse_model(grouped)), opset)
