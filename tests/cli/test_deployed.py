@@ -89,6 +89,7 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image).astype(float)
 
 
+@pytest.mark.soak
 def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pictures):
     record = record_of(changed)
     assert record["prompts"] == ["a red cat"] * 3
@@ -107,6 +108,7 @@ def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pi
     assert inputs["image"]["sha256"] and inputs["calibration_image"]["sha256"] != inputs["image"]["sha256"]
 
 
+@pytest.mark.soak
 def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, tmp_path):
     knobs = f"run={changed}", f"infer.image={pictures}/b.png", "prompts=[a house]", "steps=4", "num_warmup_runs=0"
     for name, more in {
@@ -180,6 +182,7 @@ def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_p
     assert "The LoRA style.safetensors:0.5 is fused into the weights" in card
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, tiny, style, tmp_path):
     result = command(
         "export_trt.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64",

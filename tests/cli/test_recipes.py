@@ -65,6 +65,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert record["smoothing"]["multiplications"] == len(searched) > 4
 
 
+@pytest.mark.soak
 def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tmp_path):
     """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph."""
     knobs = ("quantize=svdquant_w4a16", "quant_level=1")
@@ -129,6 +130,7 @@ def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_grap
     assert "calibration" in record_of(run)["inputs"]
 
 
+@pytest.mark.soak
 def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     """Each has another value than by default; what it decides is looked for in what the job leaves."""
     prompts = ["a cat", "a dog", "a key"]

@@ -81,6 +81,7 @@ def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, s
     assert without_times(tmp_path / "sweep/summary.csv") == without_times(unbroken / "table.csv")
 
 
+@pytest.mark.soak
 def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, sweep_arguments):
     """Of the finished sweep one job is made to fail."""
     broken = unbroken / "sweep" / JOBS[1]

@@ -44,7 +44,13 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize(
     "preset",
-    ["int8", "int8_dynamic", "fp8", "convrot_w4a4", "svdquant_w4a4", "svdquant_nvfp4", "mxfp8", "q4_k_weight_only"],
+    [
+        *("int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8"),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("svdquant_w4a4", "svdquant_nvfp4", "q4_k_weight_only")
+        ),
+    ],
 )
 def test_it_computes_what_the_simulation_does(preset, tmp_path: Path):
     torch.manual_seed(0)

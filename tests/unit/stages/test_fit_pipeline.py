@@ -3,6 +3,7 @@
 import csv
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,13 +103,14 @@ def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
     least, whole = (sum(getattr(offer, size) for offer in offers.values()) for size in ("least", "whole"))
     for size in (math.ceil(beside + least) - 1, math.ceil(beside + whole)):
         with pytest.raises(ConfigError) as refusal:
-            stage.check_fit(loaded(f"fit={size}"))
+            stage.check_fit(replace(given, recipe=replace(given.recipe, fit=size)))
         assert str(refusal.value).startswith(
             f"fit is {size}, expected from {math.ceil(beside + least)} bytes, which unet_xl, vae, clip1, clip2 take at"
         )
         assert f"svdquant_w4a4 or int8, {beside / 1e9:.2f} GB for a call" in str(refusal.value)
         assert f"to {math.ceil(beside + whole) - 1}, below which" in str(refusal.value)
-    one_by_one = stage.groups_of(given := loaded("fit=1.04GB", "quantize.resident=one"), stage.offers_of(given))
+    apart = replace(given, recipe=replace(given.recipe, fit="1.04GB", resident="one"))
+    one_by_one = stage.groups_of(apart, offers)
     assert [group.parts for group in one_by_one] == [["unet_xl"], ["vae"], ["clip1"], ["clip2"]]
     assert max(group.working for group in one_by_one) == beside
     stage.check_fit(loaded())  # there is nothing to check
