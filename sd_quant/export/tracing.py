@@ -33,9 +33,8 @@ ONLY_MORE_TYPES = {
     *("Reshape", "Shape", "Sin", "Size", "Squeeze", "Transpose", "Unsqueeze"),
 }
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
-BF16_OPSET = (
-    22  # the first with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by
-)
+# The first opset with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by.
+BF16_OPSET = 22
 TYPE = "tensor(bfloat16)"  # as ONNX's schemas name it
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
 # They log every node that they touch, or what they cannot trace, which is raised as well.

@@ -47,19 +47,6 @@ def names(model) -> list[str]:
     return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
 
-@pytest.fixture
-def calls(model):
-    """How often each part has run since the test began."""
-    counted = dict.fromkeys(model.parts, 0)
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: counted.update({name: counted[name] + 1}))
-        for name, part in model.parts.items()
-    ]
-    yield counted
-    for hook in hooks:
-        hook.remove()
-
-
 def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> Statistics:
     return calibrate(model, names, prompts, sampling, checkpoint_sha256=SHA256, accelerator="cpu", **options)
 

@@ -35,19 +35,6 @@ def names(model) -> dict[str, list[str]]:
     return {part: [name for name, role in of_part.items() if role != "excluded"] for part, of_part in roles.items()}
 
 
-@pytest.fixture
-def calls(model):
-    """How often each part has run since the test began."""
-    counted = dict.fromkeys(model.parts, 0)
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: counted.update({name: counted[name] + 1}))
-        for name, part in model.parts.items()
-    ]
-    yield counted
-    for hook in hooks:
-        hook.remove()
-
-
 @pytest.fixture(scope="module")
 def whole(model, names):
     return collect_parts(FABRIC, model, names, PROMPTS, SAMPLING)
