@@ -113,11 +113,13 @@ def quantize_layer(
     node = only_reader(weight)
     rows = node.op_type == "Gemm"
     if rows:
+        end_in_identity(graph, node)
         node = split_gemm(graph, node)
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node
         node = only_reader(transpose.outputs[0])
+    end_in_identity(graph, node)
     dtype, scales = weight.dtype, type_of_scales(weight.dtype)
     wide = dtype != scales and (layer.activation_format or layer.multiplies or layer.rotation)
     x = cast(graph, node, node.inputs[0], scales, f"{layer.name}.in_fp32", shared) if wide else node.inputs[0]
@@ -150,6 +152,19 @@ def quantize_layer(
     node.replace_input_with(1, value)
     if transposed:
         graph.remove(transpose, safe=True)
+
+
+def end_in_identity(graph: ir.Graph, node: ir.Node) -> None:
+    """Put an Identity behind a ``node`` that makes an output of the graph, so that other nodes can come between."""
+    product = node.outputs[0]
+    if not product.is_graph_output():
+        return
+    last = ir.node("Identity", [product])
+    output = last.outputs[0]
+    output.name, product.name = product.name, f"{product.name}.product"
+    output.type, output.shape = product.type, product.shape
+    graph.outputs[list(graph.outputs).index(product)] = output
+    graph.append(last)
 
 
 def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:

@@ -42,6 +42,37 @@ class Decoder(nn.Module):
         return self.two(nn.functional.silu(self.one(nn.functional.silu(tokens))))
 
 
+class Projection(nn.Module):
+    """A linear whose output is the network's, as of CLIP's text_projection."""
+
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.one = nn.Linear(WIDTH, 64, bias=bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.one(z.mean((2, 3)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("preset", ["int8_weight_only", "int8_dynamic"])
+def test_a_linear_may_end_the_graph(bias, preset, tmp_path: Path):
+    torch.manual_seed(0)
+    network, z = Projection(bias).eval().requires_grad_(False), torch.randn(2, WIDTH, 4, 4)
+    layers, recipe = {"one": network.one}, recipe_of(preset, "quant_level=3")
+    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
+        network(z=z)
+    inputs = [SharedInput(("one",))]
+    assignment = derive({"one": "linear"}, lambda _: network.one.weight, statistics.layers, recipe, inputs)
+    graph = trace(lambda: Projection(bias), CONTRACT)
+    names = [value.name for value in graph.graph.outputs]
+    read = network.state_dict().__getitem__
+    write_onnx(graph, path := tmp_path / "text.onnx", inputs=1, prefix="", read=read, assignment=assignment)
+    onnx.checker.check_model(path, full_check=True)
+    found = load_engine("onnxruntime", path)(z=z)
+    assert list(found) == names == ["dec"]
+    assert relative_error(simulate(copy.deepcopy(network), assignment)(z), found["dec"]) < 1e-3
+
+
 @pytest.mark.parametrize(
     "preset",
     [
