@@ -266,9 +266,9 @@ def handed_over(options: argparse.Namespace, target: str) -> dict:
     checkpoint, folder = open_nemo(options.checkpoint), emptied(options.work / "hand_over")
     recipe = recipe_of(HANDED_OVER[target], f"quant_level={HIGHEST}")
     known, derive_seconds = timed(lambda: derived(options, checkpoint, recipe))
-    rows = rows_of([target], known)[target]
+    rows = rows_of([target], {checkpoint.family.DENOISER: known}, checkpoint)[target]
     _, seconds = timed(lambda: write_folder(folder, TARGETS[target], checkpoint, rows))
-    layers = sum(row.format is not None for row in rows.values())
+    layers = sum(row.format is not None for own in rows.values() for row in own.values())
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder), "layers": layers}
 
 

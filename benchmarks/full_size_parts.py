@@ -98,7 +98,7 @@ def export(work: Path, model: str, part: str, preset: str) -> dict:
     """Write one file, and return its figures."""
     loaded = opened(work, model, part, INT8)
     read = time.perf_counter()
-    assignment = {} if preset == UNQUANTIZED else assign_parts(loaded)[part]
+    assignment = {} if preset == UNQUANTIZED else assign_parts(loaded, {})[part]
     derived = time.perf_counter()
     graph, traced = trace_part(loaded.checkpoint, part), time.perf_counter()
     folder = work / f"{model}_{part}_{preset}"
