@@ -157,6 +157,8 @@ def main() -> None:
         write_json(work / f"{given.row.replace(':', '_')}.json", found)
         return
     work.mkdir(parents=True, exist_ok=True)
+    if any(work.iterdir()) and not (work / "write.json").exists():  # its folders are replaced
+        parser.error(f"--work is {work}, which has files that this script has not written; name an empty folder")
     rows = [] if (work / "write.json").exists() else ["write"]
     for row in ROWS:
         rows += [f"{kind}:{':'.join(row)}" for kind in ("export", *(["call"] if given.call and row[2] == INT8 else []))]

@@ -147,7 +147,7 @@ class Quantize(Recipe):
 
     @property
     def chooses_bits(self) -> bool:
-        """Whether layers get one of several formats each."""
+        """Whether a limit of bytes decides which format each layer gets."""
         return self.budget is not None or self.fit is not None
 
 

@@ -78,7 +78,7 @@ def cut_layers(
 
 
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
-    """What ``values`` have under the name that a dequantized ``weight`` has where its layer reads it."""
+    """The dequantized ``weight`` as its layer reads it, by its name in ``values``: cast or shaped where it was."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 

@@ -126,7 +126,7 @@ def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | Non
 
 
 def is_held(layer: LayerAssignment, target: ForeignFormat) -> bool:
-    """Whether the target holds a quantized layer as it is, with its branch."""
+    """Whether the target takes a quantized layer unchanged, its low-rank branch included."""
     return why_not_held(layer, target) is None and (layer.low_rank is None or target.low_rank)
 
 

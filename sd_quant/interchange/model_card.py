@@ -29,7 +29,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         f"Quantized by sd-quant: {knobs}.",
         f"{figures['quantized']} of {figures['of']} layers are in {inputs}; all else is in {figures['dtype']}.",
         *(
-            f"Of {name}, {part['quantized']} of {part['of']} layers are quantized, their weights alone."
+            f"Of {name}, {part['quantized']} of {part['of']} layers are quantized."
             for name, part in figures["parts"].items()
         ),
         "",

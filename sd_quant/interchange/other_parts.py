@@ -45,7 +45,7 @@ def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> 
 
 
 def is_upcast(checkpoint: Checkpoint, component: str) -> bool:
-    """Whether diffusers' pipeline casts a network that is in fp16 to fp32 before it calls it, as SDXL's autoencoder."""
+    """Whether diffusers casts the network from fp16 to fp32 before it calls it, as it does SDXL's autoencoder."""
     import diffusers
 
     casts = any(hasattr(getattr(diffusers, name, None), "upcast_vae") for name in checkpoint.family.PIPELINES)

@@ -206,7 +206,7 @@ def quantized_by(path: Path, method: str) -> bool:
 
 
 def weights_name(network: nn.Module) -> str:
-    """What names of a network's weight files begin with in a folder, by the library of its class."""
+    """The stem of a network's weight files: ``model`` by transformers, ``diffusion_pytorch_model`` by diffusers."""
     return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
 
 

@@ -31,6 +31,6 @@ def stated_dtype(dtypes: Dtypes, part: str) -> str | None:
 
 
 def may_be_bf16(dtypes: Dtypes) -> bool:
-    """Whether the weights of a part may be exported in bf16."""
+    """Whether these ``dtypes`` ask for bf16 in any part, or allow it where the checkpoint stores it."""
     stated = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
     return not {"bf16", STORED}.isdisjoint(stated)

@@ -156,7 +156,7 @@ class Recipe:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether an assignment depends on the inputs of layers, and so on calibration."""
+        """Whether it is derived from inputs of layers, which calibration collects."""
         pairs = self.enable.conv, self.enable.linear
         return self.rank != 0 or any(pair.activation or self.chooses_codes(pair.weight) for pair in pairs)
 

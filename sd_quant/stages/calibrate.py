@@ -10,7 +10,7 @@ from torch import nn
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.overflow import too_large
-from sd_quant.calibration.parts import calibrate_parts
+from sd_quant.calibration.parts import DECODER, calibrate_parts
 from sd_quant.config import Quantize, RecipeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
@@ -59,6 +59,8 @@ def statistics_of(
             input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides
         )
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
+    calibrated = [part for part, recipe in part_recipes.items() if recipe.needs_inputs]
+    kept = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
     prompts = job.calibration_prompts() if prompts is None else prompts
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     statistics = calibrate(
@@ -73,9 +75,9 @@ def statistics_of(
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs, sampling.steps_taken),
         between_calls=between_calls,
-        on_latent=latents.__setitem__,
+        **kept,
     )
-    if calibrated := [part for part, recipe in part_recipes.items() if recipe.needs_inputs]:
+    if calibrated:
         of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
         layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
         statistics.parts = calibrate_parts(

@@ -3,9 +3,8 @@
 ``quantize.py`` exports the assignment that it has. For a run that is done, the assignment is derived again from the
 run's knobs and its statistics, which the cache has; it has to be the run's own. What is written is read back by the
 format's own reader, and images are made with what it has read. Other parts than the denoiser are written quantized
-where the target's consumer opens them so, else as they are, which the card and the closing table say.
-The road not taken is to keep the assignment in the
-run's folder: with chosen codes it is as large as the exported file.
+where the target's consumer opens them so, else as they are, which the card and the closing table say. The road not
+taken is to keep the assignment in the run's folder: with chosen codes it is as large as the exported file.
 """
 
 import csv

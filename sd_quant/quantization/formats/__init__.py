@@ -191,7 +191,7 @@ def dividing(name: str, numbers: int) -> str:
 
 
 def divides(name: str, numbers: int) -> bool:
-    """Whether a weight of so many ``numbers`` an output can have the format, or the one that stands in for it."""
+    """Whether blocks of the format, or of its stand-in, divide ``numbers``, those of a weight for one output."""
     block = FORMATS[dividing(name, numbers)].block
     return block is None or numbers % block == 0
 

@@ -30,7 +30,7 @@ def test_a_card_says_everything():
         "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
         f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",
         "- 55 in high precision: it holds no convolutions",
-        "Of clip1, 12 of 12 layers are quantized, their weights alone.",
+        "Of clip1, 12 of 12 layers are quantized.",
         "- 29 of vae in high precision: it\n",
         "- the encoder",
         "    python quantize.py alpha=0.8",
