@@ -44,7 +44,7 @@ CAPTIONS = {
     "pareto_size": "Fidelity and the size of the denoiser: of its ONNX file, or of what a candidate stores for it.",
     "parts": "The files of all parts, before and after, and the memory that their engines hold, each measured alone "
     "and added up: beside the process, with the most that opening or calling one of them takes beyond. With one part "
-    "open at a time, the largest has to fit; quantize.parts shrinks others than the denoiser.",
+    "open at a time, the largest has to fit; quantize.parts and fit shrink others than the denoiser.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "ranges": "How large the inputs of three layers are at each denoising step, of those that change most: of a linear "
     "its channels', of a convolution its prompts'. The dashed line is the largest that the recipe keeps.",
