@@ -28,7 +28,7 @@ from sd_quant.metrics.intervals import mean_interval
 from sd_quant.models.parts import exported
 from sd_quant.quantization.budget import assigned_bytes
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.variants import Assignments, Simulated, open_engine
 
@@ -80,13 +80,13 @@ def main() -> None:
 
     infer = model.job(None, {}, {"prompts": prompts, "steps": chosen.steps, "batch_size": 8}).infer
     watched = WatchedVariant(engines({}), {})
-    full = generate(pipeline_of(checkpoint, watched), prompts, infer, "full precision")
+    full = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "full precision")
     inputs = {part: calls[0] for part, calls in watched.seen.items() if part in others}
     outputs = {part: watched[part](**given) for part, given in inputs.items()}
     table = {}
     for name, assignments in rows.items():
         made = engines(assignments)
-        images = generate(pipeline_of(checkpoint, made), prompts, infer, name)
+        images = generate(pipeline_of(checkpoint, made), prompts, sampling_of(infer), name)
         cosines = {
             part: {output: moved(outputs[part][output], found) for output, found in made[part](**given).items()}
             for part, given in inputs.items()

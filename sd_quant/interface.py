@@ -15,7 +15,7 @@ and checks them as it does for a command, so a knob that is misspelt or out of r
 own, which would be another product after a year.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,9 +34,9 @@ from sd_quant.config import Infer, Quantize, QuantizeJob, artifact
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Generated
+from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.interchange import TARGETS
-from sd_quant.knobs import check, fields_of, near, one_of
+from sd_quant.knobs import check, check_unused, fields_of, near, one_of
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
@@ -55,7 +55,7 @@ from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose, rows_of_layers
 from sd_quant.stages.export_onnx import delivered_files, export_parts
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
 from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
@@ -190,13 +190,14 @@ class Model:
         prompts: str | Sequence[str],
         knobs: Mapping[str, object],
         assignments: Mapping[str, Mapping[str, LayerAssignment]] = {},
+        sampling: Callable[[Infer], Sampling] = recipe_sampling,
     ) -> Generated:
         """Images and latents by torch, with the parts quantized that have an assignment."""
         session, infer = to_generate(self, prompts, knobs, simulated=bool(assignments))
         variant = torch_variant(session, infer, assignments)
         try:
             what = "quantized" if assignments else "full precision"
-            return generate(pipeline_of(session.checkpoint, variant), infer.prompt_list(), infer, what)
+            return generate(pipeline_of(session.checkpoint, variant), infer.prompt_list(), sampling(infer), what)
         finally:
             variant.pool.close()
 
@@ -307,7 +308,7 @@ class Quantized:
         else:
             session, infer = to_generate(self.model, prompts, knobs, simulated=True)
             loaded = replace(self.loaded, checkpoint=session.checkpoint)
-            reference = self.model.generate(prompts, knobs).images
+            reference = self.model.generate(prompts, knobs, sampling=sampling_of).images
             measure = measured_by(loaded, held, TARGETS[target], infer, reference)
         opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
         code = [
@@ -437,7 +438,7 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
     if len(models) != 1:
         raise ConfigError(f"recipes of {len(models)} models were given, expected some of one model")
     (model,) = models.values()
-    full = model.generate(prompts, knobs)
+    full = model.generate(prompts, knobs, sampling=sampling_of)
     results = []
     for each in quantized:
         made = model.generate(prompts, knobs, each.assignments)
@@ -451,6 +452,8 @@ def to_generate(
 ) -> tuple[Session, Infer]:
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
+    because = "quantize.py chooses the steps; its record has them, for infer.schedule"
+    check_unused(job.infer, "infer.", [("reuse", None, because)])
     # images from images take one part more, and its weights were read with the others
     session = open_session(job.model, finite=False) if job.model.encoder else model.session
     session.check_images(job.model, job.infer, simulated)

@@ -196,7 +196,7 @@ def collect_segment(
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}
     pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.denoiser.get_submodule(name) for name in names}
-    batched = [name for name, shape in denoiser_part(checkpoint).contract.inputs.items() if shape[:1] == ("batch",)]
+    batched = denoiser_part(checkpoint).contract.batched
     linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
     text = text_readers(checkpoint.family.shared_inputs(linears))
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]

@@ -1,6 +1,7 @@
 """The section ``infer``: how images are made and timed."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import Annotated
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.model import check_source_files
-from sd_quant.config.sections import SEED, SIDE, Sizes
+from sd_quant.config.sections import MORE_THAN_0, SEED, SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
+from sd_quant.inference.calls import most_saved
+from sd_quant.inference.samplers import SAMPLERS
 from sd_quant.knobs import Limit, Only, at_least, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 
 AUTO = "auto"
+LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "guidance_until")  # of the recipe's images alone
 
 
 TILE = Limit(lambda pixels: pixels >= 32 and pixels % 32 == 0, "a multiple of 32")
@@ -58,6 +62,27 @@ class Infer:
         Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"),
         "share of the denoising steps by which an image is changed; null: 0.6, and 1 with a mask",
     ]
+    sampler: Annotated[
+        str | None,
+        one_of(SAMPLERS),
+        "sampler of the recipe's images, not of the reference's; null: the checkpoint's own, as of the reference",
+    ]
+    sampler_steps: Annotated[
+        int | None, at_least(1), "denoising steps of the recipe's images; null: infer.steps, as of the reference"
+    ]
+    reuse: Annotated[
+        float | None,
+        Limit(lambda share: 0 < share < 1, "more than 0 and less than 1"),
+        "share of the denoiser's calls that is saved: the steps are chosen on calibration prompts; null: none",
+    ]
+    schedule: Annotated[
+        str | None,
+        Limit(lambda text: re.fullmatch("c[cre]*", text) is not None, "letters c, r and e, of which the first is c"),
+        "a letter a step: c computed, r the last output used again, e the line through the last two; null: all c",
+    ]
+    guidance_until: Annotated[
+        float | None, MORE_THAN_0, "noise level sigma below which the recipe's images are not guided; null: all are"
+    ]
     vae_tile: Annotated[
         int | None, TILE, "pixels of a side of the tiles in which images are decoded; null: whole images"
     ]
@@ -75,6 +100,7 @@ class Infer:
         check_unused(self, "infer.", self.unused_knobs())
         if self.image is not None:
             self.check_strength(self.mask, self.steps, "infer.steps")
+        self.check_schedule()
 
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
         if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
@@ -82,6 +108,9 @@ class Infer:
         if self.scale <= 1:
             because = f"at infer.scale={self.scale:g} nothing is guided, so no negative prompt is read"
             yield "negative_prompt", None, because
+            yield "guidance_until", None, f"at infer.scale={self.scale:g} nothing is guided"
+        if self.schedule is not None:
+            yield "reuse", None, "infer.schedule says which steps are computed"
         if self.sizes is not None:
             yield "latents", None, "noise has one size, and infer.sizes is given"
             yield "image", None, "source images are read at one size, and infer.sizes is given"
@@ -97,6 +126,40 @@ class Infer:
             return self
         engine, because = choose()
         return replace(self, engine=engine, chosen_because=because)
+
+    @property
+    def pulls_levers(self) -> bool:
+        """Whether the recipe's images are made by other calls of the denoiser than the reference's."""
+        return any(getattr(self, name) is not None for name in LEVERS)
+
+    @property
+    def recipe_steps(self) -> int:
+        """Return the denoising steps that one of the recipe's images takes."""
+        steps = self.sampler_steps or self.steps
+        return steps if self.image is None else int(steps * self.strength_with(self.mask))
+
+    @property
+    def saved_steps(self) -> int:
+        """Return the number of steps whose outputs are not computed, by ``reuse``."""
+        return round((self.reuse or 0) * self.recipe_steps)
+
+    def check_schedule(self) -> None:
+        """Raises ConfigError for a schedule of another length, and where ``reuse`` saves no step or too many."""
+        steps = self.recipe_steps
+        if self.schedule is not None:
+            found, expected = f"{self.schedule} ({len(self.schedule)} letters)", f"one for each of the {steps} steps"
+            check(len(self.schedule) == steps, "infer.schedule", found, expected)
+            expected = "two computed steps before the first e, through which its line goes"
+            through = self.schedule.partition("e")[0].count("c")
+            check(through > 1 or "e" not in self.schedule, "infer.schedule", found, expected)
+        if self.reuse is not None:
+            most = most_saved(steps)
+            expected = (
+                f"a share of the {steps} steps from {1 / steps:.2g} to {most / steps:.2g}: the first and the last are "
+                "computed, and of two in a row one is; infer.schedule names any"
+            )
+            expected = expected if most else f"null, because none of {steps} steps can be left out"
+            check(1 <= self.saved_steps <= most, "infer.reuse", self.reuse, expected)
 
     def strength_with(self, mask: str | None) -> float:
         """Return the share of the steps by which an image is changed; by default all of them with a ``mask``."""

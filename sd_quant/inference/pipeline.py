@@ -10,7 +10,7 @@ The road not taken is a pipeline of our own, which would have to agree with diff
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
+from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
+from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.tiles import decode
 from sd_quant.metrics.images import Images, joined
@@ -34,7 +36,7 @@ class EngineNetwork(nn.Module):
     """A network of a pipeline, computed by an engine. Other attributes are those of the ``network`` that it replaces.
 
     ``network`` may be on the meta device: only its configuration and the signature of its ``forward`` are used.
-    ``on_call`` is called before each call of the engine.
+    ``on_call`` is called before each call of the engine. ``through``, if there is one, says what becomes of a call.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -45,6 +47,7 @@ class EngineNetwork(nn.Module):
         self.network = [network]  # in a list, so that it does not become a submodule: it may be on the meta device
         self.signature = inspect.signature(network.forward)
         self.on_call: Callable[[], object] = lambda: None
+        self.through: Calls | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -58,9 +61,14 @@ class EngineNetwork(nn.Module):
         for nested in ("added_cond_kwargs", "kwargs"):
             arguments |= arguments.pop(nested, None) or {}
         sample = next((value for value in arguments.values() if isinstance(value, Tensor)), torch.empty(0))
-        outputs = self.engines[self.name](**self.part.arguments(self.part.contract, arguments))
+        given = self.part.arguments(self.part.contract, arguments)
+        outputs = self.computed(given) if self.through is None else self.through(self.computed, given)
         dtype = torch.float32 if not sample.is_floating_point() else sample.dtype
         return self.part.answer({name: output.to(sample.device, dtype) for name, output in outputs.items()})
+
+    def computed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The engine's outputs."""
+        return self.engines[self.name](**inputs)
 
 
 class EncodingNetwork(EngineNetwork):
@@ -112,6 +120,9 @@ class Sampling:
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
     sizes: list[tuple[int, int]] | None = None  # (width, height); None: those above
     vae_tile: int | None = None  # side of the tiles in which images are decoded, in pixels; None: as a whole
+    sampler: str | None = None  # of ``samplers.SAMPLERS``; None: the checkpoint's own
+    schedule: str | None = None  # a letter for each step taken, see ``calls``; None: all are computed
+    guidance_until: float | None = None  # noise level, down to which steps are guided; None: all are
 
     @property
     def steps_taken(self) -> int:
@@ -126,8 +137,9 @@ class Sampling:
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
         del described["source"], described["sizes"]
-        if self.vae_tile is None:
-            del described["vae_tile"]
+        for name in ("vae_tile", "sampler", "schedule", "guidance_until"):
+            if described[name] is None:
+                del described[name]
         if self.source is not None:
             of_source = self.source.described() | {"of_steps": self.steps}
             described |= {"steps": self.steps_taken, "source": of_source}
@@ -166,6 +178,23 @@ class Generated:
     latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
 
 
+def made_with(sampling: Sampling, own: Any) -> Any:
+    """The scheduler that ``sampling`` asks for; ``own`` is the checkpoint's. Raises what ``sampler_for`` raises."""
+    return own if sampling.sampler is None else sampler_for(sampling.sampler, own)
+
+
+def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Collection[str]) -> Calls | None:
+    """What becomes of the denoiser's calls in a batch of ``pipe``; None where all are computed and guided alike."""
+    until = sampling.guidance_until
+    if sampling.schedule is None and until is None:
+        return None
+
+    def is_guided(step: int) -> bool:
+        return until is None or noise_levels(pipe.scheduler)[step] > until
+
+    return Calls(sampling.schedule, step, is_guided, batched)
+
+
 class Pipeline:
     """A text-to-image pipeline of ``engines`` by part.
 
@@ -174,10 +203,12 @@ class Pipeline:
 
     def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
         self.engines, self.adapter, self.pipe = engines, adapter, adapter.pipe
+        self.own_sampler = adapter.pipe.scheduler
 
     def pipe_for(self, sampling: Sampling) -> Any:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
         source, pipe = sampling.source, self.adapter.pipe
+        pipe.scheduler = made_with(sampling, self.own_sampler)
         if source is not None:
             pipe = remade(self.adapter.family.FROM_IMAGES[source.masks is not None], pipe)
         pipe.set_progress_bar_config(disable=True)
@@ -309,6 +340,9 @@ class Pipeline:
         if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
             hook = {"callback": lambda step, timestep, values: remember(step, values)}
         self.adapter.denoiser.on_call = count
+        self.adapter.denoiser.through = calls_of(
+            sampling, pipe, lambda: len(steps), self.adapter.denoiser.part.contract.batched
+        )
         final = pipe(
             **text,
             num_inference_steps=sampling.steps,

@@ -96,14 +96,14 @@ def image_times(
     checkpoint: Checkpoint,
     variants: Mapping[str, Mapping[str, Engine]],
     prompts: Sequence[str],
-    sampling: Sampling,
+    samplings: Mapping[str, Sampling],
     stopping: Stopping,
 ) -> dict[str, ImageTimes]:
     """Time batches of images of each variant in interleaved rounds, after WARMUP_IMAGES that do not count."""
     denoiser = checkpoint.family.DENOISER
     watches = {name: Stopwatch(engines[denoiser]) for name, engines in variants.items()}
     calls = {
-        name: image_call(pipeline_of(checkpoint, {**engines, denoiser: watches[name]}), prompts, sampling)
+        name: image_call(pipeline_of(checkpoint, {**engines, denoiser: watches[name]}), prompts, samplings[name])
         for name, engines in variants.items()
     }
     rounds = measure_together(calls, WARMUP_IMAGES, stopping, {name: watch.clock() for name, watch in watches.items()})

@@ -1,7 +1,8 @@
-"""Engines that do something beside each call: note its inputs, or its time."""
+"""Engines that do something beside each call: note its inputs, its outputs, or its time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class WatchedVariant(Mapping[str, Engine]):
         """``calls`` gives by part the numbers of the calls to remember, by default the first."""
         self.variant, self.wanted = variant, dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
+        self.samples = dict.fromkeys(variant, 0)  # in these calls
         self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
 
     def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
@@ -40,6 +42,7 @@ class WatchedVariant(Mapping[str, Engine]):
             copies = {name: tensor.clone() for name, tensor in inputs.items()}
             self.seen.setdefault(part, {})[self.count[part]] = copies
         self.count[part] += 1
+        self.samples[part] += len(next(iter(inputs.values())))
 
     def __getitem__(self, part: str) -> Engine:
         return WatchedEngine(self.variant[part], partial(self.remember, part))
@@ -49,3 +52,40 @@ class WatchedVariant(Mapping[str, Engine]):
 
     def __len__(self) -> int:
         return len(self.variant)
+
+
+Outputs = Mapping[str, Sequence[Mapping[str, Tensor]]]  # of all calls, by part
+Answer = Callable[[str, int], Mapping[str, Tensor] | None]  # the output of a part's n-th call; None: not known
+
+
+class ReplayedVariant(Mapping[str, Engine]):
+    """The engines of a variant by part, whose outputs are kept. What ``answer`` knows is not computed."""
+
+    def __init__(self, variant: Mapping[str, Engine], answer: Answer = lambda part, number: None):
+        self.variant, self.answer = variant, answer
+        self.outputs: dict[str, list[Mapping[str, Tensor]]] = {part: [] for part in variant}
+
+    def __getitem__(self, part: str) -> Engine:
+        return ReplayedEngine(self, part)  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.variant)
+
+    def __len__(self) -> int:
+        return len(self.variant)
+
+
+class ReplayedEngine:
+    """One of a ``ReplayedVariant``; the engine itself is asked for only to compute."""
+
+    def __init__(self, replayed: ReplayedVariant, part: str):
+        self.replayed, self.part = replayed, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.replayed.variant[self.part], name)
+
+    def __call__(self, **inputs: Tensor) -> Mapping[str, Tensor]:
+        kept = self.replayed.outputs[self.part]
+        known = self.replayed.answer(self.part, len(kept))
+        kept.append(self.replayed.variant[self.part](**inputs) if known is None else known)
+        return kept[-1]

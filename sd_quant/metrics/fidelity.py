@@ -93,6 +93,15 @@ def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_be
     }
 
 
+def image_scores(reference: Images, images: Images) -> dict:
+    """Every score of single images against a ``reference`` of the same prompts and seeds, by its key."""
+    return {
+        score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
+        for score in fidelity_scores()
+        if score.against is Against.IMAGES
+    }
+
+
 def fidelity(
     reference_images: Images,
     images: Images,
@@ -104,17 +113,14 @@ def fidelity(
 
     ``sets``: whether scores of whole sets are computed too, which need a network. Images have H, W >= 64.
     """
-    entries: dict = {}
+    entries = image_scores(reference_images, images)
     for score in fidelity_scores():
-        if score.against is Against.IMAGES:
-            values = score_pairs(score.compute, reference_images, images)
-            entries[score.key] = summary(values, score.undefined, not score.more_is_better)
-        elif score.against is Against.LATENTS:
+        if score.against is Against.LATENTS:
             values = entries[score.key] = score.compute(reference_latents, latents)
             broken = not all(torch.isfinite(each).all() for each in (*reference_latents, *latents))
             reason = NOT_FINITE if broken else score.undefined
             entries[score.reason_key] = reason if None in values else None
-        elif sets:
+        elif score.against is Against.SET and sets:
             entries[score.key] = score.compute(reference_images, images)
     return entries
 

@@ -27,6 +27,11 @@ class Contract:
     example: Mapping[str, int] | None = None  # sizes of the dynamic axes to trace with; None: those of an image
     axes: tuple[tuple[str, "Axis"], ...] = ()  # of dynamic axes that ``axes`` does not know
 
+    @property
+    def batched(self) -> list[str]:
+        """Names the inputs whose first axis counts samples."""
+        return [name for name, shape in self.inputs.items() if shape[:1] == ("batch",)]
+
     def in_dtype(self, weights: torch.dtype) -> "Contract":
         """Returns the same contract with these weights. Inputs in the dtype of the old weights get that of the new."""
         own = {name: weights if dtype == self.weights else dtype for name, dtype in self.dtypes.items()}

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
-from sd_quant.inference.pipeline import Generated, Sampling
+from sd_quant.inference.calls import Calls
+from sd_quant.inference.pipeline import Generated, Sampling, calls_of, made_with
 from sd_quant.metrics.images import joined
 from sd_quant.models.parts import Part
 from sd_quant.observed.watching import Run, Style, bound, request, told_steps
@@ -34,7 +35,7 @@ class ReplayedNetwork(nn.Module):
 
     ``network`` may be on the meta device: its configuration and the signature of its method are used. ``answers`` are
     those of the calls of one batch, in order; a call beyond them is computed, or ends the pipeline's call if
-    ``stops``. ``on_call`` is called before each call of the engine.
+    ``stops``. ``on_call`` and ``through`` as in ``EngineNetwork``.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -44,6 +45,7 @@ class ReplayedNetwork(nn.Module):
         self.engines, self.name, self.part, self.method = engines, name, part, method
         self.network = [network]  # in a list, so that it is no submodule
         self.on_call: Callable[[], object] = lambda: None
+        self.through: Calls | None = None
         self.answers: list[Any] = []
         self.given, self.stops = 0, False
 
@@ -70,11 +72,16 @@ class ReplayedNetwork(nn.Module):
     def computed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         self.on_call()
         arguments = bound(getattr(self.network[0], self.method), args, kwargs)
-        outputs = self.engines[self.name](**self.part.arguments(self.part.contract, arguments))
+        given = self.part.arguments(self.part.contract, arguments)
+        outputs = self.outputs(given) if self.through is None else self.through(self.outputs, given)
         return self.part.answer({
             name: output.cpu().float() if output.is_floating_point() else output.cpu()
             for name, output in outputs.items()
         })  # fmt: skip
+
+    def outputs(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The engine's outputs."""
+        return self.engines[self.name](**inputs)
 
 
 class ObservedPipeline:
@@ -97,6 +104,7 @@ class ObservedPipeline:
             engines, pipe, stands, denoisers, arguments
         )  # fmt: skip
         self.style, self.outputs = style, outputs
+        self.own_sampler = pipe.scheduler
         self.decoders = [name for name, stand in stands.items() if stand.method == "decode"]
 
     def __call__(
@@ -159,9 +167,11 @@ class ObservedPipeline:
         negative = sampling.negatives_of(numbers)
         arguments = dict(self.arguments) if negative is None else {**self.arguments, "negative_prompt": negative}
         steps: list[Tensor] = []
+        self.pipe.scheduler = made_with(sampling, self.own_sampler)
+        through = calls_of(sampling, self.pipe, lambda: len(steps), ())
         for name, stand in self.stands.items():
             stand.answers, stand.given, stand.stops = known[name], 0, name in until
-            stand.on_call = lambda: None
+            stand.on_call, stand.through = lambda: None, through if name in self.denoisers else None
             if on_step is not None and name in self.denoisers:
                 stand.on_call = lambda: on_step(self.step_of(len(steps), sampling))
         with kept_steps(self.pipe, steps):

@@ -3,10 +3,11 @@
 No torch is imported here, because the command line checks a recipe before anything heavy is loaded.
 
 ``quant_level`` selects layers by role, as in the diffusion recipes of ModelOpt and NeMo. Each level adds to the one
-before: 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix products of
-attention. A layer that the family excludes has the role ``excluded``, which is in no level.
+before: 0 nothing; 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix
+products of attention. A layer that the family excludes has the role ``excluded``, which is in no level.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from sd_quant.quantization.smoothing import SMOOTHINGS
 
 ROLES = ("conv", "ffn", "qkv", "linear")
 QUANT_LEVELS: dict[float, tuple[str, ...]] = {
+    0.0: (),
     1.0: ROLES[:1],
     2.0: ROLES[:2],
     2.5: ROLES[:3],
@@ -64,8 +66,8 @@ class Recipe:
         float,
         Called("quant_level"),
         one_of(QUANT_LEVELS),
-        "what is quantized: 1 convolutions, 2 + feed-forward, 2.5 + query, key and value, 3 + every other linear, "
-        "4 + attention's matrix products",
+        "what is quantized: 0 nothing, 1 convolutions, 2 + feed-forward, 2.5 + query, key and value, 3 + every other "
+        "linear, 4 + attention's matrix products",
     ]
     alpha: Annotated[
         float | str | None,
@@ -186,7 +188,7 @@ class Recipe:
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
     """The formats that this level uses for ``weights``, ``inputs`` and ``attention``."""
-    pairs = [enable.conv, enable.linear] if quant_level > 1 else [enable.conv]
+    pairs = [enable.conv, enable.linear][: math.ceil(quant_level)]
     return {
         "weights": {pair.weight for pair in pairs},
         "inputs": {pair.activation for pair in pairs if pair.activation is not None},
@@ -208,6 +210,6 @@ def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
 
     Smoothing, the low-rank branch, scales per token and rotation apply to linears, which level 1 does not quantize.
     """
-    if QUANT_LEVELS[recipe.quant_level] != ("conv",):
+    if recipe.quant_level > 1:
         return {}
     return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "shared_branch", "per_token", "rotation"))

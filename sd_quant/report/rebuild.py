@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
+from sd_quant.report.levers import lever_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import write_plots
 from sd_quant.report.published import published_tables
@@ -24,7 +25,7 @@ def rebuild(directory: Path) -> Path:
     published = published_tables(sweep)
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
-    return write_report(sweep, published + candidate_tables(sweep) + handed_over_tables(sweep))
+    return write_report(sweep, lever_tables(sweep) + published + candidate_tables(sweep) + handed_over_tables(sweep))
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

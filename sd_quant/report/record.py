@@ -93,6 +93,9 @@ class Latency(TypedDict, total=False):
     rest: Annotated[
         Finite, Doc("of an image: time beside its denoiser, as a share of the calls of the unquantized one")
     ]
+    calls_share: Annotated[
+        Finite, Doc("of an image that is made by other calls: their time as a share of all calls of a whole image")
+    ]
     reason: Annotated[str, Doc("why there is no latency")]
 
 
@@ -323,6 +326,42 @@ class Environment(TypedDict):
     machine: Annotated[Machine, Doc("what the job ran on")]
 
 
+class ReuseChosen(TypedDict):
+    """How a schedule of calls was chosen: see ``sd_quant.inference.reuse``."""
+
+    schedule: Annotated[str, Doc("a letter a step: c computed, r used again, e extrapolated")]
+    error: Annotated[Finite, Doc("of the final latents, relative to their norm, on prompts that did not choose it")]
+    even_error: Annotated[Finite, Doc("the same with as many reused steps evenly spread")]
+    fewer_error: Annotated[Finite, Doc("the same with as few steps of the same sampler")]
+    prompts: Annotated[Count, Doc("on which these errors are measured")]
+
+
+class Control(TypedDict):
+    """Full precision with so few steps that it takes no less time than the recipe."""
+
+    sampler: Annotated[str | None, Doc("null: the checkpoint's own")]
+    steps: Annotated[Count, Doc("of denoising")]
+    fidelity: Annotated[dict[str, ImageScores], Doc("to full precision in all steps, by score")]
+
+
+class Levers(TypedDict, total=False):
+    """The levers beside bits: see ``sd_quant.stages.levers``."""
+
+    sampler: Annotated[str | None, Doc("of the recipe's images; null: the checkpoint's own")]
+    steps: Annotated[Count, Doc("of denoising")]
+    schedule: Annotated[str | None, Doc("which steps are computed; null: all")]
+    guidance_until: Annotated[Finite | None, Doc("noise level below which nothing is guided; null: all is")]
+    calls: Annotated[Count, Doc("calls of the denoiser for an image")]
+    half_calls: Annotated[Count, Doc("of these without guidance")]
+    share: Annotated[Finite, Doc("time of these calls as a share of all calls of a whole image")]
+    chosen: Annotated[ReuseChosen | None, Doc("how the schedule was chosen; null where it was given")]
+    twin: Annotated[dict[str, ImageScores], Doc("of the recipe's images to full precision's by the same calls")]
+    calls_alone: Annotated[dict[str, ImageScores], Doc("of these to the reference: the calls without the bits")]
+    bits_alone: Annotated[dict[str, ImageScores], Doc("of the bits without the other calls, to the reference")]
+    controls: Annotated[list[Control], Doc("full precision with fewer steps in no less time")]
+    reason: Annotated[str | None, Doc("why there are no controls")]
+
+
 class AnyRecord(TypedDict):
     """The names that the records of runs and of judged checkpoints share."""
 
@@ -368,6 +407,7 @@ class Record(AnyRecord, total=False):
         dict[str, Any], Doc("basis for the choice of layers, with `keep`, `quantize.budget` or `fit`")
     ]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
+    levers: Annotated[Levers | None, Doc("other calls of the denoiser than the reference's; null: bits alone")]
 
 
 class InferRecord(TypedDict):

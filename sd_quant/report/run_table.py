@@ -6,10 +6,12 @@ dash, with its reason below the table.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.readings import (
     Number,
     latency_of,
@@ -23,7 +25,8 @@ from sd_quant.report.readings import (
     seconds_of_stages,
     slower,
 )
-from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.summary import Job, timed_alone
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
@@ -43,6 +46,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
+        _levers(record),
         _moved(record, reasons),
         *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
@@ -156,6 +160,14 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
                 title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
             ])  # fmt: skip
     return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+
+
+def _levers(record: Mapping[str, Any]) -> list[str]:
+    """What the levers beside bits buy."""
+    if not at(record, "levers"):
+        return []
+    cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
+    return as_text(table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True))))
 
 
 def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

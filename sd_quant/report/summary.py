@@ -238,6 +238,8 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
         "run_by": "simulation" if record.get("simulated") else engine,
         "checkpoint": str(weights_sha256(record) or "")[:12] or None,
+        "calls": at(record, "levers", "calls"),
+        "twin_psnr_db": at(record, "levers", "twin", "psnr", "mean"),
         "quantized_layers": at(record, "layers", "quantized"),
         "float_layers": len(at(record, "executed", "fell_back") or ()),
         "seconds": seconds_of_job(record),

@@ -28,6 +28,7 @@ class TimedEngine(TypedDict):
     jobs: list[str]
     samples_ms: list[Finite]  # one call of the denoiser in each round
     saved: dict[str, Finite]  # by job: what its other quantized parts take less than unquantized, in ``rest``'s unit
+    shares: dict[str, Finite]  # by job whose images take other calls: their time as a share of a whole image's
 
 
 class Block(TypedDict):
@@ -71,12 +72,13 @@ class Timed:
     beside: Sequence[Sequence[float]] = ()  # of all engines of these rounds, if there were more
     compiled: list[float] | None = None  # of the compiled framework, where it was timed
     quantized_rest: float | None = None  # ``rest`` with other parts quantized; None where none is
+    share: float = 1.0  # time of a quantized image's calls as a share of those of as many as the reference's
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
         """The time of a call with its share of the rest of an image, unquantized and quantized."""
         full, own = self.full_precision, self.rest if self.quantized_rest is None else self.quantized_rest
-        return in_image(full, full, self.rest), in_image(full, self.quantized, own)
+        return in_image(full, full, self.rest), in_image(full, [self.share * each for each in self.quantized], own)
 
     def denoiser_speedup(self) -> Interval:
         return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside)
@@ -145,7 +147,8 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
             check_rounds(known)
             for job in subject["jobs"]:
                 saved = at(subject, "saved", job) or 0.0
-                found[job] = replace(known, quantized_rest=max(0.0, known.rest - saved))
+                share = at(subject, "shares", job) or 1.0
+                found[job] = replace(known, quantized_rest=max(0.0, known.rest - saved), share=share)
     return found
 
 
@@ -168,7 +171,7 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
     openings = at(call, "rounds", "openings") or ()
     known = Timed(
         block, full, quantized, rest, image_ms, openings, compiled=compiled,
-        quantized_rest=at(image, VARIANTS[1], "rest"),
+        quantized_rest=at(image, VARIANTS[1], "rest"), share=at(image, VARIANTS[1], "calls_share") or 1.0,
     )  # fmt: skip
     try:
         check_rounds(known)
@@ -186,6 +189,7 @@ def check_rounds(timed: Timed) -> None:
     if timed.openings and (min(timed.openings) < 1 or sum(timed.openings) != len(timed.quantized)):
         raise ValueError("openings with other rounds")
     rests = timed.rest or 0, timed.quantized_rest or 0
+    numbers.append(timed.share)
     if not all(1 / LARGEST < number < LARGEST for number in numbers) or min(rests) < 0:
         raise ValueError("a latency that is not above zero")
 

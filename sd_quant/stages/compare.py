@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,18 +17,30 @@ from sd_quant.engines.base import Engine
 from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
-from sd_quant.inference.pipeline import Generated
+from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
-from sd_quant.models.checkpoint import Checkpoint, contracts_of
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.report.record import weights_sha256
 from sd_quant.source import source_digest
-from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 SAMPLED = 4  # calls of the denoiser that are kept
+
+
+@dataclass(frozen=True)
+class CallsOfAnImage:
+    """The number of the denoiser's calls by which an image is made."""
+
+    whole: int
+    half: int = 0  # of the conditional half of a guided batch alone
+
+    def share(self, half_call: float, steps: int) -> float:
+        """The time of these calls as a share of ``steps`` whole ones; ``half_call`` is that of a half one."""
+        return (self.whole + self.half * half_call) / steps
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class VariantOutputs:
     inputs: dict[str, dict]  # by part: the inputs of one call in torch's pipeline, the denoiser's from half way
     outputs: dict[str, Outputs]  # by variant: what the parts computed from these inputs
     calls: dict[str, dict]  # inputs of further calls of the denoiser in that pipeline, spread over images and steps
+    of_an_image: CallsOfAnImage | None = None  # the calls by which the quantized variant has made each of its images
 
 
 @dataclass(frozen=True)
@@ -55,10 +69,26 @@ class KeptOutputs:
         infer: Infer,
         make: Callable[[], VariantOutputs],
         engine: Mapping[str, str] = {},
+        sampling: Sampling | None = None,
     ) -> VariantOutputs:
-        """Return what ``make`` returns, or what the cache has for the same model, machine, images and ``engine``."""
+        """Return what ``make`` returns, or what the cache has for the same model, machine, images and ``engine``.
+
+        ``sampling`` is the reference's by default.
+        """
+        origin = self.origin(checkpoint, prompts, infer, engine, sampling or sampling_of(infer))
+        with temporary_folder(self.directory) as temporary:
+            path = Path(temporary) / "images.safetensors"
+            self.cache.provide(
+                "images", origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name)
+            )
+            return unpack(load_file(path))
+
+    def origin(
+        self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, str], sampling: Sampling
+    ) -> dict[str, Any]:
+        """What images of an unquantized variant depend on, as a key of the cache."""
         packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
-        origin = {
+        return {
             "checkpoint": weights_sha256(self.facts),
             "source": source_digest("checkpoints.kinds", "export.parts", "inference.parity", "inference.loading"),
             "versions": {name: self.facts["versions"].get(name) for name in packages},
@@ -66,16 +96,10 @@ class KeptOutputs:
             "machine": [self.facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
             "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
             "prompts": prompts,
-            "sampling": sampling_of(infer).described(),
+            "sampling": sampling.described(),
             "precision": infer.precision,
             **engine,
         }
-        with temporary_folder(self.directory) as temporary:
-            path = Path(temporary) / "images.safetensors"
-            self.cache.provide(
-                "images", origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name)
-            )
-            return unpack(load_file(path))
 
 
 def compare_images(
@@ -99,9 +123,21 @@ def compare_images(
     variant = engines[QUANTIZED]  # its other parts are the unquantized ones
     images = framework.images | unquantized.images
     outputs = framework.outputs | unquantized.outputs
-    images[QUANTIZED] = generate(pipeline_of(checkpoint, variant), prompts, infer, "quantized")
+    watched = WatchedVariant(variant, {})
+    images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, recipe_sampling(infer), "quantized")
     outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in quantized}
-    return VariantOutputs(images, framework.inputs, outputs, framework.calls)
+    return VariantOutputs(
+        images, framework.inputs, outputs, framework.calls, counted(checkpoint, watched, prompts, infer)
+    )
+
+
+def counted(checkpoint: Checkpoint, watched: WatchedVariant, prompts: list[str], infer: Infer) -> CallsOfAnImage:
+    """The denoiser's calls for each of the images that a variant has made of ``prompts``."""
+    denoiser, sampling = checkpoint.family.DENOISER, sampling_of(infer)
+    calls = watched.count[denoiser] // len(sampling.batches(range(len(prompts))))
+    a_call = samples_per_image(checkpoint, infer.scale)
+    halves = a_call * calls - watched.samples[denoiser] // len(prompts) if a_call == 2 else 0
+    return CallsOfAnImage(calls - halves, halves)
 
 
 def framework_images(
@@ -118,7 +154,7 @@ def compare_framework(
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
     calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
     watched = WatchedVariant(variant, {denoiser: {steps // 2, *calls}})
-    images = generate(pipeline_of(checkpoint, watched), prompts, infer, "framework")
+    images = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "framework")
     inputs = {part: seen[steps // 2 if part == denoiser else 0] for part, seen in watched.seen.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
     seen = watched.seen[denoiser]
@@ -142,7 +178,7 @@ def compare_unquantized(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], inputs: dict[str, dict], prompts: list[str], infer: Infer
 ) -> VariantOutputs:
     """Make the images of the unquantized engine, and the outputs of its parts for torch's ``inputs``."""
-    images = generate(pipeline_of(checkpoint, variant), prompts, infer, FULL_PRECISION.replace("_", " "))
+    images = generate(pipeline_of(checkpoint, variant), prompts, sampling_of(infer), FULL_PRECISION.replace("_", " "))
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
     return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 
@@ -182,7 +218,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
             [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
             list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
         )
-    return VariantOutputs(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
+    return VariantOutputs(images, *(tree.get(name, {}) for name in ("inputs", "outputs", "calls")))
 
 
 def save_pairs(

@@ -45,7 +45,7 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import curve_points, sensitivity_of
 from sd_quant.stages.assign import assign_nearest, layers_of
 from sd_quant.stages.fit_budget import KEPT, assign_chosen, bytes_of, errors_of, recipes_of, units_of
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
@@ -254,7 +254,8 @@ def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list
     variant = torch_variant(loaded, infer, {})
     watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
     try:
-        images = generate(pipeline_of(loaded.checkpoint, watched), infer.prompt_list(), infer, "full precision").images
+        pipeline = pipeline_of(loaded.checkpoint, watched)
+        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), "full precision").images
     finally:
         variant.pool.close()
     return images, {part: list(calls.values()) for part, calls in watched.seen.items()}
@@ -264,7 +265,7 @@ def simulated_images(loaded: Loaded, infer: Infer, assignments: Assignments, wha
     """Images with those parts simulated that have an assignment."""
     variant = torch_variant(loaded, infer, assignments)
     try:
-        return generate(pipeline_of(loaded.checkpoint, variant), infer.prompt_list(), infer, what).images
+        return generate(pipeline_of(loaded.checkpoint, variant), infer.prompt_list(), sampling_of(infer), what).images
     finally:
         variant.pool.close()
 

@@ -1,5 +1,7 @@
 """Images by the knobs of ``infer``."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sd_quant.config import Infer, Model, sizes_of
@@ -18,6 +20,14 @@ def sampling_of(infer: Infer) -> Sampling:
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
         sizes_of(infer) if infer.sizes else None, infer.vae_tile,
+    )  # fmt: skip
+
+
+def recipe_sampling(infer: Infer, schedule: str | None = None) -> Sampling:
+    """The settings of sampling for the recipe's images: the reference's with the levers; ``schedule`` as chosen."""
+    return replace(
+        sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
+        schedule=infer.schedule or schedule, guidance_until=infer.guidance_until,
     )  # fmt: skip
 
 
@@ -59,9 +69,8 @@ def latents_of(infer: Infer) -> Tensor | None:
     return read_latents(input_path(infer.latents), numbers, rows, columns)
 
 
-def generate(pipeline: Pipeline, prompts: list[str], infer: Infer, description: str) -> Generated:
+def generate(pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str) -> Generated:
     """An image for each prompt, with a progress bar that shows the ``description``."""
-    sampling = sampling_of(infer)
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance())

@@ -48,8 +48,8 @@ from sd_quant.interchange.other_parts import adapted_part, in_place
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.interchange.weights import sixteen_bits
-from sd_quant.metrics.fidelity import Against, fidelity_scores, summary
-from sd_quant.metrics.images import Images, joined, score_pairs
+from sd_quant.metrics.fidelity import image_scores
+from sd_quant.metrics.images import Images, joined
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
@@ -63,7 +63,7 @@ from sd_quant.report.table import as_text
 from sd_quant.shell import literal
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
-from sd_quant.stages.generate import generate, image_names
+from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.job_folder import remove_unfinished
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_torch
@@ -397,13 +397,10 @@ def fidelity_of(
     pool = loaded.engines(open_engine, loaded.together(by_torch(workload_of(infer))))
     try:
         pipeline = pipeline_of(checkpoint, Variant(pool, keys))
-        images = generate(pipeline, infer.prompt_list(), infer, target.name).images
+        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), target.name).images
     finally:
         pool.close()
-    return {
-        score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
-        for score in fidelity_scores() if score.against is Against.IMAGES
-    }  # fmt: skip
+    return image_scores(reference, images)
 
 
 def images_of_run(run: Path, names: Sequence[str]) -> Images:

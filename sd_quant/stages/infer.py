@@ -21,7 +21,7 @@ from sd_quant.places import output_path
 from sd_quant.report.images import save_images
 from sd_quant.report.provenance import provenance
 from sd_quant.report.record import DONE, IMAGE, SCHEMA_VERSION, InferRecord, Latency, explained, write_record
-from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.generate import generate, image_names, recipe_sampling
 from sd_quant.stages.latency import image_entry
 from sd_quant.stages.open_parts import check_cuda_graph, open_file, open_torch_engine, say_choice
 from sd_quant.stages.resources import workload_of
@@ -42,7 +42,7 @@ def infer(job: InferJob, directory: Path) -> None:
     engines = Variant(pool, {part: part for part in session.parts})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
-    generated = generate(pipeline_of(checkpoint, engines), prompts, job.infer, job.infer.engine)
+    generated = generate(pipeline_of(checkpoint, engines), prompts, recipe_sampling(job.infer), job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
     latency = time_engine(checkpoint, engines, prompts, job.infer, together)
     record = InferRecord(
@@ -90,7 +90,7 @@ def time_engine(
     checkpoint: Checkpoint, engines: Variant, prompts: list[str], infer: Infer, together: bool
 ) -> dict[str, dict[str, Latency]]:
     """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once."""
-    sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
+    sampling, contracts = recipe_sampling(infer), contracts_of(checkpoint)
     latency: dict[str, dict[str, Latency]] = {}
     medians: dict[str, float] = {}
     for part, contract in contracts.items():
@@ -101,5 +101,5 @@ def time_engine(
     image = added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
     if together:
         stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
-        image = image_times(checkpoint, {"": engines}, prompts, sampling, stopping)[""]
+        image = image_times(checkpoint, {"": engines}, prompts, {"": sampling}, stopping)[""]
     return latency | {IMAGE: {str(infer.batch_size): cast(Latency, image_entry(image, added_up))}}

@@ -40,7 +40,7 @@ from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedPart, Jud
 from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
-from sd_quant.stages.generate import generate
+from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
@@ -109,7 +109,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
         with step("images"):
             variant = baseline.variant(pool, THEIRS, keys_of_others(subject))
             theirs = pipeline_of(baseline.session.checkpoint, variant)
-            generated = generate(theirs, baseline.prompts, baseline.infer, subject.name)
+            generated = generate(theirs, baseline.prompts, sampling_of(baseline.infer), subject.name)
             comparison = VariantOutputs(reference.images | {QUANTIZED: generated}, {}, {}, {})
             save_pairs(comparison, baseline.prompts, subject.name, folder)
         with step("layers"):
@@ -189,7 +189,7 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
         variant = baseline.variant(pool, LIBRARY, keys_of_others(subject))
         pipeline = pipeline_of(baseline.session.checkpoint, variant)
         images = generate(
-            pipeline, baseline.prompts, baseline.infer, f"{subject.name} by {subject.runtime.name}"
+            pipeline, baseline.prompts, sampling_of(baseline.infer), f"{subject.name} by {subject.runtime.name}"
         ).images
         found["agreement"] = cast(ImageScores, summary(score_pairs(psnr, simulated.images, images)))
         engines = {FRAMEWORK: pool[baseline.denoiser], QUANTIZED: pool[LIBRARY]}

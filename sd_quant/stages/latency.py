@@ -17,6 +17,7 @@ from functools import cache
 from sd_quant.config import Infer, Timing
 from sd_quant.engines import COMPILED
 from sd_quant.engines.base import Engine
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.timed_calls import (
     WARMUP_IMAGES,
     ImageTimes,
@@ -43,8 +44,8 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import in_image
-from sd_quant.stages.compare import Engines
-from sd_quant.stages.generate import sampling_of
+from sd_quant.stages.compare import CallsOfAnImage, Engines
+from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 LOG = logging.getLogger(__name__)
@@ -68,14 +69,17 @@ def compare_latency(
     together: bool,
     simulated: str | None = None,
     others: Collection[str] = (),
+    calls: CallsOfAnImage | None = None,
 ) -> dict:
     """The record's ``latency``, with the compiled baseline's denoiser where ``engines`` have one.
 
     ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized denoiser
-    is simulated and not timed, or None. ``others`` are the other parts that are quantized.
+    is simulated and not timed, or None. ``others`` are the other parts that are quantized. ``calls`` are those of a
+    quantized image, where levers make them others than an unquantized image's.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
+    samplings = dict.fromkeys(engines, sampling) | {QUANTIZED: recipe_sampling(infer)}
     framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
     openings: Sequence[int] = ()  # of the denoiser
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
@@ -118,7 +122,7 @@ def compare_latency(
                 name: times
                 for turn in (of_engines, [FRAMEWORK])
                 for name, times in image_times(
-                    checkpoint, {name: engines[name] for name in turn}, prompts, sampling, of_images(infer, timing)
+                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, of_images(infer, timing)
                 ).items()
             }
         else:
@@ -146,9 +150,14 @@ def compare_latency(
 
     if simulated is None:
         less = saved / (sampling.steps_taken * medians[FULL_PRECISION][denoiser])
-        quantized_rest = max(0.0, rest - less)
-        found = over_full_precision(call[QUANTIZED]["samples_ms"], quantized_rest)
+        quantized_rest, share = max(0.0, rest - less), 1.0
+        if calls is not None:
+            half = half_call(checkpoint, engines[QUANTIZED], sampling, infer) if calls.half else 0.0
+            share = calls.share(half, sampling.steps_taken)
+        found = over_full_precision([share * each for each in call[QUANTIZED]["samples_ms"]], quantized_rest)
         quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {})
+        if calls is not None:
+            quantized["calls_share"] = share
         if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
             found = {"speedup": {"value": None, "reason": full["reason"]}}
         elif together:
@@ -160,6 +169,20 @@ def compare_latency(
     speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"], rest)["speedup"]
     compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
+
+
+def half_call(checkpoint: Checkpoint, variant: Mapping[str, Engine], sampling: Sampling, infer: Infer) -> float:
+    """The time of a call of the conditional half of a guided batch, as a share of a whole call's."""
+    part = checkpoint.family.DENOISER
+    engine, contract = variant[part], contracts_of(checkpoint)[part]
+    samples = samples_per_call(checkpoint, part, sampling)
+    calls = {
+        name: part_call(engine, contract, count, sampling)
+        for name, count in (("whole", samples), ("half", samples // 2))
+    }
+    clocks = dict.fromkeys(calls, in_a_row(clock_of(engine.device), sampling.steps_taken))
+    found = measure_together(calls, infer.num_warmup_runs, Stopping(infer.num_timed_runs, 1, 0), clocks).samples
+    return statistics.median(found["half"]) / statistics.median(found["whole"])
 
 
 def part_rounds(

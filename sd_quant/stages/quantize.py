@@ -47,6 +47,7 @@ from sd_quant.stages.job_folder import (
     remove_leftovers,
 )
 from sd_quant.stages.latency import compare_latency
+from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import load
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
@@ -54,7 +55,7 @@ from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.session import Session, cache_of, write_observed
 from sd_quant.stages.trace_ahead import Tracer
-from sd_quant.stages.variants import FRAMEWORK, variants_of
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
@@ -156,6 +157,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
         check_fit(loaded)
+        check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
         write_observed(loaded, directory)
     simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)
@@ -184,8 +186,9 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     tracer.end()
     with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
+            infer, reuse = scheduled(loaded.checkpoint, variants.engines[FULL_PRECISION], job, kept)
             comparison = compare_images(
-                loaded.checkpoint, framework, variants.engines, assignments, prompts, job.infer, kept
+                loaded.checkpoint, framework, variants.engines, assignments, prompts, infer, kept
             )
             label = f"{job.quantize.format} level {job.quantize.quant_level:g}"
             frame = job.infer.width if loaded.checkpoint.family.MOVES else None
@@ -200,9 +203,13 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
     with step("latency"):  # with nothing beside it
         latency = compare_latency(
-            loaded.checkpoint, variants.engines, prompts, job.infer, timing, variants.together, variants.simulated,
-            chosen.parts,
+            loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
+            chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
         )  # fmt: skip
+    levers = None
+    if infer.pulls_levers:
+        with step("levers"):
+            levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
     memory: dict = {"reason": why_not_measured(job, step, directory)}
     if memory["reason"] is None:
         with step("memory"):
@@ -220,6 +227,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         executed,
         handed_over,
         memory,
+        levers,
     )
     check_still_there(directory)
     record = record_of(job, fingerprint, facts, results, step, directory)

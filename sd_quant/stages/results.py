@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import onnx
+from torch import Tensor
 
 from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
@@ -23,6 +24,7 @@ from sd_quant.report.record import (
     SCHEMA_VERSION,
     HandedOver,
     Layers,
+    Levers,
     Moved,
     QuantizedPart,
     Record,
@@ -35,6 +37,8 @@ from sd_quant.stages.load import Loaded
 from sd_quant.stages.session import Session
 from sd_quant.stages.text_scores import text_scores
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
+
+Latents = Tensor | list[Tensor]  # [N, steps, ...], or N of [steps, ...]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Results:
     executed: dict  # in which numbers the quantized layers are multiplied
     handed_over: dict[str, HandedOver]  # by target
     memory: dict  # by part
+    levers: Levers | None  # beside bits
 
 
 def shared_entries(
@@ -75,8 +80,15 @@ def shared_entries(
         "stages": step.stages,
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
-        "fidelity": fidelity(full.images, quantized.images, full.latents, quantized.latents, sets=True),
+        "fidelity": fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True),
     }
+
+
+def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
+    """Latents of as many steps: of all, or of the last where the numbers of steps differ."""
+    if full[0].shape == quantized[0].shape:
+        return full, quantized
+    return [each[-1:] for each in full], [each[-1:] for each in quantized]
 
 
 def record_of(
@@ -114,6 +126,7 @@ def record_of(
         "sensitivity": sensitivity_entry(results.chosen),
         "hand_over": results.handed_over,
         "judged": None,
+        "levers": results.levers,
     })  # fmt: skip
 
 

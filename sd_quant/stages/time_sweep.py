@@ -65,6 +65,7 @@ class EngineGroup:
     engines: dict[str, Path] = field(default_factory=dict)  # the denoiser's file by hash
     jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
     saved: dict[str, float] = field(default_factory=dict)  # by name, where other parts are quantized: of its ``rest``
+    shares: dict[str, float] = field(default_factory=dict)  # by name, where its images take other calls: their time
 
 
 def time_sweep(directory: Path, again: bool = False) -> None:
@@ -98,7 +99,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     for key in [key for key, count in at_once.items() if count == 0]:
         names = [name for names in workloads.pop(key).jobs.values() for name in names]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
-    told = [f"{key} {sorted(work.jobs.items())} {sorted(work.saved.items())}" for key, work in workloads.items()]
+    told = [f"{key} {[sorted(each.items()) for each in (w.jobs, w.saved, w.shares)]}" for key, w in workloads.items()]
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
@@ -136,9 +137,11 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     this = hash_of(engine)
     work.engines.setdefault(this, engine)
     work.jobs.setdefault(this, []).append(job.name)
-    quantized = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[1], "rest")
-    if quantized is not None:
-        work.saved[job.name] = image["rest"] - quantized
+    quantized = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[1])
+    if (rest := at(quantized, "rest")) is not None:
+        work.saved[job.name] = image["rest"] - rest
+    if (share := at(quantized, "calls_share")) is not None:
+        work.shares[job.name] = share
     return None
 
 
@@ -180,6 +183,7 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
                     jobs=work.jobs[each],
                     samples_ms=rounds.samples[each],
                     saved={job: work.saved[job] for job in work.jobs[each] if job in work.saved},
+                    shares={job: work.shares[job] for job in work.jobs[each] if job in work.shares},
                 )
                 for each in block
             ],

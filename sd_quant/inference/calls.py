@@ -1,0 +1,84 @@
+"""The denoiser's calls in an image: which are computed, which use earlier outputs again, and which are guided.
+
+A schedule has a letter for each step: ``c`` computed, ``r`` the last computed output used again, ``e`` the line through
+the last two, over the number of the step. Under Euler, using the output again is the same as leaving that noise level
+out, and the line is a linear multistep method; so a list of letters covers what step caches do whose state is the
+output: cache-dit's ``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and TaylorSeer of order 0 and 1 on the output
+(arXiv:2503.06923, diffusers' ``use_lite_mode``). It needs nothing but inputs and outputs, so any engine can have it.
+The roads not taken are caches inside of the network, for which it would be cut into several engines, and thresholds
+that look at the latents: then the time of an image depends on its prompt, and on who is in the same batch.
+
+Below a noise level an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): then the conditional half
+of the batch is computed alone, and is given twice, which makes the guided output the conditional one.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+COMPUTED, REUSED, EXTRAPOLATED = LETTERS = "cre"
+Outputs = Mapping[str, Tensor]
+
+
+def computed_steps(schedule: str | None, steps: int) -> list[int]:
+    """The numbers of the steps that a schedule computes; all of them without one."""
+    return [step for step in range(steps) if schedule is None or schedule[step] == COMPUTED]
+
+
+def most_saved(steps: int) -> int:
+    """The most steps that can go without a call, none beside another, and neither the first nor the last."""
+    return max(0, (steps - 1) // 2)
+
+
+class Calls:
+    """The outputs of the denoiser for the calls of one batch of images.
+
+    ``step`` returns the number of the current step; a step may have several calls. ``is_guided`` says whether a step is
+    guided. ``batched`` names the inputs whose first axis counts samples, the unconditional ones first.
+    """
+
+    def __init__(
+        self,
+        schedule: str | None,
+        step: Callable[[], int],
+        is_guided: Callable[[int], bool],
+        batched: Collection[str],
+    ):
+        self.schedule, self.step, self.is_guided, self.batched = schedule, step, is_guided, batched
+        self.at, self.place = -1, 0  # the step of the last call, and its place among that step's calls
+        self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
+
+    def __call__(self, compute: Callable[[Mapping[str, Tensor]], Outputs], inputs: Mapping[str, Tensor]) -> Outputs:
+        """The outputs for ``inputs``, by ``compute`` or from earlier ones."""
+        step = self.step()
+        self.place = self.place + 1 if step == self.at else 0
+        self.at = step
+        letter = COMPUTED if self.schedule is None else self.schedule[step]
+        known, guided = self.known.setdefault(self.place, []), self.is_guided(step)
+        if letter != COMPUTED:
+            outputs = known[-1][1] if letter == REUSED or len(known) < 2 else line(known, step)
+            return {name: tensor.clone() if guided else twice(halved(tensor)) for name, tensor in outputs.items()}
+        if guided:
+            outputs = compute(inputs)
+        else:
+            half = {name: halved(tensor) if name in self.batched else tensor for name, tensor in inputs.items()}
+            outputs = {name: twice(tensor) for name, tensor in compute(half).items()}
+        self.known[self.place] = [*known[-1:], (step, outputs)]
+        return outputs
+
+
+def line(known: Sequence[tuple[int, Outputs]], step: int) -> dict[str, Tensor]:
+    """The outputs at ``step`` of the straight line through two earlier ones."""
+    (first, a), (second, b) = known
+    ahead = (step - second) / (second - first)
+    return {name: b[name] + ahead * (b[name] - a[name]) for name in b}
+
+
+def halved(tensor: Tensor) -> Tensor:
+    """The second half of a batch: the conditional samples of a guided one."""
+    return tensor[len(tensor) // 2 :]
+
+
+def twice(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor])

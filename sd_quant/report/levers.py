@@ -1,0 +1,133 @@
+"""What the levers beside bits buy: tables of a sweep's jobs whose images are made by other calls of the denoiser.
+
+A lever has to beat the control, which is full precision in so few steps that it takes no less time: their PSNR is
+compared prompt by prompt. Bits and calls are compared with each alone. Independent errors add in squares, so the PSNR
+that is to be expected of both is -10 log10 of the sum of both mean squared errors, and what is below it is what the two
+do to each other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.report.record import DONE, at
+from sd_quant.report.summary import Job, Sweep
+from sd_quant.report.table import DASH, Table, table_of_texts
+
+IDENTICAL_DB = 100.0  # what an identical image counts
+BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
+CAPTION = (
+    "The control is full precision in so few steps that it takes no less time, with the checkpoint's own sampler and "
+    "with a better solver; a recipe beats it if its images are closer to the reference than those of either, by the "
+    "paired interval over prompts at 95 % for both. To its twin: to full precision's images by the same calls. "
+    "Expected of both: if the errors of bits and calls were independent, which add in squares; the last column is what "
+    "the two have less or more than that, with its interval over prompts. Speed-ups are of an image."
+)
+TITLES = [
+    "recipe", "calls", "schedule", "speed-up", "bits alone", "calls alone", "PSNR, dB", "to its twin", "control",
+    "against it", "bits alone, dB", "calls alone, dB", "expected of both", "beyond it",
+]  # fmt: skip
+
+
+def decibels(scores: Any) -> list[float]:
+    """PSNR of each image in dB, by a record's scores."""
+    return [IDENTICAL_DB if value is None else min(value, IDENTICAL_DB) for value in at(scores, "psnr", "values") or []]
+
+
+def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | None:
+    """BEATS, LOSES or UNTOLD, the PSNR beyond the better control's, and that control; None without one."""
+    own = decibels(at(record, "fidelity"))
+    controls = at(record, "levers", "controls") or []
+    controls = [each for each in controls if len(decibels(at(each, "fidelity"))) == len(own)]
+    if not controls or not own:
+        return None
+    confidence = 1 - 0.05 / len(controls)
+    found = [(mean_interval(differences(own, decibels(each["fidelity"])), confidence), each) for each in controls]
+    least, control = min(found, key=lambda pair: pair[0].value)
+    if all(interval.low > 0 for interval, _ in found):
+        return BEATS, least, control
+    return (LOSES if any(interval.high < 0 for interval, _ in found) else UNTOLD), least, control
+
+
+def expected_of_both(bits: Sequence[float], calls: Sequence[float]) -> list[float]:
+    """PSNR of each image in dB, if the errors of bits alone and of calls alone were independent."""
+    return [-10 * math.log10(10 ** (-a / 10) + 10 ** (-b / 10)) for a, b in zip(bits, calls, strict=True)]
+
+
+def interaction(record: Any) -> Interval | None:
+    """The PSNR of bits and calls together beyond what is expected of both, in dB; None where it is not known."""
+    own = decibels(at(record, "fidelity"))
+    bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
+    if not own or not len(own) == len(bits) == len(calls):
+        return None
+    return mean_interval(differences(own, expected_of_both(bits, calls)))
+
+
+def speedups_alone(job: Job) -> tuple[float | None, float | None]:
+    """The speed-up of an image by bits alone and by calls alone; None where the job was not timed."""
+    timed = job.timed
+    if timed is None or timed.rest is None:
+        return None, None
+    whole, calls = replace(timed, share=1.0).image_speedup(), (1 + timed.rest) / (timed.share + timed.rest)
+    return None if whole is None else whole.value, calls
+
+
+def plus_minus(values: Sequence[float] | Interval | None, form: str = "{:.1f}") -> str:
+    """The mean with half the width of its interval at 95 %."""
+    interval = values if isinstance(values, Interval) else mean_interval(values) if values else None
+    if interval is None:
+        return DASH
+    return form.format(interval.value) + (f" ± {interval.high - interval.value:.1f}" if interval.known else "")
+
+
+def schedule_text(levers: Any) -> str:
+    """The schedule, sampler, steps and guidance of a recipe in few words."""
+    until = at(levers, "guidance_until")
+    named = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
+    return " ".join(filter(None, named)) or f"{at(levers, 'steps')} steps"
+
+
+def control_cells(record: Any) -> list[str]:
+    """The control with its PSNR, and whether the recipe beats it."""
+    judged = against_control(record)
+    if judged is None:
+        return [str(at(record, "levers", "reason") or DASH)] * 2
+    verdict, gain, control = judged
+    psnr, sampler = plus_minus(decibels(control["fidelity"])), control.get("sampler")
+    named = f"{control['steps']} steps{f', {sampler}' if sampler else ''}: {psnr} dB"
+    return [named, f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)"]
+
+
+def lever_cells(job: Job) -> list[str]:
+    """A row of the table."""
+    record, levers = job.record, at(job.record, "levers")
+    bits, calls = (decibels(at(levers, name)) for name in ("bits_alone", "calls_alone"))
+    half = at(levers, "half_calls")
+    speedup = job.timed.image_speedup() if job.timed is not None else None
+    alone = [DASH if each is None else f"{each:.2f}x" for each in speedups_alone(job)]
+    return [
+        job.name,
+        f"{at(levers, 'calls')}" + (f", {half} of them halves" if half else ""),
+        schedule_text(levers),
+        DASH if speedup is None else f"{speedup.value:.2f}x",
+        *alone,
+        plus_minus(decibels(at(record, "fidelity"))),
+        plus_minus(decibels(at(levers, "twin"))),
+        *control_cells(record),
+        plus_minus(bits),
+        plus_minus(calls),
+        plus_minus(expected_of_both(bits, calls) if len(bits) == len(calls) else None),
+        plus_minus(interaction(record), "{:+.1f}"),
+    ]
+
+
+def lever_tables(sweep: Sweep) -> list[Table]:
+    """One of the jobs with levers beside bits, if there are any."""
+    rows = [lever_cells(job) for job in sweep.jobs if job.status == DONE and at(job.record, "levers")]
+    return [table_of_texts(TITLES, rows, "Bits and other levers", CAPTION)] if rows else []

@@ -1,0 +1,255 @@
+"""The levers beside bits: a recipe's images may take fewer steps, another sampler, fewer calls, less guidance.
+
+The reference keeps the checkpoint's own sampler and steps. Beside a recipe's images there are those of each lever alone
+(bits, calls), and the control: full precision with as few steps as take no less time. Whoever saves calls has to beat
+that. Images that no recipe changes are made once for a sweep.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_quant.config import Infer, QuantizeJob
+from sd_quant.engines.base import Engine
+from sd_quant.errors import ConfigError
+from sd_quant.files import read_regular, temporary_folder, write_json
+from sd_quant.inference.calls import COMPUTED, EXTRAPOLATED
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.pipeline import Sampling, made_with
+from sd_quant.inference.reuse import answers_before, best_replacements, evenly_spread, replacements, schedule_of
+from sd_quant.inference.samplers import BETTER_SOLVER, noise_levels, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.watched import ReplayedVariant
+from sd_quant.metrics.fidelity import image_scores
+from sd_quant.metrics.images import Images
+from sd_quant.models.checkpoint import Checkpoint, samples_per_image
+from sd_quant.numbers import relative_error
+from sd_quant.progress import progress
+from sd_quant.quantization.recipe import formats_used
+from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
+from sd_quant.stages.compare import KeptOutputs, VariantOutputs
+from sd_quant.stages.generate import calibration_source_of, generate, recipe_sampling, sampling_of
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
+
+LOG = logging.getLogger(__name__)
+CHOOSING = 8  # prompts by which a schedule is chosen, and as many others on which its error is reported
+Variant = Mapping[str, Engine]  # engines by part
+
+
+def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for a lever that the checkpoint's pipeline or its sampler cannot have."""
+    if not infer.pulls_levers:
+        return
+    own = own_sampler(checkpoint)
+    scheduler = made_with(recipe_sampling(infer), own)
+    saves = infer.reuse is not None or set(infer.schedule or "") - {COMPUTED}
+    if saves and (reason := why_not_reused(scheduler)):
+        knob = "schedule" if infer.reuse is None else "reuse"
+        able = [name for name in samplers_for(own) if why_not_reused(sampler_for(name, own)) is None]
+        raise ConfigError(
+            f"infer.{knob} is {getattr(infer, knob)}, but {reason}; set infer.sampler to one under which it is "
+            f"({', '.join(able) or 'none for this model'}), or take fewer steps with infer.sampler_steps"
+        )
+    if infer.guidance_until is None:
+        return
+    if checkpoint.pipeline is not None or samples_per_image(checkpoint, infer.scale) < 2:
+        raise ConfigError(
+            f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
+            "unguided half in one batch whose order is known"
+        )
+    levels = levels_of(scheduler, infer)
+    if levels and not levels[-1] <= infer.guidance_until < levels[0]:
+        raise ConfigError(
+            f"infer.guidance_until is {infer.guidance_until:g}, expected a noise level of the {len(levels)} steps, "
+            f"from {levels[-1]:.3g} to below {levels[0]:.3g}"
+        )
+
+
+def own_sampler(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's own scheduler."""
+    return pipeline_of(checkpoint, {}).own_sampler
+
+
+def levels_of(scheduler: Any, infer: Infer) -> list[float]:
+    """The noise levels of the recipe's steps; none where the pipeline alone can say them."""
+    if scheduler.config.get("use_dynamic_shifting"):
+        return []
+    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
+    return noise_levels(scheduler)
+
+
+# Which steps are computed
+
+
+def scheduled(
+    checkpoint: Checkpoint, unquantized: Variant, job: QuantizeJob, kept: KeptOutputs
+) -> tuple[Infer, ReuseChosen | None]:
+    """The job's ``infer`` with the schedule that ``reuse`` asks for, and how it was chosen; as it is without.
+
+    It is chosen in full precision, by the ``unquantized`` engines, on the first calibration prompts.
+    """
+    infer = job.infer
+    if infer.reuse is None:
+        return infer, None
+    recipe = job.quantize
+    used = formats_used(recipe.enable, recipe.quant_level)
+    extrapolated = not used["inputs"] and not used["attention"]
+    prompts = job.calibration_prompts()[: 2 * CHOOSING]
+    if len(prompts) < 2:
+        raise ConfigError(f"calib_size is {len(prompts)}, expected at least 2: infer.reuse chooses on one half of them")
+    sampling = replace(
+        recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
+        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
+    )  # fmt: skip
+    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
+        "saved": infer.saved_steps,
+        "extrapolated": extrapolated,
+    }
+    with temporary_folder(kept.directory) as temporary:
+        path = Path(temporary) / "schedule.json"
+
+        def make(folder: Path) -> None:
+            chosen = choose_schedule(checkpoint, unquantized, prompts, sampling, infer.saved_steps, extrapolated)
+            write_json(folder / path.name, chosen)
+
+        kept.cache.provide("schedules", origin, path.parent, make)
+        chosen = json.loads(read_regular(path))
+    LOG.info(
+        "%d of %d calls are saved: %s; the final latents' error on %d other prompts is %.2g %% (evenly spread %.2g %%, "
+        "%d steps instead %.2g %%)", infer.saved_steps, infer.recipe_steps, chosen["schedule"], chosen["prompts"],
+        100 * chosen["error"], 100 * chosen["even_error"], infer.recipe_steps - infer.saved_steps,
+        100 * chosen["fewer_error"],
+    )  # fmt: skip
+    return replace(infer, schedule=chosen["schedule"], reuse=None), chosen
+
+
+def choose_schedule(
+    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling, saved: int, extrapolated: bool
+) -> ReuseChosen:
+    """The schedule that saves this many calls with the least error of the final latents, by real runs.
+
+    One half of the prompts chooses: each step is replaced alone, then the best sets and the evenly spread one are run.
+    On the other half the chosen one is compared with that, and with as few steps of the same sampler.
+    """
+    steps, half = sampling.steps_taken, len(prompts) // 2
+    choosing, checking = range(half), range(half, len(prompts))
+    known = replacements(steps, extrapolated)
+
+    def final(sampling: Sampling, numbers: Sequence[int], variant: Variant = engines) -> Tensor:
+        latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
+        return torch.stack([each[-1] for each in latents])
+
+    whole = ReplayedVariant(engines)
+    full = final(sampling, choosing, whole)
+    batches, denoiser = len(sampling.batches(choosing)), checkpoint.family.DENOISER
+    errors = []
+    with progress(len(known), "each step without a call of its own") as advance:
+        for each in known:
+            replaced = replace(sampling, schedule=schedule_of([each], steps))
+            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
+            errors.append(final(replaced, choosing, ReplayedVariant(engines, answer)) - full)
+            advance()
+    flat = torch.stack(errors).flatten(1)
+    even = schedule_of(evenly_spread(steps, saved), steps)
+    reused = [number for number, each in enumerate(known) if each.letter != EXTRAPOLATED]
+    found = {even, schedule_of(best_replacements([known[each] for each in reused], flat[reused], saved), steps)}
+    found.add(schedule_of(best_replacements(known, flat, saved), steps))
+
+    def error(reference: Tensor, numbers: Sequence[int], **changed: Any) -> float:
+        return relative_error(final(replace(sampling, **changed), numbers), reference)
+
+    best = min(sorted(found), key=lambda schedule: error(full, choosing, schedule=schedule))
+    held_out = final(sampling, checking)
+    fewer = math.ceil((steps - saved) * sampling.steps / steps)
+    return ReuseChosen(
+        schedule=best,
+        error=error(held_out, checking, schedule=best),
+        even_error=error(held_out, checking, schedule=even),
+        fewer_error=error(held_out, checking, steps=fewer),
+        prompts=len(checking),
+    )
+
+
+# The images that a recipe's are compared with
+
+
+def compared(
+    loaded: Loaded,
+    comparison: VariantOutputs,
+    variants: Variants,
+    infer: Infer,
+    kept: KeptOutputs,
+    latency: Mapping,
+    chosen: ReuseChosen | None,
+) -> Levers | None:
+    """The record's ``levers``: how the recipe's images are made, and how far those of each lever alone are.
+
+    None for a recipe of bits alone. ``infer`` has the schedule, ``latency`` is the record's.
+    """
+    calls = comparison.of_an_image
+    if not infer.pulls_levers or calls is None:
+        return None
+    checkpoint, prompts, engines = loaded.checkpoint, infer.prompt_list(), variants.engines
+    reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
+
+    def unquantized(sampling: Sampling, what: str) -> Images:
+        def make() -> VariantOutputs:
+            pipeline = pipeline_of(checkpoint, engines[FULL_PRECISION])
+            return VariantOutputs({FULL_PRECISION: generate(pipeline, prompts, sampling, what)}, {}, {}, {})
+
+        made = kept.provide(checkpoint, prompts, infer, make, {"engine": infer.engine}, sampling)
+        return made.images[FULL_PRECISION].images
+
+    bits = generate(pipeline_of(checkpoint, engines[QUANTIZED]), prompts, sampling_of(infer), "of bits alone").images
+    twin = unquantized(recipe_sampling(infer), "full precision by the recipe's calls")
+    image = latency_of_image(latency, infer)
+    share, steps = image.get("calls_share") or calls.share(0.5, sampling_of(infer).steps_taken), infer.steps
+    controls: list[Control] = []
+    fewer = steps_in_time(image, share, steps)
+    for sampler in samplers_of_controls(checkpoint) if fewer < steps else ():
+        sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
+        images = unquantized(sampling, f"full precision in {fewer} steps")
+        controls.append(Control(sampler=sampler, steps=fewer, fidelity=image_scores(reference, images)))
+    return Levers(
+        sampler=infer.sampler,
+        steps=infer.sampler_steps or infer.steps,
+        schedule=infer.schedule,
+        guidance_until=infer.guidance_until,
+        calls=calls.whole + calls.half,
+        half_calls=calls.half,
+        share=share,
+        chosen=chosen,
+        twin=image_scores(twin, recipe),
+        calls_alone=image_scores(reference, twin),
+        bits_alone=image_scores(reference, bits),
+        controls=controls,
+        reason=None if controls else "the recipe saves no step's time of full precision",
+    )
+
+
+def latency_of_image(latency: Mapping, infer: Infer) -> Mapping:
+    """The record's latencies of an image by the job's engine."""
+    return latency[infer.engine][IMAGE][str(infer.batch_size)]
+
+
+def steps_in_time(image: Mapping, share: float, steps: int) -> int:
+    """The fewest of ``steps`` for which full precision takes no less time than the recipe's image.
+
+    Where the recipe was not timed, the steps that have as many calls: ``share`` of all.
+    """
+    speedup, rest = image.get("speedup"), image[FULL_PRECISION].get("rest")
+    if not isinstance(speedup, float) or rest is None:
+        return max(1, math.ceil(share * steps))
+    return max(1, math.ceil(steps * ((1 + rest) / speedup - rest)))
+
+
+def samplers_of_controls(checkpoint: Checkpoint) -> list[str | None]:
+    """The checkpoint's own sampler, and a better solver where it can have it."""
+    return [None, *({BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint))))]
