@@ -13,8 +13,7 @@ from sd_quant.config.sections import MORE_THAN_0, SEED, SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
-from sd_quant.inference.calls import most_saved
-from sd_quant.inference.samplers import SAMPLERS
+from sd_quant.inference.samplers import SAMPLERS, most_saved
 from sd_quant.knobs import Limit, Only, at_least, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 

@@ -17,18 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-COMPUTED, REUSED, EXTRAPOLATED = LETTERS = "cre"
+from sd_quant.inference.samplers import COMPUTED, REUSED
+
 Outputs = Mapping[str, Tensor]
-
-
-def computed_steps(schedule: str | None, steps: int) -> list[int]:
-    """The numbers of the steps that a schedule computes; all of them without one."""
-    return [step for step in range(steps) if schedule is None or schedule[step] == COMPUTED]
-
-
-def most_saved(steps: int) -> int:
-    """The most steps that can go without a call, none beside another, and neither the first nor the last."""
-    return max(0, (steps - 1) // 2)
 
 
 class Calls:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sd_quant.inference.calls import COMPUTED, EXTRAPOLATED, REUSED
+from sd_quant.inference.samplers import COMPUTED, EXTRAPOLATED, REUSED
 from sd_quant.inference.watched import Answer, Outputs
 
 

@@ -1,15 +1,17 @@
-"""Samplers by name: schedulers of diffusers, made with the noise levels of the checkpoint's own.
+"""Samplers by name: schedulers of diffusers, made with the noise levels of the checkpoint's own, and their steps.
 
 A sampler has a class and settings for models that predict noise and for models of flow matching. The road not taken is
 to offer every scheduler of diffusers by its class: which of them a model can have, with which settings, is what a user
-would have to find out.
+would have to find out. DEIS is left out: diffusers' ends above a noise level of zero.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 from sd_quant.errors import ConfigError
 
+COMPUTED, REUSED, EXTRAPOLATED = "cre"  # a step of a schedule, see ``calls``
 Settings = dict[str, Any]
 MULTISTEP_FLOW: Settings = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
@@ -28,16 +30,20 @@ SAMPLERS: dict[str, Sampler] = {
     "euler": Sampler("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"),
     "euler_karras": Sampler("EulerDiscreteScheduler", None, {"use_karras_sigmas": True}),
     "ddim": Sampler("DDIMScheduler", None),
-    # Lu et al. 2022, arXiv:2211.01095; Zhao et al. 2023, arXiv:2302.04867; Zhang & Chen 2022, arXiv:2204.13902
+    # Lu et al. 2022, arXiv:2211.01095; Zhao et al. 2023, arXiv:2302.04867
     "dpmpp_2m": Sampler("DPMSolverMultistepScheduler", "DPMSolverMultistepScheduler", {}, MULTISTEP_FLOW),
     "dpmpp_2m_karras": Sampler("DPMSolverMultistepScheduler", None, {"use_karras_sigmas": True}),
     "unipc": Sampler("UniPCMultistepScheduler", "UniPCMultistepScheduler", {}, MULTISTEP_FLOW),
-    "deis": Sampler("DEISMultistepScheduler", "DEISMultistepScheduler", {}, MULTISTEP_FLOW),
     "heun": Sampler("HeunDiscreteScheduler", None),
 }
 # Schedulers under which using an output again is leaving its noise level out of the schedule.
 FIRST_ORDER = ("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
 BETTER_SOLVER = "dpmpp_2m"  # that full precision with fewer steps is tried with
+
+
+def most_saved(steps: int) -> int:
+    """The most steps that can go without a call, none beside another, and neither the first nor the last."""
+    return max(0, (steps - 1) // 2)
 
 
 def is_flow(own: Any) -> bool:
@@ -67,7 +73,8 @@ def sampler_for(name: str, own: Any) -> Any:
     if flow and settings:
         settings = settings | {"flow_shift": own.config.get("shift") or own.config.get("flow_shift") or 1.0}
     kind = getattr(diffusers, sampler.flow if flow and sampler.flow else sampler.noise)
-    return kind.from_config(own.config, **settings)
+    known = inspect.signature(kind).parameters
+    return kind(**{key: value for key, value in {**own.config, **settings}.items() if key in known})
 
 
 def why_not_reused(scheduler: Any) -> str | None:

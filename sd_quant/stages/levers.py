@@ -20,16 +20,22 @@ from sd_quant.config import Infer, QuantizeJob
 from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.files import read_regular, temporary_folder, write_json
-from sd_quant.inference.calls import COMPUTED, EXTRAPOLATED
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling, made_with
 from sd_quant.inference.reuse import answers_before, best_replacements, evenly_spread, replacements, schedule_of
-from sd_quant.inference.samplers import BETTER_SOLVER, noise_levels, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.samplers import (
+    BETTER_SOLVER,
+    COMPUTED,
+    EXTRAPOLATED,
+    noise_levels,
+    sampler_for,
+    samplers_for,
+    why_not_reused,
+)
 from sd_quant.inference.watched import ReplayedVariant
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.numbers import relative_error
 from sd_quant.progress import progress
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
@@ -39,6 +45,8 @@ from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
+SCHEDULE = "schedule.json"  # in the cache
+SMALLEST = 1e-12  # error of latents that are equal
 CHOOSING = 8  # prompts by which a schedule is chosen, and as many others on which its error is reported
 Variant = Mapping[str, Engine]  # engines by part
 
@@ -112,15 +120,14 @@ def scheduled(
         "saved": infer.saved_steps,
         "extrapolated": extrapolated,
     }
+
+    def make(folder: Path) -> None:
+        chosen = choose_schedule(checkpoint, unquantized, prompts, sampling, infer.saved_steps, extrapolated)
+        write_json(folder / SCHEDULE, chosen)
+
     with temporary_folder(kept.directory) as temporary:
-        path = Path(temporary) / "schedule.json"
-
-        def make(folder: Path) -> None:
-            chosen = choose_schedule(checkpoint, unquantized, prompts, sampling, infer.saved_steps, extrapolated)
-            write_json(folder / path.name, chosen)
-
-        kept.cache.provide("schedules", origin, path.parent, make)
-        chosen = json.loads(read_regular(path))
+        kept.cache.provide("schedules", origin, Path(temporary), make)
+        chosen = json.loads(read_regular(Path(temporary) / SCHEDULE))
     LOG.info(
         "%d of %d calls are saved: %s; the final latents' error on %d other prompts is %.2g %% (evenly spread %.2g %%, "
         "%d steps instead %.2g %%)", infer.saved_steps, infer.recipe_steps, chosen["schedule"], chosen["prompts"],
@@ -163,7 +170,7 @@ def choose_schedule(
     found.add(schedule_of(best_replacements(known, flat, saved), steps))
 
     def error(reference: Tensor, numbers: Sequence[int], **changed: Any) -> float:
-        return relative_error(final(replace(sampling, **changed), numbers), reference)
+        return typical_error(reference, final(replace(sampling, **changed), numbers))
 
     best = min(sorted(found), key=lambda schedule: error(full, choosing, schedule=schedule))
     held_out = final(sampling, checking)
@@ -175,6 +182,15 @@ def choose_schedule(
         fewer_error=error(held_out, checking, steps=fewer),
         prompts=len(checking),
     )
+
+
+def typical_error(reference: Tensor, latents: Tensor) -> float:
+    """The geometric mean over images of ||latents - reference|| / ||reference||; both [N, ...].
+
+    A few images whose composition changes decide an arithmetic mean.
+    """
+    errors = (latents - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
+    return errors.double().clamp_min(SMALLEST).log().mean().exp().item()
 
 
 # The images that a recipe's are compared with

@@ -147,7 +147,7 @@ def test_latents_are_shifted_before_they_are_decoded():
     """As in ``StableDiffusion3Pipeline``: ``latents / scaling_factor + shift_factor``, with the two numbers of SD3."""
     config = SimpleNamespace(scaling_factor=1.5305, shift_factor=0.0609)
     processor = SimpleNamespace(postprocess=lambda decoded, output_type: decoded.numpy())
-    pipe = SimpleNamespace(vae=SimpleNamespace(config=config), image_processor=processor)
+    pipe = SimpleNamespace(vae=SimpleNamespace(config=config), image_processor=processor, scheduler=None)
     adapter = SimpleNamespace(pipe=pipe, unpack=lambda latents, height, width: latents)
     vae = Function("vae", lambda z: {"dec": torch.zeros(1)})
     Pipeline({"vae": vae}, adapter).decode([0], torch.tensor([[-1.5305, 0.0, 3.061]]), SAMPLING)

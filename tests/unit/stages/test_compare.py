@@ -26,9 +26,9 @@ class Adding:
 def faked(monkeypatch):
     """A checkpoint of two parts, and engines that generate calls a step of each prompt, and then the decoder."""
 
-    def generate(engines, prompts, infer, description):
+    def generate(engines, prompts, sampling, description):
         for _ in prompts:
-            for step in range(infer.steps):
+            for step in range(sampling.steps_taken):
                 engines["unet"](x=torch.tensor([float(step)]))
         engines["vae"](x=torch.tensor([50.0]))
 

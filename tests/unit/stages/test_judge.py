@@ -66,6 +66,7 @@ def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
 def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(monkeypatch):
     samples = {judge_one.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge_one.QUANTIZED: [10.0] * 40}
     monkeypatch.setattr(judge_one, "pipeline_of", lambda *_: None)
+    monkeypatch.setattr(judge_one, "sampling_of", lambda infer: None)
     monkeypatch.setattr(judge_one, "generate", lambda *_: images(8))
     monkeypatch.setattr(judge_one, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
     pool = dict.fromkeys(("unet", judge_one.LIBRARY), SimpleNamespace(device=torch.device("cpu")))

@@ -44,7 +44,7 @@ def run(tmp_path_factory):
     )  # fmt: skip
     checkpoint, prompts = open_unchecked(job.model).checkpoint, job.infer.prompt_list()
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
-    images = generate(pipeline, prompts, job.infer, "test").images
+    images = generate(pipeline, prompts, sampling_of(job.infer), "test").images
     features = np.random.default_rng(0).normal(size=(50, 12))
     np.savez(folder / "val2014.npz", mu=100 + features.mean(0), sigma=np.cov(features, rowvar=False))
     metrics = Metrics(str(small_clip(folder / "clip")), None, str(folder / "val2014.npz"))

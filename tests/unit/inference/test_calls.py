@@ -1,0 +1,158 @@
+"""Schedules of calls, compared with diffusers' own samplers and with its TaylorSeer, call by call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
+    TaylorSeerCacheConfig,
+)
+
+from sd_quant.inference.calls import Calls
+
+from .test_pipeline import PROMPTS, SAMPLING, build, engines, modules, pipeline  # noqa: F401  fixtures
+
+LEVELS = [0.9, 0.75, 0.6, 0.45, 0.3, 0.15]
+
+
+def network(x, time):
+    return torch.tanh(x) + time
+
+
+def sampled(scheduler, schedule=None, **steps):
+    """The final latents of a sampler with ``network``, and the times at which it was called."""
+    scheduler.set_timesteps(**steps)
+    done, times, x = [], [], torch.linspace(-1, 1, 8)[None] * getattr(scheduler, "init_noise_sigma", 1)
+
+    def compute(inputs):
+        times.append(inputs["time"].item())
+        return {"out": network(**inputs)}
+
+    calls = Calls(schedule, lambda: len(done), lambda step: True, ())
+    for time in scheduler.timesteps:
+        outputs = calls(compute, {"x": given(scheduler, x, time), "time": time / 1000})
+        x = scheduler.step(outputs["out"], time, x).prev_sample
+        done.append(time)
+    return x, times
+
+
+def given(scheduler, x, time):
+    return scheduler.scale_model_input(x, time) if hasattr(scheduler, "scale_model_input") else x
+
+
+def test_using_an_output_again_is_leaving_its_noise_level_out():
+    """Of flow matching, by its sampler with the other levels alone."""
+    kind = FlowMatchEulerDiscreteScheduler
+    x, times = sampled(kind(), "ccrcrc", sigmas=LEVELS)
+    expected, their_times = sampled(kind(), sigmas=[LEVELS[0], LEVELS[1], LEVELS[3], LEVELS[5]])
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+    assert times == their_times
+    assert not torch.allclose(x, sampled(kind(), sigmas=LEVELS)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [EulerDiscreteScheduler, DDIMScheduler])
+def test_the_same_holds_for_models_of_noise(kind):
+    steps = [900, 700, 500, 300, 100]
+    x, times = sampled(listed(kind, steps), "ccrcc", timesteps=steps)
+    expected, their_times = sampled(listed(kind, steps), timesteps=[900, 700, 300, 100])
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+    assert times == pytest.approx(their_times)
+
+
+def listed(kind, steps):
+    """A sampler that takes a list of steps; DDIM, which takes none, goes from each to the next of its own list."""
+    if kind is not DDIMScheduler:
+        return kind(steps_offset=0)
+
+    class Listed(kind):
+        def set_timesteps(self, timesteps):
+            self.num_inference_steps, self.timesteps = len(timesteps), torch.tensor(timesteps)
+
+        def step(self, output, time, x):
+            after = [*self.timesteps.tolist(), -1]
+            before = after[after.index(int(time)) + 1]
+            alphas = self.alphas_cumprod
+            alpha, next_alpha = alphas[time], alphas[before] if before >= 0 else torch.tensor(1.0)
+            start = (x - (1 - alpha) ** 0.5 * output) / alpha**0.5
+            return type("", (), {"prev_sample": next_alpha**0.5 * start + (1 - next_alpha) ** 0.5 * output})
+
+    return Listed()
+
+
+@pytest.mark.parametrize(("order", "letter"), [(0, "r"), (1, "e")])
+def test_taylorseer_on_the_output_is_the_same(order, letter):
+    """diffusers' own, on a network of Flux, at an interval of 3: the outputs of all calls."""
+    torch.manual_seed(0)
+    flux = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    text, pooled, ids = torch.randn(1, 3, 32, generator=draw), torch.randn(1, 32, generator=draw), torch.zeros(4, 3)
+
+    def compute(inputs):
+        output = flux(
+            inputs["x"], text, pooled, inputs["time"], ids, torch.zeros(3, 3), return_dict=False
+        )[0]  # fmt: skip
+        return {"out": output}
+
+    given = [{"x": torch.randn(1, 4, 4, generator=draw), "time": torch.tensor([1 - n / 9])} for n in range(9)]
+    done, ours = [], []
+    calls = Calls(f"ccc{letter}c{letter}{letter}c{letter}", lambda: len(done), lambda step: True, ())
+    with torch.no_grad():
+        for inputs in given:
+            ours.append(calls(compute, inputs)["out"])
+            done.append(inputs)
+        flux.enable_cache(
+            TaylorSeerCacheConfig(
+                cache_interval=3,
+                disable_cache_before_step=3,
+                max_order=order,
+                use_lite_mode=True,
+                taylor_factors_dtype=torch.float32,
+            )  # fmt: skip
+        )
+        with flux.cache_context("one"):
+            theirs = [compute(inputs)["out"] for inputs in given]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(theirs[3], theirs[2]) or order == 0
+
+
+def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):  # noqa: F811
+    """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
+    guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
+    levels = pipeline.pipe.scheduler.sigmas.tolist()
+    engines["unet_xl"].calls.clear()
+    half = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, guidance_until=(levels[1] + levels[2]) / 2))
+    calls = engines["unet_xl"].calls
+    assert [len(call["x"]) for call in calls] == [2, 2, 1, 1]
+    assert (calls[2]["context"] == calls[1]["context"][1]).all() and (calls[0]["context"][0] == 0).all()
+    torch.testing.assert_close(half.latents[:, :2], guided.latents[:, :2])
+    assert not torch.allclose(half.latents[:, 2], guided.latents[:, 2])
+    engines["unet_xl"].calls.clear()
+    pipeline(PROMPTS, replace(SAMPLING, steps=4, guidance_until=levels[1], schedule="crcc"))
+    assert [len(call["x"]) for call in engines["unet_xl"].calls] == [4, 2, 2, 2, 1, 1]  # two batches, of 2 and of 1
+
+
+def test_another_image_begins_anew(pipeline, engines):  # noqa: F811
+    """No output of one batch is used in the next, and none stays when the schedule goes."""
+    plain = pipeline(PROMPTS, SAMPLING).latents
+    alone = [pipeline(PROMPTS, replace(SAMPLING, schedule="crc"), numbers=[number]).latents[0] for number in range(3)]
+    together = pipeline(PROMPTS, replace(SAMPLING, schedule="crc", batch_size=1)).latents
+    torch.testing.assert_close(together, torch.stack(alone))
+    torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, plain)
+
+
+def test_another_sampler_is_taken_and_put_back(pipeline):  # noqa: F811
+    own = pipeline(PROMPTS, SAMPLING).latents
+    other = pipeline(PROMPTS, replace(SAMPLING, sampler="dpmpp_2m", steps=5)).latents
+    assert other.shape[1] == 5 and type(pipeline.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, own)
+    described = replace(SAMPLING, sampler="euler", schedule="crc").described()
+    assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()
+    assert not {"sampler", "schedule", "guidance_until"} & SAMPLING.described().keys()
