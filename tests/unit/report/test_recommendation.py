@@ -54,7 +54,7 @@ def test_the_sentence_of_a_clear_case():
     assert other == "level 3 gains 4% of speed and loses 3.0 dB."
 
 
-# PSNR and its half interval in dB, speed-up of an image; the recipe that documents, README or a stored report recommend.
+# PSNR and its half interval in dB, speed-up of an image; what documents or a stored report recommend.
 # Where they have no interval, 1.8 dB stand for that of eight images, where they have a network's speed-up alone, an
 # image's is a little less, as in the stored report, and one that is below 0.5 is 0.5.
 DOCUMENTED = {
