@@ -14,6 +14,7 @@ from sd_quant.metrics import SCORES, Against, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.readings import (
     Number,
+    degenerate_images,
     latency_of,
     memory_of,
     memory_to_fit,
@@ -40,6 +41,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections = [
         _heading(record),
+        [f"DEGENERATE: {words}." for words in [degenerate_images(record)] if words],
         [sentence for engine in engines for sentence in _warnings(record, engine)],
         _sizes(record, reasons),
         _memory(record),

@@ -12,6 +12,7 @@ from torch import Tensor
 from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
@@ -81,6 +82,7 @@ def shared_entries(
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
         "fidelity": fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True),
+        "degenerate": degenerate(full.images, quantized.images),
     }
 
 
