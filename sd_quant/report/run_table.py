@@ -5,11 +5,13 @@ dash, with its reason below the table.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
     latency_of,
@@ -43,6 +45,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
+        *_noise_floor(record),
         _moved(record, reasons),
         *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
@@ -156,6 +159,12 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
                 title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
             ])  # fmt: skip
     return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+
+
+def _noise_floor(record: Mapping[str, Any]) -> list[list[str]]:
+    """Full precision computed another way, and the reasons why a way was not."""
+    table = floor_table(record)
+    return [as_text(replace(table, notes=())), [*table.notes]]
 
 
 def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

@@ -182,7 +182,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
             [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
             list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
         )
-    return VariantOutputs(images, tree.get("inputs", {}), tree["outputs"], tree.get("calls", {}))
+    return VariantOutputs(images, tree.get("inputs", {}), tree.get("outputs", {}), tree.get("calls", {}))
 
 
 def save_pairs(
