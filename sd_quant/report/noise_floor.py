@@ -1,8 +1,8 @@
 """The noise floor in plots and tables: which recipes are nearer to full precision than it is to itself.
 
 The floor is full precision computed another way, on the same prompts (``sd_quant.stages.noise_floor``). A recipe and a
-way are compared prompt by prompt: whoever's images are nearer to the reference. A recipe that is not further away than
-the way cannot be told from full precision that was computed this way, whatever its PSNR is.
+way are compared prompt by prompt: whoever's images are nearer to the reference. A recipe that is nearer
+than the way cannot be told from full precision that was computed this way, whatever its PSNR is.
 
 There is a floor for each way, and none is the right one: another batch changes one level of one pixel, bf16 changes
 what a person may find with a magnifier, and both are called full precision. So each is shown under its name.
@@ -125,19 +125,20 @@ def floor_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
 
 EXPLANATION = (
     "PSNR of each recipe's images less that of full precision's own in another way, prompt by prompt, with the mean's "
-    "interval at 95 %. Above the floor, and about at it, a difference is the arithmetic's."
+    "interval at 95 %. Above the floor a difference is the arithmetic's."
 )
 
 
 def sentences(jobs: Sequence[Job], described: Mapping[str, str]) -> list[str]:
-    """Which recipes lie above the floor, or cannot be told from it; one sentence for each way that has any."""
+    """Which recipes lie above the floor, or about at it; a sentence for each way that has any."""
     found = []
     for way in dict.fromkeys(way for job in jobs for way in ways(job.record)):
-        near = [
-            described.get(job.name, job.name)
-            for job in jobs
-            if (difference := beyond(job.record, way)) is not None and place_of(difference) is not Place.BELOW
-        ]
-        if near:
-            found.append(f"Cannot be told from full precision computed by {words_of(way)}: {', '.join(near)}.")
+        recipes: dict[Place, list[str]] = {place: [] for place in Place}
+        for job in jobs:
+            if (difference := beyond(job.record, way)) is not None:
+                recipes[place_of(difference)].append(described.get(job.name, job.name))
+        if above := ", ".join(recipes[Place.ABOVE]):
+            found.append(f"Cannot be told from full precision computed by {words_of(way)}: {above}.")
+        if at_it := ", ".join(recipes[Place.AT]):
+            found.append(f"About as near as full precision by {words_of(way)}, which more prompts may tell: {at_it}.")
     return found or ["Every recipe differs from full precision by more than its arithmetic."]

@@ -92,7 +92,7 @@ def noise_floor(
             except SdQuantError as error:  # such as latents that overflow in fp16
                 reason = str(error)
         if reason is not None:
-            LOG.warning("no noise floor by %s: %s", way, reason)
+            LOG.info("no noise floor by %s: %s", way, reason)
         floor[way] = {} if reason is None else {"reason": reason}
     return floor
 
