@@ -10,6 +10,7 @@ what a person may find with a magnifier, and both are called full precision. So 
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from statistics import fmean
 from typing import Any
 
 from sd_quant.metrics import SCORES, Against, fidelity_scores
@@ -50,7 +51,7 @@ def ways(record: Any) -> list[str]:
 
 
 def beyond(record: Any, way: str) -> Interval | None:
-    """PSNR of the recipe's images less that of the way's, over prompts.
+    """PSNR of the recipe's images less that of the way's, over prompts; images of one prompt count as their mean.
 
     Identical images, whose PSNR is infinite, count as the best that is not. None where all of the way's are, and where
     not both are known.
@@ -60,8 +61,12 @@ def beyond(record: Any, way: str) -> Interval | None:
     if len(own) != len(floor) or not any(floor):
         return None
     best = max(value for value in (*own, *floor) if value is not None)
-    pairs = zip(own, floor, strict=True)
-    return mean_interval([(best if x is None else x) - (best if y is None else y) for x, y in pairs])
+    prompts = at(record, "prompts") or []
+    by_prompt: dict[Any, list[float]] = {}
+    for number, (x, y) in enumerate(zip(own, floor, strict=True)):
+        key = prompts[number] if len(prompts) == len(own) else number
+        by_prompt.setdefault(key, []).append((best if x is None else x) - (best if y is None else y))
+    return mean_interval(list(map(fmean, by_prompt.values())))
 
 
 def place_of(difference: Interval) -> Place:
@@ -96,6 +101,8 @@ def floor_table(record: Any) -> Table:
     for way in names(record, "noise_floor"):
         if reason := at(record, "noise_floor", way, "reason"):
             notes.append(f"no noise floor by {words_of(way)}: {reason}")
+        if reason := at(record, "noise_floor", way, PSNR.key, "reason"):
+            notes.append(f"noise floor by {words_of(way)}: {reason}")
     titles = ["full precision again, by", PSNR.title, "worst", *(score.title for score in scores[1:]), "the recipe"]
     table = table_of_texts(titles, lines)
     return Table(table.columns, table.rows, notes=notes)

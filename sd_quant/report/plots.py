@@ -296,21 +296,26 @@ def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
 
 
 def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
-    """Draw lines at the lowest ``floors``, for which the axis may double; those further up are named at its top."""
+    """Draw lines at the lowest ``floors`` as far as half the axis further up; the others are named at its top."""
     low, high = axes.get_ylim()
     texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
-    drawn = {text: value for text, value in texts.items() if value <= 2 * high - low}
+    drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
     place: dict[str, Any] = {"color": SOFT, "fontsize": 8, "in_layout": False}
-    for number, (text, value) in enumerate(drawn.items()):
-        axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
-        meaning = f"noise floor by {text}: above it a difference is the arithmetic's"
-        axes.annotate(
-            text if number else meaning, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 2),
-            textcoords="offset points", va="bottom", **place,
-        )  # fmt: skip
     if drawn:
         top = max(high, *drawn.values())
         axes.set_ylim(low, top + 0.06 * (top - low))
+        axes.figure.draw_without_rendering()  # only then is it known where a point lies
+    points = [square(point, 9) for line in axes.lines for point in axes.transData.transform(line.get_xydata())]
+    for number, (text, value) in enumerate(drawn.items()):
+        axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+        label = axes.annotate(
+            text if number else f"noise floor by {text}: above it a difference is the arithmetic's", (0.01, value),
+            xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", va="bottom", **place,
+        )  # fmt: skip
+        above = label.get_window_extent().extents
+        below = above - np.array([0, 1, 0, 1]) * (above[3] - above[1] + 4 * axes.figure.dpi / 72)
+        if overlap(below, points) < overlap(above, points):
+            label.set(va="top", y=-2)
     if further := [text for text in texts if text not in drawn]:
         title = "further up" if drawn else "noise floor ↑"
         axes.annotate(f"{title}: {'; '.join(further)}", (0.01, 0.99), xycoords="axes fraction", va="top", **place)

@@ -47,7 +47,9 @@ def test_a_recipe_is_compared_prompt_by_prompt(decibels, place):
     assert found.value == pytest.approx(decibels - 47.967, abs=0.001) and found.high - found.low < 0.6
     assert noise_floor.place_of(found).value == place
     assert noise_floor.beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
-    assert noise_floor.beyond(record_of(30, 1.2, 0.5), "batch") is None, "another number of prompts"
+    assert noise_floor.beyond(record_of(30, 1.2, 0.5), "batch") is None
+    repeated = noise_floor.beyond(record(decibels) | {"prompts": ["a pear"] * 3}, "bf16")
+    assert repeated.value == pytest.approx(found.value) and not repeated.known, "three images of a prompt are no sample"
 
 
 def test_the_closing_table_has_a_line_a_way_and_the_reasons():
