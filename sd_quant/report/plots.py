@@ -312,7 +312,7 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
             text if number else f"noise floor by {text}: above it a difference is the arithmetic's", (0.01, value),
             xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", va="bottom", **place,
         )  # fmt: skip
-        above = label.get_window_extent().extents
+        above = np.array(label.get_window_extent().extents)
         below = above - np.array([0, 1, 0, 1]) * (above[3] - above[1] + 4 * axes.figure.dpi / 72)
         if overlap(below, points) < overlap(above, points):
             label.set(va="top", y=-2)
