@@ -15,6 +15,9 @@ from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
 MORE_THAN_1 = Limit(lambda number: number > 1, "more than 1")  # the unquantized engine has 1
+# Ways to compute the same full precision again, by the names of the knob ``noise_floor``.
+RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
+WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
 CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
 
 

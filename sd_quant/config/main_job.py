@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
-from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing, Verdict
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
@@ -83,6 +83,11 @@ class QuantizeJob(RecipeJob):
     published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
     compiled_baseline: Annotated[bool, "whether torch.compile's unquantized denoiser is timed in the engines' rounds"]
     memory_of_parts: Annotated[bool, "whether each part's engines are opened once more, to measure their memory"]
+    noise_floor: Annotated[
+        list[str],
+        one_of([*WAYS, ALL], each=True),
+        "other ways to compute full precision, whose images say from where on a difference is the arithmetic's",
+    ]
     hand_over: Annotated[list[str], one_of(TARGETS, each=True), "tools that the result is exported to, as by hand_over"]
 
     def __post_init__(self):

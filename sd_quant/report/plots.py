@@ -27,6 +27,7 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
+from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
 from sd_quant.report.recommendation import fidelity_db, front, recommend
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
@@ -71,6 +72,7 @@ MOST_BARS = 8  # recipes whose bytes by part are drawn
 UNQUANTIZED_BAR, WORKING = "unquantized", "opening or calling one"
 MOST_BOXES = 20
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
+MOST_FLOORS = 3  # of the ways to compute full precision, the lowest
 DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MB"}
@@ -92,10 +94,11 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
     table = sweep.rows
     best = recommend(sweep, lambda row: row["job"]).job
     done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
+    floors = floor_lines(done)
     with style():
         drawn = {
-            "pareto_latency": pareto(table, sweep.varied, TIME, best),
-            "pareto_size": pareto(table, sweep.varied, SIZE, best),
+            "pareto_latency": pareto(table, sweep.varied, TIME, best, floors),
+            "pareto_size": pareto(table, sweep.varied, SIZE, best, floors),
             "parts": parts(done, sweep.varied),
             "trajectory": trajectory(sweep, best),
             "layers": next(filter(None, map(layers, done)), None),
@@ -161,8 +164,13 @@ def fitted(text: str, longest: int = LONGEST_NAME) -> str:
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 
 
-def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None) -> Figure | None:
-    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes."""
+def pareto(
+    table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None, floors: Mapping[str, float] = {}
+) -> Figure | None:
+    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
+
+    ``floors`` are dB of the noise floor by way, lowest first.
+    """
     usable = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(usable) < 2:
         return None
@@ -187,6 +195,7 @@ def pareto(table: Sequence[Row], varied: Sequence[str], cost: str, recommended: 
     low, high = axes.get_ylim()
     if high - low < 1:  # a decibel: less is no difference, and its ticks would be digits behind an offset
         axes.set_ylim((low + high - 1) / 2, (low + high + 1) / 2)
+    draw_floors(axes, floors)
     named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
     named.sort(key=lambda row: row["job"] != recommended)  # the first has the choice of places
     name_points(
@@ -284,6 +293,32 @@ def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
         f"unquantized, {middle:.3g} {unit}", (middle, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
         textcoords="offset points", rotation=90, ha="right", va="bottom", color=SOFT, fontsize=9, in_layout=False,
     )  # fmt: skip
+
+
+def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
+    """Draw lines at the lowest ``floors`` as far as half the axis further up; the others are named at its top."""
+    low, high = axes.get_ylim()
+    texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
+    drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
+    place: dict[str, Any] = {"color": SOFT, "fontsize": 8, "in_layout": False}
+    if drawn:
+        top = max(high, *drawn.values())
+        axes.set_ylim(low, top + 0.06 * (top - low))
+        axes.figure.draw_without_rendering()  # only then is it known where a point lies
+    points = [square(point, 9) for line in axes.lines for point in axes.transData.transform(line.get_xydata())]
+    for number, (text, value) in enumerate(drawn.items()):
+        axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+        label = axes.annotate(
+            text if number else f"noise floor by {text}: above it a difference is the arithmetic's", (0.01, value),
+            xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", va="bottom", **place,
+        )  # fmt: skip
+        above = np.array(label.get_window_extent().extents)
+        below = above - np.array([0, 1, 0, 1]) * (above[3] - above[1] + 4 * axes.figure.dpi / 72)
+        if overlap(below, points) < overlap(above, points):
+            label.set(va="top", y=-2)
+    if further := [text for text in texts if text not in drawn]:
+        title = "further up" if drawn else "noise floor ↑"
+        axes.annotate(f"{title}: {'; '.join(further)}", (0.01, 0.99), xycoords="axes fraction", va="top", **place)
 
 
 def name_points(

@@ -5,7 +5,8 @@ from pathlib import Path
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.levers import lever_tables
-from sd_quant.report.page import write_report
+from sd_quant.report.noise_floor import floor_tables
+from sd_quant.report.page import described, write_report
 from sd_quant.report.plots import write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
@@ -25,7 +26,11 @@ def rebuild(directory: Path) -> Path:
     published = published_tables(sweep)
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
-    return write_report(sweep, lever_tables(sweep) + published + candidate_tables(sweep) + handed_over_tables(sweep))
+    recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
+    floors = floor_tables(sweep, recipes)
+    return write_report(
+        sweep, lever_tables(sweep) + published + candidate_tables(sweep) + floors + handed_over_tables(sweep)
+    )
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

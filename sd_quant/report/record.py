@@ -400,6 +400,9 @@ class Record(AnyRecord, total=False):
     """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks what only a run has."""
 
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
+    noise_floor: Annotated[
+        dict[str, Fidelity], Doc("the same of torch in full precision, computed another way, by that way; or a reason")
+    ]
     text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]

@@ -5,6 +5,7 @@ dash, with its reason below the table.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
+from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
     degenerate_images,
@@ -49,6 +51,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
         _levers(record),
+        *_noise_floor(record),
         _moved(record, reasons),
         *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
@@ -170,6 +173,12 @@ def _levers(record: Mapping[str, Any]) -> list[str]:
         return []
     cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
     return as_text(table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True))))
+
+
+def _noise_floor(record: Mapping[str, Any]) -> list[list[str]]:
+    """Full precision computed another way, and the reasons why a way was not."""
+    table = floor_table(record)
+    return [as_text(replace(table, notes=())), [*table.notes]]
 
 
 def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

@@ -49,6 +49,7 @@ from sd_quant.stages.job_folder import (
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import load
+from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
 from sd_quant.stages.resources import Needs, run_needs
@@ -159,6 +160,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         check_fit(loaded)
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
+        check_noise_floor(job.noise_floor, loaded, job.infer)
         write_observed(loaded, directory)
     simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)
     if simulated:
@@ -180,6 +182,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             share()
             kept = KeptOutputs(facts, directory, cache)
             framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
+            floor = noise_floor(job.noise_floor, loaded, variants, framework, prompts, job.infer, kept)
             variants.make_room()
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignments, directory), cache)
@@ -228,6 +231,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         handed_over,
         memory,
         levers,
+        floor,
     )
     check_still_there(directory)
     record = record_of(job, fingerprint, facts, results, step, directory)

@@ -10,6 +10,7 @@ import onnx
 from torch import Tensor
 
 from sd_quant.config import Infer, QuantizeJob, artifact
+from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.degenerate import degenerate
@@ -58,6 +59,7 @@ class Results:
     handed_over: dict[str, HandedOver]  # by target
     memory: dict  # by part
     levers: Levers | None  # beside bits
+    noise_floor: dict  # by way
 
 
 def shared_entries(
@@ -102,6 +104,7 @@ def record_of(
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
     made = {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
+    by_engine = fidelity(framework.images, unquantized.images, framework.latents, unquantized.latents)
     return cast(Record, shared_entries(loaded, job.infer, facts, step, framework, quantized) | {
         "fingerprint": fingerprint,
         "overrides": facts["overrides"],
@@ -111,9 +114,10 @@ def record_of(
         "sizes_bytes": sizes(loaded.parts, loaded.parameters, directory),
         "plans": {part: dataclasses.asdict(report) for part, report in results.plans.items()},
         "latency": results.latency,
-        "fidelity_unquantized_engine": fidelity(
-            framework.images, unquantized.images, framework.latents, unquantized.latents
-        ),
+        "fidelity_unquantized_engine": by_engine,
+        "noise_floor": {
+            way: entry or by_engine if way == RUNTIME else entry for way, entry in results.noise_floor.items()
+        },
         "text_scores": text_scores(job.metrics, job.infer, loaded.checkpoint, job.infer.prompt_list(), made),
         "parity": results.parity,
         "executed": results.executed,

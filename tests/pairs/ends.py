@@ -22,6 +22,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],
     "memory_of_parts": ["false", "true"],
+    "noise_floor": ["[]", "all", "[threads,threads]"],
     "compiled_baseline": ["false"],  # compiling takes a minute; an experiment of tests/cli/test_sweep.py has it
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],

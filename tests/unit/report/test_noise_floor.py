@@ -1,0 +1,91 @@
+"""Which recipes cannot be told from full precision, by the floor of each way to compute it."""
+
+import re
+
+import pytest
+
+from sd_quant.report import noise_floor, plots, rebuild
+from sd_quant.report.run_table import run_table
+from sd_quant.report.summary import read_sweep
+
+from .sweeps import change_record, record_of, write_job, write_plan
+
+PROMPTS = ("a red apple", "a pear", "a plum")
+
+
+def scored(*psnr: float | None) -> dict:
+    known = [value for value in psnr if value is not None]
+    mean = sum(known) / len(known) if known else None
+    return {
+        "psnr": {"mean": mean, "min": min(known, default=None), "values": [*psnr], "reason": None if mean else "none"},
+        "ssim": {"mean": 0.99, "values": [0.99] * len(psnr)},
+        "lpips": {"mean": 0.001, "values": [0.001] * len(psnr)},
+    }
+
+
+FLOOR = {
+    "threads": scored(None, None, None),
+    "batch": scored(84.0, None, 86.0),
+    "fp16": {"reason": "torch gave a latent that is not finite"},
+    "bf16": scored(48.1, 48.0, 47.8),
+}
+
+
+def record(decibels: float) -> dict:
+    return record_of(decibels, 1.2, 0.5, PROMPTS) | {"noise_floor": FLOOR}
+
+
+def test_ways_come_lowest_first_and_identical_images_last():
+    assert noise_floor.ways(record(30)) == ["bf16", "batch", "threads"]
+    assert noise_floor.ways(record_of(30, 1.2, 0.5)) == []
+
+
+@pytest.mark.parametrize(("decibels", "place"), [(49, "above"), (48, "about at"), (40, "below")])
+def test_a_recipe_is_compared_prompt_by_prompt(decibels, place):
+    """Identical images count as the best that is not."""
+    found = noise_floor.beyond(record(decibels), "bf16")
+    assert found.value == pytest.approx(decibels - 47.967, abs=0.001) and found.high - found.low < 0.6
+    assert noise_floor.place_of(found).value == place
+    assert noise_floor.beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
+    assert noise_floor.beyond(record_of(30, 1.2, 0.5), "batch") is None
+    repeated = noise_floor.beyond(record(decibels) | {"prompts": ["a pear"] * 3}, "bf16")
+    assert repeated.value == pytest.approx(found.value) and not repeated.known, "three images of a prompt are no sample"
+
+
+def test_the_closing_table_has_a_line_a_way_and_the_reasons():
+    table = run_table(record(40))
+    (bf16,) = [line for line in table.splitlines() if line.startswith("bf16")]
+    assert re.split(r"  +", bf16) == ["bf16", "47.97 dB", "47.80 dB", "0.9900", "0.0010", "8.0 ± 0.1 dB below it"]
+    assert re.search(r"^another number of threads +identical", table, re.MULTILINE)
+    assert "no noise floor by fp16: torch gave a latent that is not finite" in table
+    assert "full precision again" not in run_table(record_of(40, 1.2, 0.5))
+
+
+@pytest.mark.slow
+def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_path, monkeypatch):
+    for name, decibels in (("a", 49.0), ("b", 48.0), ("c", 42.0)):
+        change_record(write_job(tmp_path / name, decibels, prompts=PROMPTS), {"noise_floor": FLOOR})
+    sweep = write_plan(tmp_path, {name: {"alpha": name} for name in "abc"})
+    (table,) = noise_floor.floor_tables(sweep, {"a": "alpha=a"})
+    assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
+    assert table.caption.startswith("Cannot be told from full precision computed by bf16: alpha=a. About as near")
+    monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
+    monkeypatch.setattr(rebuild, "write_report", lambda sweep, tables: tables)
+    (shown,) = rebuild.rebuild(tmp_path)
+    assert shown.heading == noise_floor.HEADING and "more prompts may tell: alpha=b. PSNR of each" in shown.caption
+    axes = plots.figures(sweep)["pareto_latency"].axes[0]
+    drawn = [line.get_ydata()[0] for line in axes.lines if list(line.get_xdata()) == [0, 1]]
+    texts = [text.get_text() for text in axes.texts]
+    assert drawn == pytest.approx([47.967], abs=0.001) and axes.get_ylim()[1] < 60, (
+        "the batch's would squeeze all others"
+    )
+    assert "noise floor by bf16, 48.0 dB: above it a difference is the arithmetic's" in texts
+    assert "further up: another batch, 85.0 dB" in texts
+    plain = write_job(tmp_path / "d")
+    assert noise_floor.floor_tables(read_sweep(plain), {}) == []
+
+
+def test_where_no_recipe_reaches_the_floor_the_report_says_so(tmp_path):
+    folder = change_record(write_job(tmp_path / "a", 40.0, prompts=PROMPTS), {"noise_floor": FLOOR})
+    (table,) = noise_floor.floor_tables(read_sweep(folder), {})
+    assert table.caption.startswith("Every recipe differs from full precision by more than its arithmetic.")
