@@ -441,18 +441,17 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 def verdict_of_degenerate(run: Run) -> Verdict:
     """No image is black, constant or not a number, whatever the means."""
-    found, images = degenerate(run), len(run.record.get("prompts") or [])
+    found, prompts = degenerate(run), run.record.get("prompts") or []
     title, bar = "degenerate images", "none"
     if found is None:
         reason = "the record does not say, and the run's images are not there; run it again"
-        return Verdict("degenerate", title, DASH, bar, UNTOLD, {"value": None, "bar": 0, "count": images}, reason)
-    prompts = run.record["prompts"]
+        return Verdict("degenerate", title, DASH, bar, UNTOLD, {"value": None, "bar": 0, "count": len(prompts)}, reason)
     shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index, _ in found[:SHOWN]]
     reason = ", ".join(f"image {index} is {why_so}" for index, why_so in found[:SHOWN])
     reason += ", ..." if len(found) > SHOWN else ""
     return Verdict(
-        "degenerate", title, f"{len(found)} of {images}", bar, FAILED if found else PASSED,
-        {"value": len(found), "bar": 0, "count": images}, reason, worst=shown, form="degenerate",
+        "degenerate", title, f"{len(found)} of {len(prompts)}", bar, FAILED if found else PASSED,
+        {"value": len(found), "bar": 0, "count": len(prompts)}, reason, worst=shown, form="degenerate",
     )  # fmt: skip
 
 
