@@ -33,16 +33,16 @@ from typing import Any, NamedTuple
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, t_quantile
-from sd_quant.report.readings import score_of
+from sd_quant.report.readings import degenerate_of, score_of
 from sd_quant.report.recommendation import are_identical
-from sd_quant.report.record import DONE, RECORD, at, read_record, weights_sha256, why
+from sd_quant.report.record import DONE, RECORD, VARIANTS, at, read_record, weights_sha256, why
 from sd_quant.report.summary import machine_of, timed_alone
 from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
-from sd_quant.text import one_line
 
 PROMPTS, ROUNDS = "prompts", "rounds"
 PASSED, FAILED, UNTOLD = "passed", "failed", "cannot be told"
+SIDE = 128  # pixels to which images are reduced to look for degenerate ones
 SHOWN = 3  # worst images of a criterion
 MOST = 100_000  # prompts or rounds; who would draw more
 OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
@@ -168,8 +168,8 @@ def rounds_of(run: Run, knob: str) -> Timed:
     return timed
 
 
-def file_of(run: Run, index: int) -> Path | None:
-    names = (run.folder / "images" / "quantized" / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
+def file_of(run: Run, index: int, variant: str = VARIANTS[1]) -> Path | None:
+    names = (run.folder / "images" / variant / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
     return next((path for path in names if path.is_file()), None)
 
 
@@ -440,41 +440,41 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 
 def verdict_of_degenerate(run: Run) -> Verdict:
-    """No image is black, constant or not a number, whatever the means."""
-    found, prompts = degenerate(run), run.record.get("prompts") or []
-    title, bar = "degenerate images", "none"
-    if found is None:
-        reason = "the record does not say, and the run's images are not there; run it again"
-        return Verdict("degenerate", title, DASH, bar, UNTOLD, {"value": None, "bar": 0, "count": len(prompts)}, reason)
-    shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index, _ in found[:SHOWN]]
-    reason = ", ".join(f"image {index} is {why_so}" for index, why_so in found[:SHOWN])
-    reason += ", ..." if len(found) > SHOWN else ""
+    """No image is degenerate, whatever the means. Raises ArtifactError for a record that names an image it has not."""
+    prompts, words = run.record.get("prompts") or [], degenerate_words(run)
+    title, bar, figures = "degenerate images", "none", {"bar": 0, "count": len(prompts)}
+    if words is None:
+        reason = "the record does not say, and its images are not there; make the run again"
+        return Verdict("degenerate", title, DASH, bar, UNTOLD, figures, reason)
+    if unknown := [index for index in words if index not in range(len(prompts))]:
+        raise ArtifactError(
+            f"{run.folder / RECORD} is damaged (degenerate names image {unknown[0]} of {len(prompts)}); run the job "
+            "again"
+        )
+    shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index in [*words][:SHOWN]]
+    reason = "; ".join([*words.values()][:SHOWN]) + ("; ..." if len(words) > SHOWN else "")
     return Verdict(
-        "degenerate", title, f"{len(found)} of {len(prompts)}", bar, FAILED if found else PASSED,
-        {"value": len(found), "bar": 0, "count": len(prompts)}, reason, worst=shown, form="degenerate",
+        "degenerate", title, f"{len(words)} of {len(prompts)}", bar, FAILED if words else PASSED,
+        {"value": len(words), **figures}, reason, worst=shown, form="degenerate",
     )  # fmt: skip
 
 
-def degenerate(run: Run) -> list[tuple[int, str]] | None:
-    """The images that show nothing, by index, with the reason; None where neither record nor files tell."""
-    count = len(run.record.get("prompts") or [])
-    if (stated := at(run.record, "degenerate")) is not None:
-        entries = [(at(each, "index"), at(each, "reason")) for each in (stated if isinstance(stated, list) else [None])]
-        if not all(type(index) is int and 0 <= index < count for index, _ in entries):
-            raise ArtifactError(f"{run.folder / RECORD} is damaged (degenerate names no image); run the job again")
-        return [(index, one_line(reason or "degenerate", 100)) for index, reason in entries]
-    files = [file_of(run, index) for index in range(count)]
-    if None in files:
+def degenerate_words(run: Run) -> dict[Any, str] | None:
+    """The degenerate images in words, by index; None where neither the record nor the run's images tell.
+
+    The records of earlier versions do not say. Raises as ``read_fitted`` does for an image that cannot be read.
+    """
+    if at(run.record, "degenerate") is not None:
+        return degenerate_of(run.record)
+    indices = range(len(run.record.get("prompts") or []))
+    pairs = [[file_of(run, index, variant) for index in indices] for variant in VARIANTS]
+    if not indices or None in pairs[0] + pairs[1]:
         return None
-    return [(index, "of one colour") for index, file in enumerate(files) if file and is_constant(file)]
+    from sd_quant.files.images import read_fitted  # late, as they are seldom needed
+    from sd_quant.metrics.degenerate import degenerate
 
-
-def is_constant(file: Path) -> bool:
-    """Whether an image has one colour only. Raises as ``read_fitted`` does."""
-    from sd_quant.files.images import read_fitted  # late: records of now say it themselves
-
-    pixels, _ = read_fitted(file, 64, 64, "RGB")
-    return bool((pixels.max((0, 1)) == pixels.min((0, 1))).all())
+    reference, images = ([read_fitted(path, SIDE, SIDE, "RGB")[0] for path in paths if path] for paths in pairs)
+    return degenerate_of({"degenerate": degenerate(reference, images)})
 
 
 def decide(

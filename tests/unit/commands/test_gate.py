@@ -1,6 +1,8 @@
 """The command of the gate: its knobs, its refusals and its exit codes."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -8,7 +10,9 @@ import pytest
 
 from sd_quant.commands import gate
 from sd_quant.errors import ConfigError
+from sd_quant.knobs import fields_of
 from sd_quant.metrics import SCORES, Against
+from sd_quant.places import HOME
 
 from ..report.test_gate import run_of
 
@@ -38,6 +42,13 @@ def test_every_score_of_images_has_its_bars():
     job = gate.job_of(["run=a=b", *(f"worst_{key}=1" for key in keys), "baseline=c", *(f"{k}_margin=0" for k in keys)])
     assert job.run == "a=b" and len(job.bars()) == 2 * len(keys)
     assert gate.job_of(["run=a", "min_psnr=1e1", "min_ssim=0", "max_lpips=1", "worst_psnr=null"]).min_psnr == 10.0
+
+
+def test_the_page_names_every_knob_and_its_commands_are_gates():
+    page = (HOME / "docs/gate.md").read_text(encoding="utf-8")
+    assert fields_of(gate.GateJob).keys() <= {*re.findall(r"\w+", page)}
+    given = re.findall(r"sd-quant gate (.*)", page)
+    assert len(given) == 4 and all(gate.job_of(shlex.split(line.replace("<folder>", "x"))) for line in given)
 
 
 @pytest.mark.parametrize(

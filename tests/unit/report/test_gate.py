@@ -126,13 +126,15 @@ def test_a_degenerate_image_fails_whatever_the_mean(tmp_path):
     stated = decide(run_of(degenerate=[{"index": 3, "reason": "black"}]), None, BARS)
     assert stated.sentence == "failed: degenerate" and stated.verdicts[-1].reason == "image 3 is black"
     assert decide(run_of(2, degenerate=None), None, {"min_speedup": 1.2}).outcome == UNTOLD  # nobody knows
-    for name, high in (("0000", 255), ("0001", 1)):
-        pixels = np.arange(64 * 64 * 3).reshape(64, 64, 3) % high
-        (tmp_path / "images" / "quantized").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "images" / "quantized" / f"{name}.png")
+    lively = np.random.default_rng(0).integers(0, 255, (2, 64, 64, 3), np.uint8)
+    for variant, images in (("full_precision", lively), ("quantized", [lively[0], 0 * lively[1]])):
+        (tmp_path / "images" / variant).mkdir(parents=True)
+        for index, pixels in enumerate(images):
+            Image.fromarray(pixels).save(tmp_path / "images" / variant / f"{index:04}.png")
     older = run_of(2, degenerate=None)._replace(folder=tmp_path)
-    assert decide(older, None, {"min_speedup": 1.2}).verdicts[-1].reason.startswith("image 1 is")
-    with pytest.raises(ArtifactError, match="degenerate names no image"):
+    [_, broken] = decide(older, None, {"min_speedup": 1.2}).verdicts
+    assert broken.reason.startswith("image 1 is black") and broken.worst[0].file.name == "0001.png"
+    with pytest.raises(ArtifactError, match="degenerate names image 2"):
         decide(run_of(2, degenerate=[{"index": 2}]), None, BARS)
 
 
