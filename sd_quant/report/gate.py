@@ -46,10 +46,13 @@ SIDE = 128  # pixels to which images are reduced to look for degenerate ones
 SHOWN = 3  # worst images of a criterion
 MOST = 100_000  # prompts or rounds; who would draw more
 OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
-REFERENCE = (  # knobs of infer that decide full precision's images
-    *("width", "height", "sizes", "steps", "scale", "seed", "num_samples"),
-    *("negative_prompt", "strength", "precision"),
-)
+REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
+    "infer": (
+        *("width", "height", "sizes", "steps", "scale", "seed", "num_samples"),
+        *("negative_prompt", "strength", "precision"),
+    ),
+    "model": ("arguments", "max_sequence_length"),
+}
 FILES = ("image", "mask", "latents")  # knobs of infer that name a file, which the record's inputs have by its hash
 
 
@@ -176,17 +179,17 @@ def file_of(run: Run, index: int, variant: str = VARIANTS[1]) -> Path | None:
 def check_comparable(run: Run, baseline: Run) -> None:
     """Raises ConfigError unless both runs have the same prompts, start noise and full precision."""
     a, b = run.record, baseline.record
-    pairs = {
+    pairs: dict[str, tuple] = {
         "prompts": (a.get("prompts"), b.get("prompts")),
-        "weights of the model": (weights_sha256(a), weights_sha256(b)),
-        **{f"infer.{name}": tuple(at(each, "knobs", "infer", name) for each in (a, b)) for name in REFERENCE},
-        **{
-            f"infer.{name}": tuple(
-                at(each, "inputs", name, "sha256") or at(each, "knobs", "infer", name) for each in (a, b)
-            )
-            for name in FILES
-        },
+        "weights": (weights_sha256(a), weights_sha256(b)),
     }
+    for section, names in REFERENCE.items():
+        pairs |= {f"{section}.{name}": tuple(at(each, "knobs", section, name) for each in (a, b)) for name in names}
+    for name in FILES:
+        hashes = (at(each, "inputs", name, "sha256") for each in (a, b))
+        pairs[f"infer.{name}"] = tuple(
+            sha256 or at(each, "knobs", "infer", name) for each, sha256 in zip((a, b), hashes, strict=True)
+        )
     if differ := [name for name, (one, other) in pairs.items() if one != other]:
         raise ConfigError(
             f"run and baseline differ in {', '.join(differ)}, expected runs with the same prompts, seeds, sizes, model "
@@ -273,13 +276,10 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
 
     def at_confidence(confidence: float) -> Interval:
         interval = mean_of_skewed(means, confidence)
-        return (
-            interval
-            if not interval.known
-            else Interval(
-                interval.value, max(interval.low, score.least), min(interval.high, max(score.most, interval.value))
-            )
-        )
+        if not interval.known:
+            return interval
+        low, high = max(interval.low, score.least), min(interval.high, max(score.most, interval.value))
+        return Interval(interval.value, low, high)
 
     means = by_prompt(run.record["prompts"], counted) if len(counted) == len(values) else []
     return Estimate(

@@ -97,7 +97,7 @@ def xml_of(gate: Gate) -> str:
             suite, "testcase", {"classname": "sd-quant.gate", "name": each.criterion, "time": "0"}
         )
         told = printable(
-            f"{each.title} is {each.value}, expected {each.bar}" + (f"; {each.reason}" if each.reason else "")
+            f"{each.title}: {each.value}, expected {each.bar}" + (f"; {each.reason}" if each.reason else "")
         )
         if each.verdict in (FAILED, UNTOLD):
             kind = "failure" if each.verdict == FAILED else "error"

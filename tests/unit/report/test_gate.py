@@ -178,7 +178,7 @@ def test_a_run_is_paired_with_its_baseline_by_prompt():
         ({"prompts": ["another"] * 64}, "psnr_margin", "prompts"),
         ({"knobs__infer__seed": 7}, "psnr_margin", "infer.seed"),
         ({"knobs__infer__width": 128}, "psnr_margin", "infer.width"),
-        ({"inputs": {"checkpoint": {"sha256": "a"}}}, "psnr_margin", "weights of the model"),
+        ({"inputs": {"checkpoint": {"sha256": "a"}}}, "psnr_margin", "weights"),
         ({"inputs": {"latents": {"sha256": "a"}}}, "psnr_margin", "infer.latents"),
         ({"environment__machine__cpu": "another"}, "speedup_margin", "the baseline on another"),
     ],
