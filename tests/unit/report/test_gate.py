@@ -84,7 +84,7 @@ def test_the_unit_is_the_prompt_and_one_prompt_tells_nothing():
     run = run_of(prompts=prompts)
     assert decide(run, None, {"min_psnr": 36.0}).verdicts[0].figures["count"] == 4
     one = decide(run_of(prompts=["the same"] * 64), None, {"min_psnr": 10.0})
-    assert one.outcome == UNTOLD and one.verdicts[0].more == 1
+    assert one.outcome == UNTOLD and one.verdicts[0].reason == "at least 1 more prompts would tell"
 
 
 def test_no_error_of_several_criteria_is_more_likely_than_stated():
