@@ -72,7 +72,11 @@ def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
     for name in candidates:
         entry = record(folder, name)
         assert entry["status"] == "done" and len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS)
-        assert 15 < entry["fidelity"]["psnr"]["mean"] < 70 and 0 < entry["judged"]["network_error"] < 0.5
+        assert (
+            entry["degenerate"] == []
+            and 15 < entry["fidelity"]["psnr"]["mean"] < 70
+            and 0 < entry["judged"]["network_error"] < 0.5
+        )
         for path, expected in zip(sorted((folder / name / "images/full_precision").glob("*.png")), full, strict=True):
             assert np.array_equal(np.asarray(Image.open(path)), expected)
         rows = table(folder / name / "layers.csv")

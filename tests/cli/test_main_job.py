@@ -221,7 +221,7 @@ def test_the_record_is_complete(record, main_job):
     assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}
     assert record["inputs"]["checkpoint"]["sha256"] and record["inputs"]["calibration_prompts"]["sha256"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
-    assert record["peak_memory_bytes"] > 2**28
+    assert record["peak_memory_bytes"] > 2**28 and record["degenerate"] == []
     assert set(record["sizes_bytes"]) == set(PART_NAMES) == set(record["plans"])
     assert set(record["memory"]) == set(PART_NAMES) and record["memory"]["unet_xl"]["quantized"]["opened_bytes"] > 2**20
     for name in ("sizes_bytes", "latency", "fidelity", "fidelity_unquantized_engine", "parity", "layers", "stages"):

@@ -34,7 +34,7 @@ def a_record(decibels: float, speedup: float) -> dict:
     sizes["unet_xl"]["weights_fp32"], sizes["vae"]["weights_fp32"] = 8000000, 69
     record["knobs"] |= {
         "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0,
-        "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
+        "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95, "floor_db": 28.0, "speedup": None},
     }  # fmt: skip
     record["knobs"]["model"]["family"] = "sdxl"
     record["fidelity"] |= {
@@ -46,6 +46,7 @@ def a_record(decibels: float, speedup: float) -> dict:
         "schema_version": 1, "overrides": ["alpha=0.5", "quant_level=3"],
         "denoiser": {"part": "unet_xl", "samples_per_image": 2}, "simulated": False, "simulated_because": None,
         "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}}, "layers": {"quantized": 7, "high_precision": 2},
+        "degenerate": [{"index": 1, "reason": "black"}],
         "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}}, "memory": MEMORY,
     }  # fmt: skip
 
@@ -60,7 +61,7 @@ PLAN = {
     "jobs": [
         {"name": f"alpha={alpha}", "varied": {"alpha": alpha}, "overrides": []} for alpha in (0.5, "auto", 1.0, 0.1)
     ],
-    "published": PUBLISHED, "verdict": {"enough_db": 40.0, "time_of_a_db": 0.02, "confidence": 0.95},
+    "published": PUBLISHED, "verdict": {"enough_db": 40.0, "confidence": 0.95, "image_ms": 40.0},
 }  # fmt: skip
 PLAN["jobs"][3]["same_as"] = "alpha=0.5"
 TIMING = {

@@ -12,6 +12,8 @@ from .composition import JOBS
 NAMED = "diffusers, flux, pixart, sd15, sd21, sd3, sdxl"
 NAN, INFINITY = float("nan"), float("inf")
 SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")]
+BOTH = {"enough_db": 40, "time_of_a_db": 0.03, "confidence": 0.95, "floor_db": None, "worst_db": None, "speedup": 2,
+        "image_ms": 900}  # fmt: skip
 REFUSED = {  # how begins what was expected, of which knob, instead of which values
     "at least 0": {"infer.num_warmup_runs": [-1], "infer.scale": [-1]},
     "at least 1": {
@@ -41,7 +43,10 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "a whole number from 0 to 2^32 - 1": {"quantize.seed": [-1], "infer.seed": [2**32]},
     "true or false": {"quantize.per_token": [1], "trt.static_batch": [1], "infer.allow_untrusted_plan": ["yes"]},
     "a group of knobs": {"infer": [3]},
-    "more than 0": {"trt.workspace_gib": [0]},
+    "more than 0": {
+        "trt.workspace_gib": [0], "verdict.floor_db": [0], "verdict.worst_db": [-3], "verdict.image_ms": [0],
+    },
+    "more than 1": {"verdict.speedup": [1, 0.5]},
     "one of ": {
         "quantize.quant_level": [5], "quantize.format": ["int3"], "quantize.choices": [["int3"]],
         "quantize.smoothing": ["all"], "quantize.observer": ["min"], "quantize.percentile_calibrator": ["nemo"],
@@ -101,6 +106,7 @@ def test_a_wrong_value_is_refused_by_its_name(job, knob, values, expected):
         ("trt.sizes", ["64x128", "64x192"],
             "infer.height is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
         ("trt.min_batch_size", 9, "trt.max_batch_size is 8, expected at least 9"),
+        ("verdict", BOTH, "verdict.image_ms is 900.0, expected null, because verdict.speedup is the target already"),
         ("quantize.smoothing", "none", "alpha is auto, expected null, because int8 smooths nothing"),
         ("quantize.quant_levle", 3, "there is no knob quantize.quant_levle; did you mean quant_level?"),
         ("trt.xyzzy", 1, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "

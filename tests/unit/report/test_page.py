@@ -123,8 +123,12 @@ def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep,
     slower = {"latency.openvino.image.1.speedup": 0.8, "latency.openvino.unet_xl.2.speedup": 0.997}
     change_record(small_sweep.directory / "level=2", {"simulated": True})
     change_record(small_sweep.directory / "level=3", slower)
-    text, *_ = written(read_sweep(small_sweep.directory))
-    assert set(re.findall("(?:SLOWER|SIMULATED): [^<]*", text)) == {
+    change_record(small_sweep.directory / "level=4", {"degenerate": [{"index": 1, "reason": "black"}]})
+    text, _, data = written(read_sweep(small_sweep.directory))
+    captions = [pair["scores"] for prompt in data["prompts"] for pair in prompt["pairs"]]
+    assert sum("image 1 is black" in caption for caption in captions) == 1
+    assert set(re.findall("(?:DEGENERATE|SLOWER|SIMULATED): [^<]*", text)) == {
+        "DEGENERATE: quant_level=4: image 1 is black.",
         "SIMULATED: no engine here executes quant_level=2; torch made its images.",
         "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to image.",
     }

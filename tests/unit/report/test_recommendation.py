@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from sd_quant.report.recommendation import Rule, front, recommend, rule_of
+from sd_quant.report.recommendation import Rule, front, options_of, reaches, recommend, rule_of
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
@@ -52,6 +52,123 @@ def test_the_sentence_of_a_clear_case():
     assert figures.startswith("level 2.5: 1.90x (1.87 to 1.93) as fast as the unquantized engine from prompt to image")
     assert figures.endswith("PSNR 32.0 dB (31.8 to 32.2)")
     assert other == "level 3 gains 4% of speed and loses 3.0 dB."
+
+
+DOCUMENTED = {  # PSNR and its half interval in dB, speed-up of an image; the recipe that is said to be recommended
+    "a sweep's report, examples/sdxl_mini/card": (
+        {
+            "1": (40.22, 1.77, 1.10), "1 keep": (51.17, 2.11, 1.07), "2": (38.31, 1.64, 1.14),
+            "2 keep": (46.70, 1.74, 1.08), "2.5": (38.05, 1.53, 1.18), "2.5 keep": (46.42, 1.75, 1.17),
+            "3": (37.02, 2.07, 1.20), "3 keep": (43.35, 1.55, 1.12),
+        },
+        "2.5 keep",
+    ),
+    "README's run": ({"int8": (37.53, 1.3, 1.37)}, "int8"),
+    "presets, sdxl_mini": (
+        {
+            "int8": (37.45, 1.8, 1.19), "int8_dynamic": (39.27, 1.8, 0.93), "fp8": (30.89, 1.8, 0.62),
+            "int8_per_tensor": (33.34, 1.8, 1.21), "int8_weight_only": (54.02, 1.8, 0.95),
+        },
+        "int8",
+    ),
+    "levels 3 and 4, sdxl_mini": ({"3": (37.4, 1.8, 1.18), "4": (36.4, 1.8, 1.11)}, "3"),
+    "levels 3 and 4, sd3_mini": (
+        {"3": (41.22, 1.5, 1.34), "4": (39.97, 1.5, 1.32), "dynamic": (45.36, 1.5, 1.09), "fp8": (36.31, 1.5, 0.5)}, "3"
+    ),
+    "NVIDIA's article": ({"int8": (36.85, 1.08, 1.25), "fp8": (33.71, 1.65, 0.5)}, "int8"),
+    "five timings, the slowest": ({"0.5": (37.0, 1.8, 1.26), "0.6": (37.4, 1.8, 1.26)}, "0.6"),
+}  # fmt: skip
+YESTERDAY = {"time_of_a_db": 0.02, "floor_db": None, "worst_db": None}
+
+
+def of_documented(where, **verdict):
+    recipes = DOCUMENTED[where][0]
+    half = 2.365 * np.std(np.linspace(-1, 1, PROMPTS), ddof=1) / PROMPTS**0.5  # interval of images apart by 1 dB
+    jobs = [job(name, psnr, speedup, apart=reach / half) for name, (psnr, reach, speedup) in recipes.items()]
+    return recommended(*jobs, **verdict).job
+
+
+@pytest.mark.parametrize("where", DOCUMENTED)
+def test_what_was_recommended_still_is(where):
+    assert [of_documented(where, **knobs) for knobs in (YESTERDAY, {})] == [DOCUMENTED[where][1]] * 2
+
+
+def test_at_the_next_smaller_price_of_time_it_would_not_all_be():
+    assert any(of_documented(where, time_of_a_db=0.035) != DOCUMENTED[where][1] for where in DOCUMENTED)
+
+
+INT8 = ("int8", 37.5, 1.37)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "said"),
+    [
+        (("half the steps", 25.5, 1.9), {}, "its images have 25.5 dB in the mean."),
+        (
+            ("half the steps", 28.4, 1.9),
+            {"apart": 3.0},
+            "its images have 28.4 dB in the mean and perhaps only 26.6 dB.",
+        ),
+        (("broken", 33.0, 2.1), {"apart": 19.0}, "its worst image has 14.0 dB."),
+        (("black", 39.0, 2.1), {"degenerate": [{"index": 3, "reason": "black"}]}, "image 3 is black."),
+    ],
+)
+def test_a_recipe_below_the_floor_is_not_recommended_however_fast_it_is(recipe, more, said):
+    broken, slow = job(*recipe, **more), job("slow and broken", 12.0, 1.1)
+    assert recommended(job(*INT8), broken, **YESTERDAY).job == (recipe[0] if recipe[0] != "black" else "int8")
+    advice = recommended(job(*INT8), broken)
+    assert advice.job == "int8" and not advice.tied
+    fails = f"{recipe[0]} is {recipe[2]:.2f}x as fast as the unquantized engine and fails the floor: {said}"
+    assert advice.sentence.endswith(f". {fails}")
+    alone = recommended(broken, slow)
+    assert alone.job is None and alone.sentence.startswith(
+        "Ship the unquantized engine: no recipe here passes the floor"
+    )
+    assert alone.sentence.endswith(f"{said.removesuffix('.')}; 1 more fails it.")
+
+
+def test_of_few_images_the_mean_counts_for_the_floor():
+    """Three images that differ by 6 dB have an interval that would fail nearly everything."""
+    few = job(*INT8)
+    for score, values in (("psnr", [34.5, 40.5, 37.5]), ("ssim", [0.9] * 3)):
+        few.record["fidelity"][score]["values"] = values
+    assert recommended(few, floor_db=36, time_of_a_db=0.001).job == "int8"
+    assert "fails the floor" in recommended(few, floor_db=37.6).sentence
+
+
+@pytest.mark.parametrize(
+    ("target", "expected", "said"),
+    [
+        ({"speedup": 1.5}, "near", "near: 1.60x (1.57 to 1.63) as fast as the unquantized engine from prompt to image, "
+            "PSNR 36.0 dB (35.8 to 36.2); the most faithful of 2 recipes that surely reach 1.5x the speed of the "
+            "unquantized engine; fast gains 25% of speed and loses 4.0 dB; exact loses 13% of speed and gains 3.0 dB."),
+        ({"image_ms": 40}, "near", "PSNR 36.0 dB (35.8 to 36.2), 38 ms (37 to 38) for an image; the most faithful of 2 "
+            "recipes that surely reach 40 ms from prompt to image;"),
+        ({"speedup": 1.62}, "fast", "the only recipe that surely reaches 1.62x"),
+        ({"speedup": 1.99}, None, "No recipe that passes the floor surely reaches 1.99x the speed of the unquantized "
+            "engine. The fastest, fast, is 2.00x (1.97 to 2.03) as fast as the unquantized engine from prompt to "
+            "image, PSNR 32.0 dB (31.8 to 32.2): it reaches it in the mean, not surely; more rounds, a larger "
+            "timing.budget_s, may tell."),
+        ({"speedup": 2.02}, None, ": it may, not surely; more rounds"),
+        ({"image_ms": 28}, None, ", 30 ms (30 to 31) for an image: it does not reach it."),
+        ({"image_ms": 61}, None, "Ship the unquantized engine: it reaches 61 ms from prompt to image itself."),
+    ],
+)  # fmt: skip
+def test_with_a_target_the_most_faithful_that_surely_reaches_it_is_recommended(target, expected, said):
+    passing = job("exact", 39.0, 1.4), job("near", 36.0, 1.6), job("fast", 32.0, 2.0)
+    advice = recommended(*passing, job("broken", 20.5, 2.9), **target)
+    assert advice.job == expected and said in advice.sentence
+    assert " broken is 2.90x as fast as the unquantized engine and fails the floor: its im" in advice.sentence
+
+
+def test_whether_a_recipe_reaches_a_target_is_not_known_without_rounds():
+    timed = job(*INT8)
+    sweep = Sweep(None, [], [], [timed, replace(timed, timed=None)])
+    with_rounds, without = options_of(sweep, Rule())
+    for rule, expected in ((Rule(speedup=1.3), True), (Rule(speedup=1.36), None), (Rule(speedup=1.5), False)):
+        assert (reaches(with_rounds, rule), reaches(without, rule)) == (expected, None)
+    assert reaches(with_rounds, Rule(image_ms=50)) and reaches(without, Rule(image_ms=50)) is None
+    assert "recommended that reaches 50 ms from prompt to image with" in str(Rule(image_ms=50))
 
 
 def test_above_what_a_person_sees_only_speed_counts():
@@ -118,7 +235,13 @@ def test_speed_that_is_worth_its_loss_by_the_knobs():
     assert "1 dB for every 20 % of" in str(rule_of({"time_of_a_db": 0.2}))
 
 
-@pytest.mark.parametrize("knobs", [None, {}, {"confidence": 2}, {"time_of_a_db": "much"}, {"enough_db": -1}, "text"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        None, {}, {"confidence": 2}, {"time_of_a_db": "much"}, {"enough_db": -1}, "text", {"confidence": None},
+        {"floor_db": float("nan")}, {"speedup": 2.0, "image_ms": 9.0},
+    ],
+)  # fmt: skip
 def test_a_strangers_constants_that_are_none_are_the_usual_ones(knobs):
     conf = yaml.safe_load((Path(__file__).parents[3] / "conf/quantize.yaml").read_text())
     assert rule_of(knobs) == Rule() == Rule(**conf["verdict"])

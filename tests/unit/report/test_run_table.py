@@ -89,6 +89,13 @@ def test_a_slower_engine_is_called_slower_in_words_at_the_top():
     assert lines[3].startswith("SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long")
 
 
+def test_degenerate_images_are_named_at_the_top():
+    broken = [{"index": index, "reason": "black"} for index in (3, 5, 6, 7, 9)]
+    lines = run_table(record() | {"degenerate": broken}).splitlines()
+    assert lines[2] == "DEGENERATE: image 3 is black; image 5 is black; image 6 is black; 2 more images are degenerate."
+    assert "DEGENERATE" not in run_table(record() | {"degenerate": []})
+
+
 def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
     assert "FLOAT" not in run_table(record())
     dequantized = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
