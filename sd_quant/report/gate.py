@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, t_quantile
-from sd_quant.report.readings import degenerate_of, score_of
+from sd_quant.report.readings import degenerate_of, number_at, score_of
 from sd_quant.report.recommendation import are_identical
-from sd_quant.report.record import DONE, RECORD, VARIANTS, at, read_record, weights_sha256, why
-from sd_quant.report.summary import machine_of, timed_alone
+from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
+from sd_quant.report.summary import machine_of, timed_alone, workload
 from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
 
@@ -161,15 +161,22 @@ def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
     ]
 
 
-def rounds_of(run: Run, knob: str) -> Timed:
-    """The rounds in which an image was timed. Raises ConfigError for a run without them."""
+def rounds_of(run: Run, knob: str) -> Timed | str:
+    """The rounds in which an image was timed, or the record's reason why they tell nothing, such as a busy machine.
+
+    Raises ConfigError for a run that was not timed with its recipe.
+    """
     timed = timed_alone(run.folder.name, run.record)
-    if timed is None or timed.rest is None:
+    if timed is not None and timed.rest is not None:
+        return timed
+    engine, _, _, batch = workload(run.record)
+    reason = number_at(run.record, "latency", engine, IMAGE, str(batch), "speedup").reason
+    if not reason or reason == ABSENT or at(run.record, "simulated"):
         raise ConfigError(
             f"{knob} is given, and {run.folder} has no speed-up of an image, expected a run with timed rounds of an "
             "engine that executes the recipe (infer=), or leave the bar out"
         )
-    return timed
+    return reason
 
 
 def file_of(run: Run, index: int, variant: str = VARIANTS[1]) -> Path | None:
@@ -306,10 +313,17 @@ def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float)
 
 def estimate_of_speedup(run: Run, bar: float) -> Estimate:
     """The speed-up of an image over the unquantized engine. Raises ConfigError for a run without one."""
-    timed = rounds_of(run, "min_speedup")
+    timed, title = rounds_of(run, "min_speedup"), "speed-up of an image"
+    if isinstance(timed, str):
+        return untimed("min_speedup", title, bar, timed)
     at_confidence: Any = timed.image_speedup  # an interval, because an image has a latency
+    return Estimate("min_speedup", title, bar, True, at_confidence, len(timed.quantized), ROUNDS, "{:.3f}x")
+
+
+def untimed(knob: str, title: str, bar: float, reason: str) -> Estimate:
+    """A speed-up whose rounds tell nothing."""
     return Estimate(
-        "min_speedup", "speed-up of an image", bar, True, at_confidence, len(timed.quantized), ROUNDS, "{:.3f}x"
+        knob, title, bar, True, lambda confidence: Interval(1, 0, math.inf), 0, ROUNDS, "{:.3f}", (), reason
     )
 
 
@@ -318,13 +332,16 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
 
     Raises ConfigError for runs without one, and for runs on different machines.
     """
-    timed, other = (rounds_of(each, "speedup_margin") for each in (run, baseline))
+    knob, title = "speedup_margin", "speed-up by the baseline's"
+    timed, other = (rounds_of(each, knob) for each in (run, baseline))
     machines = [machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline)]
     if machines[0] != machines[1]:
         raise ConfigError(
             f"speedup_margin is given, and run was timed on {machines[0] or 'an unknown machine'}, the baseline on "
             f"{machines[1] or 'an unknown one'}, expected one machine; time both on it, or leave speedup_margin out"
         )
+    if isinstance(timed, str) or isinstance(other, str):
+        return untimed(knob, title, 1 - margin, timed if isinstance(timed, str) else f"the baseline's: {other}")
     same = (timed.full_precision, timed.quantized) == (other.full_precision, other.quantized)
 
     def at_confidence(confidence: float) -> Interval:
@@ -334,10 +351,7 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
         return Interval(*map(math.exp, difference))
 
     count = min(len(timed.quantized), len(other.quantized))
-    return Estimate(
-        "speedup_margin", "speed-up by the baseline's", 1 - margin, True, at_confidence, count, ROUNDS,
-        "{:.3f}",
-    )  # fmt: skip
+    return Estimate(knob, title, 1 - margin, True, at_confidence, count, ROUNDS, "{:.3f}")
 
 
 def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
@@ -389,8 +403,9 @@ def verdict_of(estimate: Estimate, failed: set[str], criteria: int, confidence: 
     """The outcome of an estimated criterion, of so many, of which ``failed`` fail."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
     if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
+        outcome = FAILED if estimate.unit == PROMPTS else UNTOLD
         return Verdict(
-            estimate.knob, estimate.title, DASH, bar, FAILED, {"bar": estimate.bar, "count": 0}, estimate.note,
+            estimate.knob, estimate.title, DASH, bar, outcome, {"bar": estimate.bar, "count": 0}, estimate.note,
             worst=estimate.worst, form=estimate.form,
         )  # fmt: skip
     interval = estimate.at(confidence)

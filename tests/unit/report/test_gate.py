@@ -200,6 +200,15 @@ def test_a_bar_on_what_the_run_does_not_have_is_refused(changes, bar, said):
         decide(run_of(**changes), None, {bar: 1.0})
 
 
+def test_a_speed_up_that_a_busy_machine_has_spoilt_cannot_be_told():
+    busy = {"speedup": {"value": None, "reason": "time again when the machine is quiet"}}
+    gate = decide(
+        run_of(latency={"openvino": {"image": {"1": busy}}}), run_of(), {"min_speedup": 1, "speedup_margin": 0.1}
+    )
+    assert gate.sentence == "cannot be told: min_speedup, speedup_margin"
+    assert gate.verdicts[0].reason == gate.verdicts[1].reason == "time again when the machine is quiet"
+
+
 def test_a_folder_without_a_run_and_a_damaged_record_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no metrics.json"):
         read_run("run", tmp_path)
