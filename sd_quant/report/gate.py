@@ -45,7 +45,7 @@ PROMPTS, ROUNDS = "prompts", "rounds"
 PASSED, FAILED, UNTOLD = "passed", "failed", "cannot be told"
 SIDE = 128  # pixels to which images are reduced to look for degenerate ones
 SHOWN = 3  # worst images of a criterion
-MOST = 100_000  # prompts or rounds; who would draw more
+MOST = 10_000  # prompts or rounds; who would draw more
 OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
     "infer": (
