@@ -5,7 +5,8 @@
 Four methods for an interval of nominally 95 % (``sd_quant.metrics.intervals`` has the first), on four kinds of machine.
 Engines are reopened every three rounds, which changes their speed by 2 %. A measurement ends after a number of
 openings, or when the interval is narrow at a doubling of that number. Each figure comes from 2,000 draws, so its
-standard error is half a percent.
+standard error is half a percent. Last, how often the true mean of skewed scores lies above the interval of a gate
+(``sd_quant.report.gate``), which is where it passes wrongly.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from scipy import stats
 from sd_quant.metrics.intervals import Interval, mean_interval, ratio_interval
 from sd_quant.metrics.latency import LOOKED_AT, Stopping
 from sd_quant.metrics.latency import ROUNDS_OF_AN_OPENING as ROUNDS
+from sd_quant.report.gate import mean_of_skewed
 
 RATIO, MOST, OPENED = 1.25, 128, 0.02  # the last: the standard deviation of an engine's latency between openings
 
@@ -83,6 +85,29 @@ ENDS = {  # engines, and when there are enough openings of them
     "3 %, from 8 openings of 5 engines": (5, Stopping(8, 0.03, math.inf, most=MOST)),
 }
 
+SCORES: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], float]] = {  # of prompts, and the true mean
+    "normal": (lambda generator, count: generator.normal(size=count), 0.0),
+    "lognormal, sigma 0.5": (lambda generator, count: np.exp(0.5 * generator.normal(size=count)), math.exp(0.125)),
+    "lognormal, sigma 1": (lambda generator, count: np.exp(generator.normal(size=count)), math.exp(0.5)),
+    "one prompt in ten 15 times as bad": (
+        lambda generator, count: (
+            np.where(generator.random(count) < 0.1, 0.3, 0.02) * np.exp(0.4 * generator.normal(size=count))
+        ),
+        0.048 * math.exp(0.08),
+    ),
+}
+
+
+def hall(values: list[float]) -> Interval:
+    return mean_of_skewed(values, 0.95)
+
+
+def above(method: Callable[[list[float]], Interval], kind: str, count: int, draws: int) -> float:
+    """The share of draws of ``count`` prompts whose interval ends below the true mean."""
+    draw, mean = SCORES[kind]
+    generator = np.random.default_rng(3)
+    return float(np.mean([method(draw(generator, count).tolist()).high < mean for _ in range(draws)]))
+
 
 def interval(method: Callable[..., Interval], times: np.ndarray, stopping: Stopping) -> tuple[Interval, int]:
     """The interval when openings end, and how many there were."""
@@ -113,7 +138,13 @@ def main() -> None:
             print(f"| {kind} | {end} | {' | '.join(cells)} |", flush=True)
     generator = np.random.default_rng(2)
     held = [mean_interval(list(generator.normal(35, 2, 8))).holds(35) for _ in range(draws)]
-    print(f"\nThe mean PSNR of 8 prompts: {100 * np.mean(held):.1f} %")
+    print(f"\nThe mean PSNR of 8 prompts: {100 * np.mean(held):.1f} %\n")
+    counts = (4, 16, 64, 256)
+    print(f"| true mean above Student's interval, Hall's | {' | '.join(f'{count} prompts' for count in counts)} |")
+    print("|---" * (1 + len(counts)) + "|")
+    for kind in SCORES:
+        both = [[above(method, kind, count, draws) for method in (mean_interval, hall)] for count in counts]
+        print(f"| {kind} | {' | '.join(f'{student:.1%}, {skewed:.1%}' for student, skewed in both)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ COMMANDS = {  # name: (module, meaning)
     "export_trt": ("sd_quant.commands.export_trt", "build TensorRT plans from the ONNX files of an earlier run"),
     "hand_over": ("sd_quant.commands.hand_over", "export the result of an earlier run to other tools"),
     "judge": ("sd_quant.commands.judge", "compare third-party checkpoints with each other"),
+    "gate": ("sd_quant.commands.gate", "pass or fail a finished run by bars that were fixed before, for CI"),
     "inspect": ("sd_quant.commands.inspect", "look at any pipeline of diffusers: what can be quantized and exported"),
     "convert": (
         "sd_quant.checkpoints.convert",

@@ -1,0 +1,111 @@
+"""Pass or fail a finished run by bars that were fixed before, for CI: ``gate run=<folder> min_psnr=35``.
+
+The knobs are typed as those of other commands, and Hydra does not read them: a gate writes no folder and no log,
+starts in a third of a second, and takes the folder of a sweep's job, which has = in its name, as it is.
+"""
+
+import dataclasses
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
+from sd_quant.knobs import Limit, at_least, check, described, fields_of, options_of, read
+from sd_quant.places import existing, output_path
+from sd_quant.report.gate import FAILED, PASSED, UNTOLD, decide, read_run
+from sd_quant.report.gate_output import SUFFIXES, text_of, write_gate
+
+EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code, UNTOLD: UNDECIDED}
+SHARE = Limit(lambda share: 0 < share < 1, "more than 0 and less than 1")
+CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
+MORE_THAN_0 = Limit(lambda number: number > 0, "more than 0")
+MARGINS = ("psnr_margin", "ssim_margin", "lpips_margin", "speedup_margin")
+NOT_BARS = ("run", "baseline", "output", "confidence", "worst_share")
+USAGE = """Pass or fail a finished run by bars that were fixed before.
+
+  sd-quant gate run=<folder> min_psnr=35 max_lpips=0.01 min_speedup=1.2
+  sd-quant gate run=<folder> baseline=<folder> psnr_margin=0.5 output=gate.xml
+
+The exit code is 0 if all criteria pass, 1 if one fails, {untold} if it cannot be told. docs/gate.md has the statistics.
+
+== Knobs: name=value ==
+{knobs}"""
+
+
+@dataclass(slots=True)
+class GateJob:
+    run: Annotated[str, "folder of a finished run"]
+    baseline: Annotated[str | None, "folder of the run that the margins are to, with the same prompts and seeds"] = None
+    min_psnr: Annotated[float | None, at_least(0), "least mean PSNR in dB"] = None
+    min_ssim: Annotated[float | None, at_least(-1), "least mean SSIM"] = None
+    max_lpips: Annotated[float | None, at_least(0), "largest mean LPIPS"] = None
+    min_speedup: Annotated[float | None, MORE_THAN_0, "least speed-up of an image over the unquantized engine"] = None
+    worst_psnr: Annotated[float | None, at_least(0), "PSNR in dB below which no image may be"] = None
+    worst_ssim: Annotated[float | None, at_least(-1), "SSIM below which no image may be"] = None
+    worst_lpips: Annotated[float | None, at_least(0), "LPIPS above which no image may be"] = None
+    worst_share: Annotated[float, SHARE, "share of prompts that may be worse than a worst_ bar, unseen"] = 0.1
+    psnr_margin: Annotated[float | None, at_least(0), "dB by which the mean PSNR may be below the baseline's"] = None
+    ssim_margin: Annotated[float | None, at_least(0), "by how much the mean SSIM may be below the baseline's"] = None
+    lpips_margin: Annotated[float | None, at_least(0), "by how much the mean LPIPS may be above the baseline's"] = None
+    speedup_margin: Annotated[float | None, SHARE, "share of the baseline's speed-up that may be lost"] = None
+    confidence: Annotated[float, CONFIDENCE, "of intervals"] = 0.95
+    output: Annotated[str | None, "file of the verdicts: .json, or .xml for JUnit's"] = None
+
+    def __post_init__(self):
+        margins = ", ".join(name for name in MARGINS if getattr(self, name) is not None)
+        if not self.bars():
+            raise ConfigError("no criterion is given, expected at least one, such as min_psnr=35; --help lists all")
+        check(self.baseline is not None or not margins, "baseline", "null", f"a folder, because {margins} is given")
+        expected = f"null, because none of {', '.join(MARGINS)} is given"
+        check(self.baseline is None or bool(margins), "baseline", self.baseline, expected)
+        known = self.output is None or Path(self.output).suffix in SUFFIXES
+        check(known, "output", self.output, f"a file that ends with {' or '.join(SUFFIXES)}")
+
+    def bars(self) -> dict[str, float]:
+        """Return the criteria that are given, by knob."""
+        values = {name: getattr(self, name) for name in fields_of(GateJob) if name not in NOT_BARS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def job_of(words: list[str]) -> GateJob:
+    """Read ``name=value`` words. Raises ConfigError for what no knob takes."""
+    kinds = {name: options_of(kind) for name, (kind, _) in fields_of(GateJob).items()}
+    defaults = {field.name: field.default for field in dataclasses.fields(GateJob) if field.name != "run"}
+    given = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"the argument {word} has no value, expected {word.lstrip('-')}=<value>")
+        value = None if text == "null" else number(text) if float in kinds.get(name, ()) else text
+        given[name] = value
+    return read(GateJob, defaults | given)
+
+
+def number(text: str) -> float | str:
+    """Return the number, or the text where it is none, which is refused by its knob."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def main() -> None:
+    """Print the verdicts, write them if asked, and exit with the code of the outcome."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in gate | head
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE.format(untold=UNDECIDED, knobs="\n".join(described(GateJob))))
+        return
+    job = job_of(words)
+    run = read_run("run", existing("run", job.run, "the folder of a finished run"))
+    baseline = None
+    if job.baseline is not None:
+        baseline = read_run("baseline", existing("baseline", job.baseline, "the folder of a finished run"))
+    gate = decide(run, baseline, job.bars(), job.confidence, job.worst_share)
+    code = EXIT_CODES[gate.outcome]
+    print(text_of(gate))
+    if job.output is not None:
+        write_gate(gate, code, output_path(job.output))
+    sys.exit(code)

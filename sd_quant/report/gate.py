@@ -1,0 +1,532 @@
+"""Whether a finished run passes bars that were fixed before, decided by intervals.
+
+A criterion is a mean over prompts, or a speed-up, with a bar. It passes if its whole interval lies on the good side,
+fails if it lies on the bad side, and cannot be told otherwise: then the number of prompts or rounds that would tell is
+estimated. The run passes if every criterion does, and fails if one does.
+
+- The unit is the prompt. The images of one prompt count as one, by their mean.
+- The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
+  skewness of the values. Without skewness the two are equal. LPIPS is skewed: of 64 lognormal values (sigma 1) the true
+  mean lies above Student's interval in 9.0 % of draws, above this one in 5.3 %, nominally in 2.5 %
+  (``benchmarks/coverage.py``). The bootstrap of Student's ratio held as often in a trial, and takes a generator and 100
+  times as long. No interval knows of what none of the prompts has shown, such as a composition that flips for one
+  prompt in fifty.
+- A worst image below its bar fails, because it is there. None below passes once there are so many prompts that fewer
+  than ``worst_share`` of all others are below it: acceptance number zero of quality control.
+- Two kinds of error. *Passed although a criterion is not met*: all have to pass, so the probability is at most that of
+  one, and a correction would only cost prompts (intersection-union test; Berger, Technometrics 24, 1982). *Failed
+  although all are met*: one suffices, so more criteria mean more errors, and the claims "fails" are Holm's
+  (Scandinavian Journal of Statistics 6, 1979), whatever their dependence. Each kind has 2.5 % at 95 % of confidence.
+- Against a baseline, the difference of a prompt's images in the two runs is the value: a test of non-inferiority. Not
+  to be significantly worse is no pass.
+
+Roads not taken: means, which pass by the luck of the prompts, and images of an earlier run as the reference, which
+measure the machine: each run has its own full precision.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.metrics import SCORES, Against, Score
+from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, t_quantile
+from sd_quant.report.readings import degenerate_of, number_at, score_of
+from sd_quant.report.recommendation import are_identical
+from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
+from sd_quant.report.summary import machine_of, timed_alone, workload
+from sd_quant.report.table import DASH, between
+from sd_quant.report.timing import Timed, log_speedup_over
+
+PROMPTS, ROUNDS = "prompts", "rounds"
+PASSED, FAILED, UNTOLD = "passed", "failed", "cannot be told"
+SIDE = 128  # pixels to which images are reduced to look for degenerate ones
+SHOWN = 3  # worst images of a criterion
+MOST = 10_000  # prompts or rounds; who would draw more
+OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
+REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
+    "infer": (
+        *("width", "height", "sizes", "steps", "scale", "seed", "num_samples"),
+        *("negative_prompt", "strength", "precision"),
+    ),
+    "model": ("arguments", "max_sequence_length"),
+}
+FILES = ("image", "mask", "latents")  # knobs of infer that name a file, which the record's inputs have by its hash
+
+
+class Run(NamedTuple):
+    folder: Path
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image, for people to look at."""
+
+    index: int
+    prompt: str
+    value: float
+    file: Path | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure of which a sample is known, and its bar."""
+
+    knob: str
+    title: str
+    bar: float
+    more_is_better: bool
+    at: Callable[[float], Interval]  # by the confidence
+    count: int
+    unit: str  # of the count
+    form: str  # of its figures
+    worst: Sequence[Shown] = ()
+    note: str = ""
+
+    def good(self, interval: Interval) -> bool:
+        return interval.low >= self.bar if self.more_is_better else interval.high <= self.bar
+
+    def bad(self, interval: Interval) -> bool:
+        return interval.high < self.bar if self.more_is_better else interval.low > self.bar
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A criterion's outcome. ``more`` of the ``unit`` would tell; None where that is not known or nothing is open."""
+
+    criterion: str  # the knob
+    title: str
+    value: str
+    bar: str
+    verdict: str
+    figures: Mapping[str, float | int | None]  # value, low, high, bar, count
+    reason: str = ""
+    more: int | None = None
+    unit: str = ""
+    worst: Sequence[Shown] = ()
+    form: str = "{}"  # of the values of ``worst``
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``outcome`` is PASSED, FAILED or UNTOLD."""
+
+    run: Path
+    outcome: str
+    sentence: str
+    verdicts: Sequence[Verdict]
+
+
+# Reading
+
+
+def read_run(knob: str, folder: Path) -> Run:
+    """The record of a finished run. Raises ConfigError where there is none, ArtifactError where it is damaged."""
+    try:
+        record = read_record(folder)
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{folder / RECORD} is damaged ({why(error)}); run the job again") from error
+    if record is None or at(record, "status") != DONE:
+        raise ConfigError(f"{knob} is {folder}, which has no {RECORD} of a finished run, expected the folder of one")
+    prompts = record.get("prompts") or []
+    for key, score in OF_IMAGES.items():
+        if (count := len(score_of(record, score).values)) not in (0, len(prompts)):
+            raise ArtifactError(
+                f"{folder / RECORD} is damaged (fidelity.{key} has {count} values for {len(prompts)} images); run the "
+                "job again"
+            )
+    return Run(folder, record)
+
+
+def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
+    """The score of each image; infinite where the image is identical to full precision's.
+
+    Raises ConfigError for a run that does not have the score.
+    """
+    values = score_of(run.record, score).values
+    if not values:
+        raise ConfigError(
+            f"{knob} is given, and {run.folder} has no {score.title} of images, expected a run that made images: run "
+            "quantize with infer.prompts, or leave the bar out"
+        )
+    similar = score_of(run.record, SCORES["ssim"]).values or [None] * len(values)
+    infinite = score.key == "psnr"
+    return [
+        math.inf if infinite and are_identical(value, ssim) else value
+        for value, ssim in zip(values, similar, strict=True)
+    ]
+
+
+def rounds_of(run: Run, knob: str) -> Timed | str:
+    """The rounds in which an image was timed, or the record's reason why they tell nothing, such as a busy machine.
+
+    Raises ConfigError for a run that was not timed with its recipe.
+    """
+    timed = timed_alone(run.folder.name, run.record)
+    if timed is not None and timed.rest is not None:
+        return timed
+    engine, _, _, batch = workload(run.record)
+    reason = number_at(run.record, "latency", engine, IMAGE, str(batch), "speedup").reason
+    if not reason or reason == ABSENT or at(run.record, "simulated"):
+        raise ConfigError(
+            f"{knob} is given, and {run.folder} has no speed-up of an image, expected a run with timed rounds of an "
+            "engine that executes the recipe (infer=), or leave the bar out"
+        )
+    return reason
+
+
+def file_of(run: Run, index: int, variant: str = VARIANTS[1]) -> Path | None:
+    names = (run.folder / "images" / variant / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
+    return next((path for path in names if path.is_file()), None)
+
+
+def check_comparable(run: Run, baseline: Run) -> None:
+    """Raises ConfigError unless both runs have the same prompts, start noise and full precision."""
+    a, b = run.record, baseline.record
+    pairs: dict[str, tuple] = {
+        "prompts": (a.get("prompts"), b.get("prompts")),
+        "weights": (weights_sha256(a), weights_sha256(b)),
+    }
+    for section, names in REFERENCE.items():
+        pairs |= {f"{section}.{name}": tuple(at(each, "knobs", section, name) for each in (a, b)) for name in names}
+    for name in FILES:
+        hashes = (at(each, "inputs", name, "sha256") for each in (a, b))
+        pairs[f"infer.{name}"] = tuple(
+            sha256 or at(each, "knobs", "infer", name) for each, sha256 in zip((a, b), hashes, strict=True)
+        )
+    if differ := [name for name, (one, other) in pairs.items() if one != other]:
+        raise ConfigError(
+            f"run and baseline differ in {', '.join(differ)}, expected runs with the same prompts, seeds, sizes, model "
+            f"and reference; run the baseline {baseline.folder} again with those of run"
+        )
+
+
+# Statistics
+
+
+def by_prompt(prompts: Sequence[str], values: Sequence[float]) -> list[float]:
+    """The mean over the images of each different prompt."""
+    groups: dict[str, list[float]] = {}
+    for prompt, value in zip(prompts, values, strict=True):
+        groups.setdefault(prompt, []).append(value)
+    return [statistics.fmean(group) for group in groups.values()]
+
+
+def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
+    """The mean of independent values with Hall's interval. The ends are infinite for a single one."""
+    count, mean = len(values), statistics.fmean(values)
+    if count < 2:
+        return Interval(mean, -math.inf, math.inf)
+    deviation = statistics.pstdev(values)
+    if deviation <= 1e-12 * abs(mean):
+        return exactly(mean)
+    skewness = statistics.fmean(((value - mean) / deviation) ** 3 for value in values) / math.sqrt(count)
+    error, t = deviation / math.sqrt(count - 1), t_quantile(count - 1, confidence)
+    return Interval(mean, mean - error * untransformed(t, skewness), mean - error * untransformed(-t, skewness))
+
+
+def untransformed(quantile: float, skewness: float) -> float:
+    """The inverse of g(t) = t + a t² / 3 + a² t³ / 27 + a / 6, where a is the skewness over the root of the count."""
+    if abs(skewness) < 1e-6:
+        return quantile
+    return 3 / skewness * (math.cbrt(1 + skewness * (quantile - skewness / 6)) - 1)
+
+
+def failed_by_holm(estimates: Sequence[Estimate], confidence: float) -> set[str]:
+    """The knobs of the criteria that fail: with the confidence, none of them is met.
+
+    Whatever fails when the error is shared among all that are left leaves, and the others share it anew.
+    """
+    failed: set[str] = set()
+    while left := [each for each in estimates if each.knob not in failed]:
+        shared = 1 - (1 - confidence) / len(left)
+        if not (new := {each.knob for each in left if each.bad(each.at(shared))}):
+            break
+        failed |= new
+    return failed
+
+
+def more_needed(estimate: Estimate, confidence: float) -> int | None:
+    """How many more prompts or rounds would tell, if mean and spread stay; None for more than MOST.
+
+    An interval is as much narrower as the root of the count is larger, and Student's factor falls too.
+    """
+    interval, of_prompts = estimate.at(confidence), estimate.unit == PROMPTS
+    if not interval.known:
+        return max(1, (2 if of_prompts else FEWEST_ROUNDS) - estimate.count)
+    scale = float if of_prompts else math.log
+    value, bar = scale(interval.value), scale(estimate.bar)
+    reach = value - scale(interval.low) if bar < value else scale(interval.high) - value
+    if value == bar or (by_root := estimate.count * (reach / (value - bar)) ** 2) > MOST:
+        return None
+    wanted = by_root
+    for _ in range(4 if of_prompts else 0):
+        factor = t_quantile(max(2, math.ceil(wanted)) - 1, confidence) / t_quantile(estimate.count - 1, confidence)
+        wanted = by_root * factor**2
+    return max(1, math.ceil(wanted) - estimate.count)
+
+
+# Criteria
+
+
+def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
+    """The mean of a score over the prompts. Raises ConfigError for a run that does not have it."""
+    knob = bound(score)
+    values = image_values(run, score, knob)
+    best = max([bar, *filter(math.isfinite, known(values))])
+    counted = [best if value == math.inf else value for value in known(values)]
+    identical = sum(value == math.inf for value in known(values))
+    note = f"{identical} of {len(values)} images are identical to full precision and count as {score.text(best)}"
+
+    def at_confidence(confidence: float) -> Interval:
+        interval = mean_of_skewed(means, confidence)
+        if not interval.known:
+            return interval
+        low, high = max(interval.low, score.least), min(interval.high, max(score.most, interval.value))
+        return Interval(interval.value, low, high)
+
+    means = by_prompt(run.record["prompts"], counted) if len(counted) == len(values) else []
+    return Estimate(
+        knob, f"mean {score.title}", bar, score.more_is_better, at_confidence, len(means), PROMPTS, form_of(score),
+        worst_of(run, values, score.more_is_better), note if identical else missing_of(score, values),
+    )  # fmt: skip
+
+
+def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float) -> Estimate:
+    """The mean of a score's difference to the baseline's over the prompts. Raises as ``image_values`` does."""
+    knob = f"{score.key}_margin"
+    own, others = (image_values(each, score, knob) for each in (run, baseline))
+    best = max([0.0, *filter(math.isfinite, known([*own, *others]))])
+    pairs = [None if a is None or b is None else min(a, best) - min(b, best) for a, b in zip(own, others, strict=True)]
+    differences = by_prompt(run.record["prompts"], known(pairs)) if None not in pairs else []
+    bar, form = 0.0 - margin if score.more_is_better else margin, form_of(score).replace("{:", "{:+")
+    return Estimate(
+        knob, f"{score.title} over the baseline's", bar, score.more_is_better,
+        lambda confidence: mean_of_skewed(differences, confidence), len(differences), PROMPTS, form,
+        worst_of(run, pairs, score.more_is_better), missing_of(score, pairs),
+    )  # fmt: skip
+
+
+def estimate_of_speedup(run: Run, bar: float) -> Estimate:
+    """The speed-up of an image over the unquantized engine. Raises ConfigError for a run without one."""
+    timed, title = rounds_of(run, "min_speedup"), "speed-up of an image"
+    if isinstance(timed, str):
+        return untimed("min_speedup", title, bar, timed)
+    at_confidence: Any = timed.image_speedup  # an interval, because an image has a latency
+    return Estimate("min_speedup", title, bar, True, at_confidence, len(timed.quantized), ROUNDS, "{:.3f}x")
+
+
+def untimed(knob: str, title: str, bar: float, reason: str) -> Estimate:
+    """A speed-up whose rounds tell nothing."""
+    return Estimate(
+        knob, title, bar, True, lambda confidence: Interval(1, 0, math.inf), 0, ROUNDS, "{:.3f}", (), reason
+    )
+
+
+def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Estimate:
+    """The speed-up as a share of the baseline's.
+
+    Raises ConfigError for runs without one, and for runs on different machines.
+    """
+    knob, title = "speedup_margin", "speed-up by the baseline's"
+    timed, other = (rounds_of(each, knob) for each in (run, baseline))
+    machines = [machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline)]
+    if machines[0] != machines[1]:
+        raise ConfigError(
+            f"speedup_margin is given, and run was timed on {machines[0] or 'an unknown machine'}, the baseline on "
+            f"{machines[1] or 'an unknown one'}, expected one machine; time both on it, or leave speedup_margin out"
+        )
+    if isinstance(timed, str) or isinstance(other, str):
+        return untimed(knob, title, 1 - margin, timed if isinstance(timed, str) else f"the baseline's: {other}")
+    same = (timed.full_precision, timed.quantized) == (other.full_precision, other.quantized)
+
+    def at_confidence(confidence: float) -> Interval:
+        if same:  # a run and itself
+            return exactly(1.0)
+        difference = log_speedup_over(replace(timed, block="run"), replace(other, block="baseline"), confidence)
+        return Interval(*map(math.exp, difference))
+
+    count = min(len(timed.quantized), len(other.quantized))
+    return Estimate(knob, title, 1 - margin, True, at_confidence, count, ROUNDS, "{:.3f}")
+
+
+def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
+    """The criteria that are estimated. ``bars`` are those that were given, by knob. Raises ConfigError as they do."""
+    found = [estimate_of_score(run, score, bars[bound(score)]) for score in OF_IMAGES.values() if bound(score) in bars]
+    if "min_speedup" in bars:
+        found.append(estimate_of_speedup(run, bars["min_speedup"]))
+    if baseline is not None:
+        check_comparable(run, baseline)
+        for key, score in OF_IMAGES.items():
+            if (knob := f"{key}_margin") in bars:
+                found.append(estimate_of_difference(run, baseline, score, bars[knob]))
+        if "speedup_margin" in bars:
+            found.append(estimate_of_relative_speedup(run, baseline, bars["speedup_margin"]))
+    return found
+
+
+def bound(score: Score) -> str:
+    """The knob with the bar of a score's mean."""
+    return f"{'min' if score.more_is_better else 'max'}_{score.key}"
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def missing_of(score: Score, values: Sequence[float | None]) -> str:
+    """Which images have no score, or nothing."""
+    missing = [index for index, value in enumerate(values) if value is None]
+    images = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+    return f"{len(missing)} of {len(values)} images have no {score.title}: {images}" if missing else ""
+
+
+def form_of(score: Score) -> str:
+    return f"{score.format} {score.unit}".rstrip()
+
+
+def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> list[Shown]:
+    """The images with the worst values, the worst first."""
+    finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    chosen = sorted(finite, key=lambda each: each[1] if more_is_better else -each[1])[:SHOWN]
+    return [Shown(index, run.record["prompts"][index], value, file_of(run, index)) for index, value in chosen]
+
+
+# Verdicts
+
+
+def verdict_of(estimate: Estimate, failed: set[str], criteria: int, confidence: float) -> Verdict:
+    """The outcome of an estimated criterion, of so many, of which ``failed`` fail."""
+    bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
+    if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
+        outcome = FAILED if estimate.unit == PROMPTS else UNTOLD
+        return Verdict(
+            estimate.knob, estimate.title, DASH, bar, outcome, {"bar": estimate.bar, "count": 0}, estimate.note,
+            worst=estimate.worst, form=estimate.form,
+        )  # fmt: skip
+    interval = estimate.at(confidence)
+    outcome = FAILED if estimate.knob in failed else PASSED if estimate.good(interval) else UNTOLD
+    more, reason = None, estimate.note
+    if outcome == UNTOLD:
+        to_fail = estimate.bad(exactly(interval.value))
+        level = 1 - (1 - confidence) / (criteria - len(failed)) if to_fail else confidence
+        more = more_needed(estimate, level)
+        guess = "about" if interval.known else "at least"  # one prompt has no spread
+        hint = f"{guess} {more} more {estimate.unit} would tell" if more else "it lies too near the bar to be told"
+        single = f"; alone it would fail, and not among {criteria} criteria" if estimate.bad(interval) else ""
+        reason = "; ".join(filter(None, (f"{hint}{single}", reason)))
+    ends = (interval.low, interval.high) if interval.known else (None, None)
+    value = estimate.form.format(interval.value) + between(*ends, estimate.form.split()[0].rstrip("x"))
+    figures = {"value": interval.value, "low": ends[0], "high": ends[1], "bar": estimate.bar, "count": estimate.count}
+    return Verdict(
+        estimate.knob, estimate.title, value, bar, outcome, figures, reason, more, estimate.unit, estimate.worst,
+        estimate.form,
+    )  # fmt: skip
+
+
+def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:
+    """Whether no image is beyond a bar, of so many prompts that at most ``share`` of all others are.
+
+    Raises ConfigError for a run that does not have the score.
+    """
+    knob = f"worst_{score.key}"
+    values = image_values(run, score, knob)
+    sign = 1 if score.more_is_better else -1
+    beyond = [index for index, value in enumerate(values) if value is None or sign * value < sign * bar]
+    finite = [value for value in known(values) if math.isfinite(value)]
+    worst = min(finite, key=lambda value: sign * value, default=None)
+    count, error = len(set(run.record["prompts"])), (1 - confidence) / 2
+    most = 1 - error ** (1 / count)
+    wanted = math.ceil(math.log(error) / math.log1p(-share))
+    more = None if beyond or count >= wanted else wanted - count
+    reason = f"{len(beyond)} of {len(values)} images are beyond it"
+    if not beyond:
+        reason = f"none of {len(values)} images is beyond it, so at most {most:.1%} of prompts are"
+        reason += f"; {more} more prompts would tell of {share:.1%}" if more else ""
+    return Verdict(
+        knob, f"worst {score.title}", DASH if worst is None else score.text(worst),
+        f"at {'least' if score.more_is_better else 'most'} {score.text(bar)}",
+        FAILED if beyond else UNTOLD if more else PASSED,
+        {"value": worst, "low": None, "high": None, "bar": bar, "count": count},
+        reason, more, PROMPTS, worst_of(run, values, score.more_is_better), form_of(score),
+    )  # fmt: skip
+
+
+def verdict_of_degenerate(run: Run) -> Verdict:
+    """No image is degenerate, whatever the means. Raises ArtifactError for a record that names an image it has not."""
+    prompts, words = run.record.get("prompts") or [], degenerate_words(run)
+    title, bar, figures = "degenerate images", "none", {"bar": 0, "count": len(prompts)}
+    if words is None:
+        reason = "the record does not say, and its images are not there; make the run again"
+        return Verdict("degenerate", title, DASH, bar, UNTOLD, figures, reason)
+    if unknown := [index for index in words if index not in range(len(prompts))]:
+        raise ArtifactError(
+            f"{run.folder / RECORD} is damaged (degenerate names image {unknown[0]} of {len(prompts)}); run the job "
+            "again"
+        )
+    shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index in [*words][:SHOWN]]
+    reason = "; ".join([*words.values()][:SHOWN]) + ("; ..." if len(words) > SHOWN else "")
+    return Verdict(
+        "degenerate", title, f"{len(words)} of {len(prompts)}", bar, FAILED if words else PASSED,
+        {"value": len(words), **figures}, reason, worst=shown, form="degenerate",
+    )  # fmt: skip
+
+
+def degenerate_words(run: Run) -> dict[Any, str] | None:
+    """The degenerate images in words, by index; None where neither the record nor the run's images tell.
+
+    The records of earlier versions do not say. Raises as ``read_fitted`` does for an image that cannot be read.
+    """
+    if at(run.record, "degenerate") is not None:
+        return degenerate_of(run.record)
+    indices = range(len(run.record.get("prompts") or []))
+    pairs = [[file_of(run, index, variant) for index in indices] for variant in VARIANTS]
+    if not indices or None in pairs[0] + pairs[1]:
+        return None
+    from sd_quant.files.images import read_fitted  # late, as they are seldom needed
+    from sd_quant.metrics.degenerate import degenerate
+
+    reference, images = ([read_fitted(path, SIDE, SIDE, "RGB")[0] for path in paths if path] for paths in pairs)
+    return degenerate_of({"degenerate": degenerate(reference, images)})
+
+
+def decide(
+    run: Run, baseline: Run | None, bars: Mapping[str, float], confidence: float = 0.95, worst_share: float = 0.1
+) -> Gate:
+    """The gate of a run. ``bars`` are those that were given, by knob; margins are to the ``baseline``.
+
+    Raises ConfigError for a bar on a figure that the run does not have, and for a baseline of other images.
+    """
+    estimates = estimates_of(run, baseline, bars)
+    told = [each for each in estimates if each.count]
+    failed = failed_by_holm(told, confidence)
+    verdicts = [verdict_of(each, failed, len(told), confidence) for each in estimates]
+    for key, score in OF_IMAGES.items():
+        if (knob := f"worst_{key}") in bars:
+            verdicts.append(verdict_of_worst(run, score, bars[knob], worst_share, confidence))
+    verdicts.append(verdict_of_degenerate(run))
+    outcomes = {verdict.verdict for verdict in verdicts}
+    outcome = FAILED if FAILED in outcomes else UNTOLD if UNTOLD in outcomes else PASSED
+    return Gate(run.folder, outcome, sentence_of(outcome, verdicts), verdicts)
+
+
+def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
+    """The outcome, with the criteria that failed, or with what would tell."""
+    named = ", ".join(each.criterion for each in verdicts if each.verdict == outcome)
+    if outcome != UNTOLD:
+        return f"failed: {named}" if outcome == FAILED else "passed"
+    open_ = [each for each in verdicts if each.verdict == UNTOLD]
+    hints = {
+        PROMPTS: "prompts would tell (infer.prompts)",
+        ROUNDS: "rounds would tell (a smaller timing.half_width and a larger timing.budget_s)",
+    }
+    needed = [
+        f"about {max(numbers)} more {hint}"
+        for unit, hint in hints.items()
+        if (numbers := [each.more for each in open_ if each.unit == unit and each.more])
+    ]
+    return f"cannot be told: {named}" + (f"; {' and '.join(needed)}" if needed else "")

@@ -1,0 +1,116 @@
+"""A gate's verdicts as a table, as JSON and as JUnit's XML.
+
+In JUnit a criterion that cannot be told is an ``error``: the check could not be made, and no CI takes it for passed.
+Most show a ``skipped`` test as green, and a ``failure`` would say what nobody knows.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from sd_quant.files import write_json, write_text
+from sd_quant.places import shown as shown_path
+from sd_quant.report.gate import FAILED, UNTOLD, Gate, Shown, Verdict
+from sd_quant.report.table import Table, as_text, table_of_texts
+from sd_quant.text import one_line, printable
+
+SUFFIXES = (".json", ".xml")
+SCHEMA_VERSION = 1
+LONGEST_PROMPT = 60
+
+
+def text_of(gate: Gate) -> str:
+    """The table of criteria, the worst images, and the outcome."""
+    titles = ["criterion", "value", "bar", "verdict"]
+    rows = [[each.criterion, f"{each.title} {each.value}", each.bar, each.verdict] for each in gate.verdicts]
+    notes = [f"{each.criterion}: {each.reason}" for each in gate.verdicts if each.reason]
+    table = Table(table_of_texts(titles, rows).columns, rows, notes=notes)
+    images = as_text(table_of_texts(["worst images", "value", "file"], list(image_rows(gate))))
+    return "\n".join([*as_text(table), "", *images, *([""] if images else []), printable(gate.sentence)])
+
+
+def image_rows(gate: Gate) -> Iterator[list[str]]:
+    """The worst images by each criterion; two on one score have the same."""
+    seen = set()
+    for verdict in gate.verdicts:
+        for each in verdict.worst:
+            figure = verdict.form.format(each.value)
+            if (each.index, figure) not in seen:
+                seen.add((each.index, figure))
+                named = f"{verdict.criterion}: {each.index}, {one_line(each.prompt, LONGEST_PROMPT)}"
+                yield [named, figure, path_of(each) or "no file"]
+
+
+def path_of(image: Shown) -> str | None:
+    return None if image.file is None else shown_path(image.file)
+
+
+def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
+    """Write JSON, or JUnit's XML, by the suffix; atomically. Raises ResourceError when the disk is full."""
+    if path.suffix == ".json":
+        write_json(path, json_of(gate, exit_code))
+    else:
+        write_text(path, xml_of(gate))
+
+
+def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run": str(gate.run),
+        "outcome": gate.outcome,
+        "exit_code": exit_code,
+        "sentence": gate.sentence,
+        "criteria": [
+            {
+                "criterion": each.criterion,
+                "title": each.title,
+                "verdict": each.verdict,
+                **each.figures,
+                "reason": each.reason or None,
+                "more": each.more,
+                "unit": each.unit or None,
+                "worst": [
+                    {"index": image.index, "prompt": image.prompt, "value": image.value, "file": path_of(image)}
+                    for image in each.worst
+                ],
+            }
+            for each in gate.verdicts
+        ],
+    }
+
+
+def xml_of(gate: Gate) -> str:
+    """JUnit's XML: a test suite with a case for each criterion."""
+    verdicts = [each.verdict for each in gate.verdicts]
+    counts = {
+        "tests": len(verdicts),
+        "failures": verdicts.count(FAILED),
+        "errors": verdicts.count(UNTOLD),
+        "skipped": 0,
+    }
+    numbers = {name: str(count) for name, count in counts.items()}
+    suites = ElementTree.Element("testsuites", numbers)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": "sd-quant gate", "time": "0", **numbers})
+    for each in gate.verdicts:
+        case = ElementTree.SubElement(
+            suite, "testcase", {"classname": "sd-quant.gate", "name": each.criterion, "time": "0"}
+        )
+        told = printable(
+            f"{each.title}: {each.value}, expected {each.bar}" + (f"; {each.reason}" if each.reason else "")
+        )
+        if each.verdict in (FAILED, UNTOLD):
+            kind = "failure" if each.verdict == FAILED else "error"
+            ElementTree.SubElement(case, kind, {"message": told, "type": each.verdict}).text = images_of(each)
+        else:
+            ElementTree.SubElement(case, "system-out").text = told
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def images_of(verdict: Verdict) -> str:
+    """The worst images, a line each."""
+    return "\n".join(
+        printable(f"{each.index}: {verdict.form.format(each.value)}, {each.prompt}, {path_of(each) or 'no file'}")
+        for each in verdict.worst
+    )
