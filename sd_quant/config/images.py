@@ -146,11 +146,11 @@ class Infer:
         """Raises ConfigError for a schedule of another length, and where ``reuse`` saves no step or too many."""
         steps = self.recipe_steps
         if self.schedule is not None:
-            found, expected = f"{self.schedule} ({len(self.schedule)} letters)", f"one for each of the {steps} steps"
-            check(len(self.schedule) == steps, "infer.schedule", found, expected)
+            expected = f"one for each of the {steps} steps, and it has {len(self.schedule)}"
+            check(len(self.schedule) == steps, "infer.schedule", self.schedule, expected)
             expected = "two computed steps before the first e, through which its line goes"
             through = self.schedule.partition("e")[0].count("c")
-            check(through > 1 or "e" not in self.schedule, "infer.schedule", found, expected)
+            check(through > 1 or "e" not in self.schedule, "infer.schedule", self.schedule, expected)
         if self.reuse is not None:
             most = most_saved(steps)
             expected = (

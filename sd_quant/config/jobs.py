@@ -7,7 +7,7 @@ from typing import Annotated
 from sd_quant.config.comparison import CacheFolder, Judge, Timing
 from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
-from sd_quant.config.images import AUTO, Infer, engines
+from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
@@ -16,7 +16,7 @@ from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
-from sd_quant.knobs import Limit, Only, check, one_of
+from sd_quant.knobs import Limit, Only, check, check_unused, one_of
 from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
 from sd_quant.report.record import VARIANTS
@@ -67,6 +67,8 @@ class InferJob:
 
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
+        because = "quantize.py chooses the steps; the record of its run has them under levers, for infer.schedule"
+        check_unused(self.infer, "infer.", [("reuse", None, because)])
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
@@ -97,6 +99,8 @@ class JudgeJob:
 
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
+        because = "candidates are compared by their bits alone"
+        check_unused(self.infer, "infer.", [(name, None, because) for name in LEVERS])
         check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
         expected = (
             "torch, which computes what each checkpoint's own library does; judge.runtimes=true runs that library too"

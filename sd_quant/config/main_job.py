@@ -153,7 +153,8 @@ def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
         if name in linear:
-            because = f"quant_level={job.quantize.quant_level:g} quantizes no linear, which alone it is for"
+            level = job.quantize.quant_level
+            because = f"quant_level={level:g} quantizes {'no linear, which alone it is for' if level else 'nothing'}"
         elif name.startswith("trt.") and job.trt.library == "none":
             because = "export_trt=none builds no plan"
         elif name.startswith("judge.") and not job.judge.candidates:

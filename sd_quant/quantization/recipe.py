@@ -8,7 +8,7 @@ products of attention. A layer that the family excludes has the role ``excluded`
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 from sd_quant.knobs import Called, Limit, at_least, one_of
@@ -209,7 +209,10 @@ def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
     """The knobs that have no effect on this recipe, as null, so that equal assignments have equal recipes.
 
     Smoothing, the low-rank branch, scales per token and rotation apply to linears, which level 1 does not quantize.
+    Level 0 quantizes nothing.
     """
+    if recipe.quant_level == 0:
+        return dict.fromkeys(each.name for each in fields(Recipe) if each.name != "quant_level")
     if recipe.quant_level > 1:
         return {}
     return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "shared_branch", "per_token", "rotation"))

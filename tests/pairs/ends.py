@@ -77,6 +77,9 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "infer.seed": ["0", "4294967295"],
     "infer.latents": ["null"],
     "infer.vae_tile": ["null", "32"],
+    "infer.sampler": ["null", "euler", "dpmpp_2m"],
+    "infer.sampler_steps": ["null", "1", "7"],
+    "infer.guidance_until": ["null", "0.5"],
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],
@@ -110,6 +113,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed
     *("overwrite", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
+    *("infer.reuse", "infer.schedule"),  # whose values depend on the number of steps
     *(
         "judge.candidates",
         "judge.confidence",
