@@ -31,6 +31,7 @@ SWEEPS = {  # by name: the knobs that vary
     "sampler": (*BITS, "infer.sampler=dpmpp_2m", "infer.sampler_steps=20,14"),
     "guidance": (*BITS, "infer.guidance_until={levels}"),
 }
+EXTRAPOLATED = "extrapolated"  # the schedules of full precision, in which outputs are extrapolated, with INT8
 LEVELS = {"sdxl_mini": "0.3,1", "sd3_mini": "0.1,0.3"}  # of noise
 SPEEDS = (1.3, 1.6, 2.0)
 
@@ -104,6 +105,10 @@ def main() -> None:
     for name in options.sweeps:
         knobs = [knob.format(levels=LEVELS[options.model]) for knob in SWEEPS[name]]
         recipes += recipes_of(sweep(options.model, name, knobs, options))
+    if "reuse" in options.sweeps:
+        schedules = [at(each.job.record, "levers", "schedule") for each in recipes if "quant_level=0" in each.name]
+        knobs = ["quant_level=3", "quantize=int8", f"infer.schedule={','.join(filter(None, schedules))}"]
+        recipes += recipes_of(sweep(options.model, EXTRAPOLATED, knobs, options))
     with_levers = [each.job for each in recipes if not each.of_bits_alone]
     print(as_markdown(table_of_texts(TITLES, list(map(lever_cells, with_levers)))))
     for each in recipes:

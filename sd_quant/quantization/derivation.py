@@ -70,7 +70,7 @@ def derive(
         assignment |= assign_linears(shared, assignment, weight_of, bias_of, statistics, own)
         for _ in shared.readers:
             advance()
-    if not any(layer.format for layer in assignment.values()):
+    if recipe.quant_level and not any(layer.format for layer in assignment.values()):
         raise ConfigError(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
             "raise quant_level or lower keep"

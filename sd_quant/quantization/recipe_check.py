@@ -24,6 +24,8 @@ def check_layers(
     names of attentions that can be quantized. ``exclude`` and ``recipes`` as in ``derivation.derive``.
     """
     level = recipe.quant_level
+    if level == 0:
+        return
     selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
     if not selected:
         raise ConfigError(

@@ -35,10 +35,10 @@ def layers_to_keep(keep: int | float, quantized: int) -> int:
     Raises ConfigError when none would be left to quantize.
     """
     kept = keep if isinstance(keep, int) else round(keep * quantized)
-    if kept >= quantized:
+    if kept and kept >= quantized:
         raise ConfigError(
             f"keep is {keep}, which keeps all {quantized} layers that quant_level selects and quantizes nothing; "
-            f"keep at most {quantized - 1}"
+            f"keep at most {max(0, quantized - 1)}"
         )
     return kept
 

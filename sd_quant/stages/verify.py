@@ -32,34 +32,45 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
     Closes all engines where memory does not hold them together. Raises SdQuantError when an engine differs from torch
     by more than is tolerated.
     """
-    loaded, assignment, directory = variants.loaded, variants.assignment, variants.directory
-    outputs, denoiser, computes_file = comparison.outputs, loaded.denoiser, RUNTIMES[variants.engine].file is not None
-    parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts_of(loaded.checkpoint))
+    loaded, outputs = variants.loaded, comparison.outputs
+    contracts = contracts_of(loaded.checkpoint)
+    parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts)
+    if any(layer.format for layer in variants.assignment.values()):
+        parity |= parity_of_denoiser(variants, comparison)
+    else:  # the levers alone
+        part_parity(outputs[FRAMEWORK], {**outputs[FULL_PRECISION], **outputs[QUANTIZED]}, contracts)
+    for part in variants.assignments.keys() - {loaded.denoiser}:
+        parity |= parity_of_part(variants, comparison, part)
+    variants.make_room()
+    return parity
+
+
+def parity_of_denoiser(variants: Variants, comparison: VariantOutputs) -> dict:
+    """The record's entries for the quantized denoiser and its layers, as ``verify``."""
+    loaded, assignment, denoiser = variants.loaded, variants.assignment, variants.loaded.denoiser
+    computes_file = RUNTIMES[variants.engine].file is not None
     simulated_part = variants.simulation(denoiser)
     network = denoiser_of(loaded.checkpoint, simulated_part.module)
     simulation = None
     if variants.simulated is None:
         simulation = run_simulation(simulated_part, network, comparison.inputs[denoiser], assignment)
     if restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
-        save_quantized(network.cpu(), directory / f"quantized_{loaded.component}.pt")
-    if simulation is not None:
-        if not computes_file:
-            weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
-            simulation = rounded_inputs(simulation, weight.dtype)
-        else:
-            simulation = rounded_inputs(simulation, loaded.parts[denoiser].contract.weights)
-        layers = outputs_of_layers(variants, simulation, denoiser)
-        attentions = {}  # torch's own layers have the simulation's
-        if computes_file:
-            path = artifact(directory, "onnx", denoiser)
-            weights = loaded.parts[denoiser].contract.weights
-            attentions = attention_outputs(simulation, assignment, path, variants.engine, weights)
-        full, quantized = outputs[FRAMEWORK][denoiser], outputs[QUANTIZED][denoiser]
-        parity |= layer_parity(simulation, full, quantized, assignment, layers, attentions, denoiser)
-    for part in variants.assignments.keys() - {denoiser}:
-        parity |= parity_of_part(variants, comparison, part)
-    variants.make_room()
-    return parity
+        save_quantized(network.cpu(), variants.directory / f"quantized_{loaded.component}.pt")
+    if simulation is None:
+        return {}
+    if not computes_file:
+        weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
+        simulation = rounded_inputs(simulation, weight.dtype)
+    else:
+        simulation = rounded_inputs(simulation, loaded.parts[denoiser].contract.weights)
+    layers = outputs_of_layers(variants, simulation, denoiser)
+    attentions = {}  # torch's own layers have the simulation's
+    if computes_file:
+        path = artifact(variants.directory, "onnx", denoiser)
+        weights = loaded.parts[denoiser].contract.weights
+        attentions = attention_outputs(simulation, assignment, path, variants.engine, weights)
+    full, quantized = (comparison.outputs[variant][denoiser] for variant in (FRAMEWORK, QUANTIZED))
+    return layer_parity(simulation, full, quantized, assignment, layers, attentions, denoiser)
 
 
 def parity_of_part(variants: Variants, comparison: VariantOutputs, part: str) -> dict:
