@@ -40,6 +40,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import calibration_source_of, generate, recipe_sampling, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
@@ -214,24 +215,27 @@ def compared(
         return None
     checkpoint, prompts, engines = loaded.checkpoint, infer.prompt_list(), variants.engines
     reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
+    recipes = {part: assignment_digest(each) for part, each in sorted(variants.assignments.items())}
 
-    def unquantized(sampling: Sampling, what: str) -> Images:
+    def images_of(variant: str, sampling: Sampling, what: str) -> Images:
+        """Images that other recipes or other schedules have too, made once."""
+
         def make() -> VariantOutputs:
-            pipeline = pipeline_of(checkpoint, engines[FULL_PRECISION])
-            return VariantOutputs({FULL_PRECISION: generate(pipeline, prompts, sampling, what)}, {}, {}, {})
+            made = generate(pipeline_of(checkpoint, engines[variant]), prompts, sampling, what)
+            return VariantOutputs({variant: made}, {}, {}, {})
 
-        made = kept.provide(checkpoint, prompts, infer, make, {"engine": infer.engine}, sampling)
-        return made.images[FULL_PRECISION].images
+        key = {"engine": infer.engine} | ({"assignments": json.dumps(recipes)} if variant == QUANTIZED else {})
+        return kept.provide(checkpoint, prompts, infer, make, key, sampling).images[variant].images
 
-    bits = generate(pipeline_of(checkpoint, engines[QUANTIZED]), prompts, sampling_of(infer), "of bits alone").images
-    twin = unquantized(recipe_sampling(infer), "full precision by the recipe's calls")
+    bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")
+    twin = images_of(FULL_PRECISION, recipe_sampling(infer), "full precision by the recipe's calls")
     image = latency_of_image(latency, infer)
-    share, steps = image.get("calls_share") or calls.share(0.5, sampling_of(infer).steps_taken), infer.steps
+    share = image[QUANTIZED].get("calls_share") or calls.share(0.5, sampling_of(infer).steps_taken)
     controls: list[Control] = []
-    fewer = steps_in_time(image, share, steps)
-    for sampler in samplers_of_controls(checkpoint) if fewer < steps else ():
+    fewer = steps_in_time(image, share, infer.steps)
+    for sampler in samplers_of_controls(checkpoint) if fewer < infer.steps else ():
         sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
-        images = unquantized(sampling, f"full precision in {fewer} steps")
+        images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")
         controls.append(Control(sampler=sampler, steps=fewer, fidelity=image_scores(reference, images)))
     return Levers(
         sampler=infer.sampler,

@@ -1,0 +1,105 @@
+import math
+
+import pytest
+
+from sd_quant.report.levers import (
+    BEATS,
+    LOSES,
+    TITLES,
+    UNTOLD,
+    against_control,
+    expected_of_both,
+    interaction,
+    lever_cells,
+    lever_tables,
+)
+from sd_quant.report.run_table import run_table
+from sd_quant.report.summary import Job, timed_alone
+
+from .test_timing import timed  # noqa: F401  a fixture
+
+SPREAD = [0.3 * (number % 5 - 2) for number in range(24)]
+
+
+def scores(mean: float) -> dict:
+    return {"psnr": {"mean": mean, "values": [mean + each for each in SPREAD]}}
+
+
+def record(own: float = 36, controls=(30, 28), bits: float = 37, calls: float = 44) -> dict:
+    samplers = zip((None, "dpmpp_2m"), controls, strict=False)
+    steps = [{"sampler": name, "steps": 12, "fidelity": scores(mean)} for name, mean in samplers]
+    levers = {
+        "sampler": None, "steps": 20, "schedule": "ccrccr", "guidance_until": None, "calls": 14, "half_calls": 0,
+        "share": 0.7, "twin": scores(38), "bits_alone": scores(bits), "calls_alone": scores(calls), "controls": steps,
+        "reason": None if controls else "the recipe saves no step's time of full precision",
+    }  # fmt: skip
+    rounds = [20.0 * (1 + 0.001 * (index % 7 - 3)) for index in range(40)]
+    call = {
+        "full_precision": {"samples_ms": rounds},
+        "quantized": {"samples_ms": [each / 2 for each in reversed(rounds)]},
+    }
+    image = {
+        "full_precision": {"p50_ms": 600.0, "rest": 0.5}, "quantized": {"p50_ms": 340.0, "calls_share": 0.7},
+    }  # fmt: skip
+    return {
+        "status": "done", "fidelity": scores(own), "levers": levers,
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+        "denoiser": {"part": "unet", "samples_per_image": 2},
+        "latency": {"openvino": {"unet": {"2": call}, "image": {"1": image}}},
+    }  # fmt: skip
+
+
+def job(of: dict) -> Job:
+    return Job("reuse=0.3", None, {}, "done", None, of, timed=timed_alone("reuse=0.3", of))
+
+
+@pytest.mark.parametrize(
+    ("controls", "verdict", "steps"),
+    [((30, 28), BEATS, 6), ((28, 30), BEATS, 6), ((30, 40), LOSES, -4), ((36.0, 30), UNTOLD, 0), ((), None, None)],
+)
+def test_a_recipe_beats_the_control_if_it_is_closer_than_either(controls, verdict, steps):
+    """The better of both is the one that it is compared with, prompt by prompt."""
+    found = against_control(record(controls=controls))
+    assert (found and found[0]) == verdict
+    if found:
+        assert found[1].value == pytest.approx(steps) and found[1].high - found[1].low < 0.1
+        cells = dict(zip(TITLES, lever_cells(job(record(controls=controls))), strict=True))
+        assert cells["against it"].startswith(f"{verdict} (") and cells["control"].startswith("12 steps")
+    else:
+        assert "saves no step's time" in lever_cells(job(record(controls=controls)))[8]
+
+
+def test_a_single_prompt_shows_nothing():
+    one = record()
+    for each in (one["fidelity"], *(control["fidelity"] for control in one["levers"]["controls"])):
+        each["psnr"]["values"] = each["psnr"]["values"][:1]
+    assert against_control(one)[0] == UNTOLD
+
+
+def test_independent_errors_add_in_squares():
+    assert expected_of_both([30.0], [30.0]) == pytest.approx([30 - 10 * math.log10(2)])
+    assert expected_of_both([30.0], [100.0]) == pytest.approx([30.0], abs=1e-5)
+    (both,) = expected_of_both([37.0], [44.0])
+    found = interaction(record(own=both - 1))
+    assert found.value == pytest.approx(-1, abs=0.02) and found.high < 0
+    assert interaction(record() | {"fidelity": {}}) is None
+
+
+def test_time_is_told_apart_by_what_saved_it():
+    """A call is twice as fast, and 0.7 of the calls are made; half as much time as that of all calls is elsewhere."""
+    cells = dict(zip(TITLES, lever_cells(job(record())), strict=True))
+    assert cells["bits alone"] == f"{1.5 / (0.5 + 0.5):.2f}x" and cells["calls alone"] == f"{1.5 / (0.7 + 0.5):.2f}x"
+    assert cells["speed-up"] == f"{1.5 / (0.35 + 0.5):.2f}x" and cells["calls"] == "14"
+    assert cells["schedule"] == "ccrccr" and cells["beyond it"].startswith("-0.")
+    assert "against it" in run_table(record()) and "bits and other" not in run_table(record() | {"levers": None})
+
+
+def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):  # noqa: F811
+    from .test_timing import timing
+
+    subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
+    sweep = timed({}, subjects=[{**subjects[0], "jobs": ["level=1", "level=2"], "shares": {"level=2": 0.5}}])
+    first, second, *_ = sweep.rows
+    assert first["image_speedup"] == pytest.approx(1.5 / 1.0, rel=1e-3)
+    assert second["image_speedup"] == pytest.approx(1.5 / 0.75, rel=1e-3)
+    assert lever_tables(sweep) == []
