@@ -1,0 +1,47 @@
+"""Fewer calls beside fewer bits, from the command line to the report."""
+
+import json
+
+import pytest
+
+KNOBS = ("infer.prompts=[a rocket,a teapot,a boat]", "infer.steps=6", "timing.budget_s=0", "export_trt=none")
+
+
+@pytest.mark.soak
+def test_a_sweep_compares_bits_calls_and_both(command, tiny, with_graphs, tmp_path):
+    """Its jobs share what does not depend on calls; nothing quantized by the same calls is its own twin."""
+    given = (
+        *tiny.knobs,
+        *KNOBS,
+        f"cache.dir={with_graphs(tmp_path / 'cache')}",
+        "infer.guidance_until=0.9",
+        "infer.sampler=ddim",
+    )
+    result = command("quantize.py", "-m", *given, "quant_level=0,3", "infer.reuse=null,0.33",
+                     f"hydra.sweep.dir={tmp_path}/sweep")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    records = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "sweep").glob("*/metrics.json")}
+    assert len(records) == 4
+    levers = {name: record["levers"] for name, record in records.items()}
+    both, alone = levers["quant_level=3,reuse=0.33"], levers["quant_level=0,reuse=0.33"]
+    assert both["schedule"].count("c") == 4 == both["calls"] and both["schedule"][0] == both["schedule"][-1] == "c"
+    assert 0 < both["half_calls"] < 4 and levers["quant_level=3,reuse=null"]["calls"] == 6
+    assert both["chosen"]["prompts"] >= 1 and alone["twin"]["psnr"]["values"] == [None] * 3
+    for name, record in records.items():
+        of_calls = levers[name.replace("level=3", "level=0")]["calls_alone"]["psnr"]["values"]
+        assert levers[name]["calls_alone"]["psnr"]["values"] == of_calls
+        assert record["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] < 1
+    assert records["quant_level=0,reuse=null"]["layers"]["quantized"] == 0
+    kinds = {kind: len(list((tmp_path / "cache" / kind).glob("*/manifest.json"))) for kind in ("statistics", "onnx")}
+    assert kinds["onnx"] == 5 + 2  # both recipes' UNet beside what is unquantized
+    assert "Bits and other levers" in (tmp_path / "sweep/report.html").read_text()
+    schedule = alone["schedule"]
+    images = command("infer.py", f"run={tmp_path}/sweep/quant_level=3,reuse=0.33", *tiny.knobs[:2], *KNOBS[:2],
+                     f"infer.schedule={schedule}", "infer.sampler=ddim", f"hydra.run.dir={tmp_path}/images")  # fmt: skip
+    assert images.returncode == 0, images.stderr[-2000:]
+
+
+def test_levers_that_cannot_be_are_refused_before_anything_is_computed(command, tiny, tmp_path):
+    result = command("quantize.py", *tiny.knobs, "infer.schedule=rrrr", f"hydra.run.dir={tmp_path}/run")
+    assert result.returncode == 2 and "infer.schedule is rrrr, expected letters c, r and e" in result.stderr
+    assert not (tmp_path / "run").exists()
