@@ -14,6 +14,7 @@ from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
+MORE_THAN_1 = Limit(lambda number: number > 1, "more than 1")  # the unquantized engine has 1
 CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
 
 
@@ -33,11 +34,19 @@ class Timing:
 
 @dataclass(slots=True)
 class Verdict:
-    """The rule by which a report recommends a recipe."""
+    """The rule by which a report recommends a recipe: a floor of quality, then its worth or a target of latency."""
 
     enough_db: Annotated[float, MORE_THAN_0, "PSNR above which nobody sees a difference"]
     time_of_a_db: Annotated[float, SHARE, "share of an image's time that is worth one dB"]
     confidence: Annotated[float, CONFIDENCE, "at which recipes are told apart, for all of them together"]
+    floor_db: Annotated[float | None, MORE_THAN_0, "PSNR that a recipe has to have surely; null: any"]
+    worst_db: Annotated[float | None, MORE_THAN_0, "PSNR that its worst image has to have; null: any"]
+    speedup: Annotated[float | None, MORE_THAN_1, "target: times as fast as the unquantized engine, from prompt to image"]
+    image_ms: Annotated[float | None, MORE_THAN_0, "target: milliseconds from prompt to image"]
+
+    def __post_init__(self):
+        if self.speedup is not None:
+            check_unused(self, "verdict.", [("image_ms", None, "verdict.speedup is the target already")])
 
 
 @dataclass(slots=True)

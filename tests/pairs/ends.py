@@ -84,8 +84,12 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "timing.half_width": ["0.02", "0.0001", "0.999"],
     "timing.budget_s": ["0.0", "1.0"],
     "verdict.enough_db": ["40.0", "0.0001", "1000000.0"],
-    "verdict.time_of_a_db": ["0.02", "0.0001", "0.999"],
+    "verdict.time_of_a_db": ["0.03", "0.0001", "0.999"],
     "verdict.confidence": ["0.95", "0.5", "0.999999"],
+    "verdict.floor_db": ["28.0", "null", "1000000.0"],
+    "verdict.worst_db": ["20.0", "null", "0.0001"],
+    "verdict.speedup": ["null", "1.0001"],
+    "verdict.image_ms": ["null"],  # refused beside the other target
     "cache.dir": ["{folder}/cache", "null"],
     "cache.limit_gb": ["50.0", "0.0"],
     "trackers": ["[]", "[tensorboard]", "[tensorboard,tensorboard]"],
