@@ -41,7 +41,7 @@ class Verdict:
     confidence: Annotated[float, CONFIDENCE, "at which recipes are told apart, for all of them together"]
     floor_db: Annotated[float | None, MORE_THAN_0, "PSNR that a recipe has to have surely; null: any"]
     worst_db: Annotated[float | None, MORE_THAN_0, "PSNR that its worst image has to have; null: any"]
-    speedup: Annotated[float | None, MORE_THAN_1, "target: times as fast as the unquantized engine, from prompt to image"]
+    speedup: Annotated[float | None, MORE_THAN_1, "target: times as fast an image as the unquantized engine's"]
     image_ms: Annotated[float | None, MORE_THAN_0, "target: milliseconds from prompt to image"]
 
     def __post_init__(self):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from sd_quant.files import read_regular
 from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
-from sd_quant.report.readings import score_of
+from sd_quant.report.readings import degenerate_of, score_of
 from sd_quant.report.recommendation import are_identical
 from sd_quant.report.record import DONE, VARIANTS, at
 from sd_quant.report.summary import Job, Sweep
@@ -127,4 +127,5 @@ def scores(job: Job, index: int) -> str:
     if are_identical(values["psnr"], values["ssim"]):
         return "identical"
     texts = {each: DASH if (value := values[each.key]) is None else each.text(value) for each in of_images}
-    return " · ".join(f"{each.title} {text}" for each, text in texts.items() if each.shown)
+    broken = [words for place, words in degenerate_of(job.record).items() if place == index]
+    return " · ".join([*(f"{each.title} {text}" for each, text in texts.items() if each.shown), *broken])

@@ -24,7 +24,7 @@ from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.gallery import gallery
 from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
-from sd_quant.report.readings import slower
+from sd_quant.report.readings import degenerate_images, slower
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import CANDIDATE, DONE, at, read_object
 from sd_quant.report.summary import PROVENANCE, Row, Sweep, machine_of, shown_columns, workload
@@ -200,6 +200,9 @@ def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
         for each in at(sweep.timing, "left_out") or []
     ]
+    for job in sweep.jobs:
+        if words := degenerate_images(job.record):
+            sentences.append(f"DEGENERATE: {names[job.name]}: {words}.")
     for row in sweep.rows:
         for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
             if takes := slower(row[column]):

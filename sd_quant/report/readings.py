@@ -55,6 +55,19 @@ def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Latency
     )
 
 
+def degenerate_of(record: Any) -> dict[Any, str]:
+    """The degenerate images of a record by their index, each in words."""
+    entries = at(record, "degenerate") or []
+    return {at(each, "index"): f"image {at(each, 'index')} is {at(each, 'reason')}" for each in entries}
+
+
+def degenerate_images(record: Any, most: int = 3) -> str:
+    """The first degenerate images of a record in words, and how many more there are; empty where there are none."""
+    words = [*degenerate_of(record).values()]
+    more = [f"{len(words) - most} more images are degenerate"] if len(words) > most else []
+    return "; ".join(words[:most] + more)
+
+
 def slower(speedup: float | None) -> str | None:
     """``takes 1.25 times as long quantized as unquantized``, or None; the third decimal of a speed-up is noise."""
     if speedup is None or round(speedup, 2) >= 1:

@@ -1,17 +1,18 @@
 """Which recipe to ship, from a sweep's jobs: one rule, said in the report.
 
-First a floor of quality, below which no speed counts. Surely 28 dB: what 8 bits and SVDQuant's 4 bits have on the
-shipped checkpoints (30 and more), and half of the steps have not (17 to 25). The worst image 20 dB, where the error is a
-tenth of the range and the image another one, and none degenerate. Of fewer than FEWEST_IMAGES the interval is too wide
-to hold against a recipe (of three images 2.5 standard deviations to each side), so their mean counts.
+First a floor of quality, below which no speed counts. Surely 28 dB: 8 bits and SVDQuant's 4 bits have 30 and more on
+the shipped checkpoints, and half of the steps 25.5 and 25.8 (24 of the report prompts). The worst image 20 dB, where
+the error is a tenth of the range and the image another one, and none degenerate. Of fewer than FEWEST_IMAGES images
+their mean counts: the interval of three reaches 2.5 standard deviations to each side.
 
 Of what passes, a recipe is worth its PSNR, up to 40 dB in each image, above which a person does not see the difference
 (the mean error is 2.5 of 255 levels), and one dB for every 3 % of time that it saves: half the time is worth 23 dB.
-That is the least price of time at which every recipe that was ever recommended here still is: at 3.5 % no INT8 recipe
-of the shipped SDXL that saves a sixth of the time is surely worth its 2.6 dB. The unquantized engine is an option too: it
-has 40 dB and saves nothing. So a recipe that is hardly faster and visibly worse is not recommended.
+That is the least price of time at which all recipes whose recommendation is documented still are: at 3.5 % an INT8
+recipe of the shipped SDXL that saves a sixth of the time is no longer surely worth its 2.6 dB. The unquantized engine
+is an option too: it has 40 dB and saves nothing. So what is hardly faster and visibly worse is not recommended.
 
-With a target of latency there is no price: the most faithful recipe that passes the floor and surely reaches the target.
+With a target of latency there is no price: the most faithful recipe is recommended of those that pass the floor and
+surely reach the target.
 
 Images and rounds are samples, so a difference in worth has an interval, over the prompts that both recipes have drawn
 and the rounds in which both were timed. Recipes that cannot be told apart from the best are tied, and the most faithful
@@ -21,14 +22,13 @@ Pareto front, which moves when an unrelated job joins the sweep.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
-from sd_quant.report.readings import score_of
+from sd_quant.report.readings import degenerate_images, score_of
 from sd_quant.report.record import DONE, at
 from sd_quant.report.summary import Row, Sweep
 from sd_quant.report.table import between
@@ -84,14 +84,19 @@ class Rule:
 
 def rule_of(knobs: Any) -> Rule:
     """The rule of a sweep's knobs; the usual constants stand in for missing and for impossible ones."""
-    stated = {name: knobs[name] for name in Rule.__dataclass_fields__ if name in knobs} if isinstance(knobs, Mapping) else {}
-    rule = Rule(**{
-        name: value
-        for name, value in stated.items()
-        if (value is None and name in NULLABLE) or (type(value) in (int, float) and value > 0)
-    })  # fmt: skip
+    stated = knobs if isinstance(knobs, Mapping) else {}
+    usable = {
+        name: stated[name]
+        for name in Rule.__dataclass_fields__
+        if name in stated and is_usable(stated[name], name in NULLABLE)
+    }
+    rule = Rule(**usable)
     possible = rule.time_of_a_db < 1 and 0.5 <= rule.confidence < 1 and None in (rule.speedup, rule.image_ms)
     return rule if possible else Rule()
+
+
+def is_usable(value: Any, nullable: bool) -> bool:
+    return nullable if value is None else type(value) in (int, float) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +108,7 @@ class Option:
     timed: Timed | None
     speedup: float
     psnr: tuple[float, ...] = ()  # of each image that is not identical to full precision's, in dB
-    degenerate: tuple[str, ...] = ()  # images that are, in words
+    degenerate: str = ""  # the images that are, in words
 
     @property
     def fidelity(self) -> float:
@@ -127,22 +132,14 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
         if row["status"] == DONE and images and row["image_speedup"]:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
             psnr = tuple(filter(math.isfinite, capped(job.record, math.inf)))
-            found.append(Option(row, images, timed, row["image_speedup"], psnr, degenerate_of(job.record)))
+            found.append(Option(row, images, timed, row["image_speedup"], psnr, degenerate_images(job.record)))
     return found
-
-
-def degenerate_of(record: Any) -> tuple[str, ...]:
-    """A record's degenerate images in words; none where it does not say."""
-    return tuple(f"image {at(each, 'index')} is {at(each, 'reason')}" for each in at(record, "degenerate") or [])
 
 
 def below_floor(option: Option, rule: Rule) -> str | None:
     """What a recipe has that the floor of the rule forbids, in words; None where it passes."""
-    if option.degenerate:
-        more = len(option.degenerate) - 1
-        return option.degenerate[0] + (f", and {more} more {'is' if more == 1 else 'are'} degenerate" if more else "")
-    if not option.psnr:
-        return None
+    if option.degenerate or not option.psnr:
+        return option.degenerate or None
     if rule.worst_db is not None and min(option.psnr) < rule.worst_db:
         return f"its worst image has {min(option.psnr):.1f} dB"
     mean = mean_interval(option.psnr, rule.confidence)

@@ -137,6 +137,13 @@ class ImageScores(TypedDict, total=False):
     reason: Annotated[str | None, Doc("why some images have none")]
 
 
+class Degenerate(TypedDict):
+    """A broken image, such as a black one, whose reference is not: see ``sd_quant.metrics.degenerate``."""
+
+    index: Annotated[Count, Doc("of the image, from 0")]
+    reason: Annotated[str | None, Doc('what it is, behind "image 3 is"')]
+
+
 class Sizes(TypedDict):
     """Bytes of a part's files."""
 
@@ -339,6 +346,7 @@ class AnyRecord(TypedDict):
     plans: Annotated[dict[str, EnginePlan], Doc("by part")]
     latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
     fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
+    degenerate: Annotated[list[Degenerate], Doc("broken images of the quantized variant; empty if there are none")]
     layers: Annotated[Layers, Doc("how many are quantized")]
     judged: Annotated[Judged | None, Doc("the third-party checkpoint that was judged; null for a run")]
     peak_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of the job")]

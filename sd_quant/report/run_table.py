@@ -12,6 +12,7 @@ from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
 from sd_quant.report.readings import (
     Number,
+    degenerate_images,
     latency_of,
     memory_of,
     memory_to_fit,
@@ -37,6 +38,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections = [
         _heading(record),
+        [f"DEGENERATE: {words}." for words in [degenerate_images(record)] if words],
         [sentence for engine in engines for sentence in _warnings(record, engine)],
         _sizes(record, reasons),
         _memory(record),

@@ -11,6 +11,7 @@ import onnx
 from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
@@ -76,6 +77,7 @@ def shared_entries(
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
         "fidelity": fidelity(full.images, quantized.images, full.latents, quantized.latents, sets=True),
+        "degenerate": degenerate(full.images, quantized.images),
     }
 
 
