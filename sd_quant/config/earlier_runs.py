@@ -52,7 +52,7 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a for
 def completed(knobs: dict) -> dict:
     """Add the knobs that the version of a run did not have."""
     sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
-    return {"compiled_baseline": False, "memory_of_parts": False, "overwrite": False} | knobs | sections
+    return {"compiled_baseline": False, "memory_of_parts": False, "overwrite": False, "search": None} | knobs | sections
 
 
 def is_run(path: Path) -> bool:
