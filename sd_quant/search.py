@@ -159,9 +159,10 @@ def outcome_of(option: Option, rule: Rule) -> Outcome | None:
 
     The speed-up is the low end of its interval, as the verdict asks, or where that is unknown its value.
     """
-    wanted = wanted_speedup(option, rule)
+    if (wanted := wanted_speedup(option, rule)) is None:
+        return None
     surely = max(speedup_of(option, rule.confidence).low, 0.0) or option.speedup
-    return wanted and Outcome(option.fidelity, math.log(wanted / surely), below_floor(option, rule) is None)
+    return Outcome(option.fidelity, math.log(wanted / surely), below_floor(option, rule) is None)
 
 
 def next_jobs(directory: Path, at_once: int) -> list[dict]:
