@@ -8,9 +8,9 @@ none. Each proposal makes a new study, which is told all that lies in the sweep'
 proposed, and a search that was killed goes on as if it had not been. Three random jobs come first: grids are small, and
 Optuna's ten would be most of the search.
 
-Roads not taken: Optuna's usual sampler, TPE, with which 10 to 12 jobs of 44 were needed where this needs 7
-(``benchmarks/search.py`` draws such grids); Hydra's own sweeper for Optuna, which stops at Optuna 2 and forgets its
-results when it ends; a model of our own.
+Roads not taken: Optuna's usual sampler, TPE, with which 12 jobs of 44 were done until the best was among them, and here
+7 (medians of ``benchmarks/search.py``; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops at
+Optuna 2 and forgets its results when it ends; a model of our own.
 """
 
 import json
@@ -75,21 +75,12 @@ def planned(plan: dict, search: float) -> dict:
 def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], count: int, seed: int = 0) -> list[str]:
     """Return the names of up to ``count`` jobs of a grid to do next; ``known`` are those that are done, or failed."""
     import optuna
-    from optuna.distributions import CategoricalDistribution, IntDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     name_of = {job["name"]: job.get("same_as") or job["name"] for job in grid}
     unknown = [name for name in dict.fromkeys(name_of.values()) if name not in known]
-    axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
-    point_of = {
-        job["name"]: {knob: values.index(json.dumps(job["varied"][knob])) for knob, (values, _) in axes.items()}
-        for job in grid
-    }
-    at_point = {tuple(point.values()): name_of[job] for job, point in point_of.items()}
-    distributions = {
-        knob: IntDistribution(0, len(values) - 1) if ordered else CategoricalDistribution(range(len(values)))
-        for knob, (values, ordered) in axes.items()
-    }
+    distributions, point_of = space_of(grid)
+    at_point = {tuple(sorted(point.items())): name_of[job] for job, point in point_of.items()}
     told, seed = told_of(known), 1000 * seed + len(known)
     sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=RANDOM_JOBS, warn_independent_sampling=False)
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -102,7 +93,7 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
         if repeated == MOST_REPEATED:
             study.enqueue_trial(point_of[draw.choice(unknown)])
         trial = study.ask(distributions)
-        name = at_point[tuple(trial.params[knob] for knob in axes)]
+        name = at_point[tuple(sorted(trial.params.items()))]
         if name in unknown:
             unknown.remove(name)
             chosen.append(name)
@@ -117,6 +108,22 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
             trial.set_constraint(constraint, excess)
         study.tell(trial, value)
     return chosen
+
+
+def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return Optuna's distribution of each knob's values by their numbers, and the point of each job by its name."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
+    distributions = {
+        knob: IntDistribution(0, len(values) - 1) if ordered else CategoricalDistribution(range(len(values)))
+        for knob, (values, ordered) in axes.items()
+    }
+    points = {
+        job["name"]: {knob: values.index(json.dumps(job["varied"][knob])) for knob, (values, _) in axes.items()}
+        for job in grid
+    }
+    return distributions, points
 
 
 def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
