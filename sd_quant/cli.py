@@ -17,7 +17,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -33,7 +33,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import sweep
+from sd_quant import search, sweep
 from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.composition import composing, job_of, presets_of, refusal
 from sd_quant.config import check_writable, is_run
@@ -178,6 +178,8 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     """
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
+        if wanted := getattr(jobs[-1], "search", None):
+            plan = search.planned(plan, wanted)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
         given = sweep.plain_config(command.name, overrides).hydra.sweep.dir if chosen else None
     begun = sweep.begun(output_path(SWEEPS), name) if given is None else None
@@ -193,7 +195,8 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         cancelled, ended_with, uncompared = False, None, None
         try:
             try:
-                main()
+                with search.proposing() if wanted else nullcontext():
+                    main()
             except Exception as error:  # of the first job that failed, or of the launcher
                 LOG.debug("the sweep ended early", exc_info=error)
                 ended_with = error

@@ -224,8 +224,16 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
                     f"{directory} holds another sweep ({shlex.join(map(str, there.get('command', [])))}); "
                     "set another hydra.sweep.dir"
                 )
+            if "search" in plan:
+                plan = plan | {"jobs": begun_jobs(directory, there["jobs"], plan["search"]["grid"])}
         write_json(directory / SWEEP, plan)
         yield
+
+
+def begun_jobs(directory: Path, jobs: Sequence[dict], grid: Sequence[dict]) -> list[dict]:
+    """Return those of a plan's ``jobs`` in the grid of a search that have a folder, as the grid now has them."""
+    by_name = {job["name"]: job for job in grid}
+    return [job | by_name[name] for job in jobs if (name := job["name"]) in by_name and (directory / name).is_dir()]
 
 
 def entry(directory: Path, number: int) -> dict:
@@ -239,12 +247,23 @@ def start_line(sweep: Sweep) -> str:
     before += [f"{failed} failed before and tried again"] if failed else []
     if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
-    return f"sweep of {len(sweep.names)} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+    what = (
+        f"search for {sweep.search.jobs} of the grid's {sweep.search.of}"
+        if sweep.search
+        else f"sweep of {len(sweep.names)}"
+    )
+    return f"{what} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+
+
+def jobs_in_all(sweep: Sweep) -> int:
+    """Return how many jobs a sweep has, twins among them, and will have when a search has proposed all of its own."""
+    search, now = sweep.search, len(sweep.names)
+    return now if search is None else min(now + search.jobs - search.proposed, max(now, search.of))
 
 
 def job_line(sweep: Sweep, number: int) -> str:
     """Announce a job, as ``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
-    name, total = sweep.names[number], len(sweep.names)
+    name, total = sweep.names[number], jobs_in_all(sweep)
     job = next(job for job in sweep.jobs if name in (job.name, *job.twins))
     if name != job.name:
         return f"job {number + 1} of {total}: {name} gives the same assignment as {job.name} and is not done again"
@@ -255,7 +274,7 @@ def job_line(sweep: Sweep, number: int) -> str:
 def left(sweep: Sweep) -> str:
     """Estimate the time of the remaining jobs by the median of those that are done; empty before the first."""
     seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.own if job.record is not None]
-    waiting = len(sweep.own) - len(seconds)
+    waiting = len(sweep.own) - len(seconds) + jobs_in_all(sweep) - len(sweep.names)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 
@@ -266,12 +285,15 @@ def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str
     that have neither succeeded nor failed, else a job's own.
     """
     bad = [job for job in sweep.jobs if job.status != DONE]
-    if not bad:
+    unproposed = jobs_in_all(sweep) - len(sweep.names) if ended_with is not None else 0
+    if not bad and not unproposed:
         return 0, ""
     reasons = [f"{job.name}: {job.reason}" for job in bad]
-    if ended_with is not None and any(job.status == UNFINISHED for job in bad):
+    if ended_with is not None and (unproposed or any(job.status == UNFINISHED for job in bad)):
         complaint = one_line(ended_with, 300)
         reasons = [f"{job.name}: {job.reason}" for job in bad if job.status == FAILED]
-        reasons.insert(0, f"the launcher failed with {type(ended_with).__name__}: {complaint}")
+        what = "search" if sweep.search else "launcher"
+        reasons.insert(0, f"the {what} failed with {type(ended_with).__name__}: {complaint}")
     told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")
-    return 1, f"{len(bad)} of {len(sweep.jobs)} jobs are not done ({told}); the same command tries them again"
+    undone, everyone = (len(jobs) + unproposed for jobs in (bad, sweep.jobs))
+    return 1, f"{undone} of {everyone} jobs are not done ({told}); the same command tries them again"

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from sd_quant.config.comparison import CacheFolder
+from sd_quant.config.images import LEVERS
 from sd_quant.config.main_job import QuantizeJob, RecipeJob
 from sd_quant.config.model import Model
 from sd_quant.errors import ArtifactError, ConfigError
@@ -33,7 +34,8 @@ BEFORE: dict[str, dict[str, object]] = {
         "denoiser": None,
         "observed": None,
     },  # fmt: skip
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because")),
+    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
+    "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
         "include": {},
         "weights_alone": {},
@@ -52,7 +54,13 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a for
 def completed(knobs: dict) -> dict:
     """Add the knobs that the version of a run did not have."""
     sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
-    before = {"compiled_baseline": False, "memory_of_parts": False, "noise_floor": [], "overwrite": False}
+    before = {
+        "compiled_baseline": False,
+        "memory_of_parts": False,
+        "noise_floor": [],
+        "overwrite": False,
+        "search": None,
+    }
     return before | knobs | sections
 
 

@@ -15,14 +15,17 @@ from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
-from sd_quant.knobs import check, check_unused, one_of
+from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
+SEARCH = Limit(
+    lambda jobs: 0 < jobs < 1 or jobs >= 1 and jobs == int(jobs), "a whole number of jobs from 1, or a share below 1"
+)
 # Sections, and knobs of others, that change no result of a job.
-SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
+SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "search", "timing", "trackers", "verdict")
 DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "timing_cache"))
 
 
@@ -88,6 +91,9 @@ class QuantizeJob(RecipeJob):
         one_of([*WAYS, ALL], each=True),
         "other ways to compute full precision, whose images say from where on a difference is the arithmetic's",
     ]
+    search: Annotated[
+        float | None, SEARCH, "jobs of a sweep's grid that are proposed and done, for the verdict's target"
+    ]
     hand_over: Annotated[list[str], one_of(TARGETS, each=True), "tools that the result is exported to, as by hand_over"]
 
     def __post_init__(self):
@@ -118,6 +124,10 @@ class QuantizeJob(RecipeJob):
             because = f"with infer.engine={COMPILED} the unquantized engine is that baseline"
             check_unused(self, "", [("compiled_baseline", False, because)])
         check_unused(self.infer, "infer.", [("out_path", None, "a run keeps everything in hydra.run.dir")])
+        if self.search is not None:
+            expected = "verdict.speedup= or verdict.image_ms= beside it: a search needs a target"
+            targets = self.verdict.speedup, self.verdict.image_ms
+            check(targets != (None, None), "search", f"{self.search:g}", expected)
         self.model.encoder |= self.infer.image is not None
 
     def why_no_plans(self) -> str | None:

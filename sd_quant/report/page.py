@@ -147,6 +147,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
         ("calibration", distinct(calibration)),
+        ("searched", str(sweep.search or "")),
         ("command", shlex.join(sweep.command)),
     ]
 

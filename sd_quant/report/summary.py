@@ -52,6 +52,7 @@ class PlannedJob(TypedDict):
     name: str  # of its folder
     varied: dict[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
     same_as: str  # the job before it that gives the same assignment and is done in its place
+    proposed_for: str  # the target of the search that has proposed it
 
 
 class SweepPlan(TypedDict):
@@ -64,6 +65,17 @@ class SweepPlan(TypedDict):
     judge: dict[str, Any]  # the knobs of the same name
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
     verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.recommendation``
+    search: "PlannedSearch"  # where not all jobs of the grid are done, see ``sd_quant.search``
+
+
+class PlannedSearch(TypedDict):
+    """A search in a grid, whose proposals are the plan's jobs."""
+
+    jobs: int  # to propose
+    of: int  # jobs of the grid that differ
+    target: str  # in words
+    by: str  # which library proposes
+    grid: list[PlannedJob]
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,20 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Search:
+    """A search in a grid, as far as it has come."""
+
+    jobs: int  # to propose
+    proposed: int
+    of: int  # jobs of the grid that differ
+    target: str  # in words
+    by: str  # which library proposes
+
+    def __str__(self) -> str:
+        return f"{self.proposed} of the grid's {self.of} jobs, proposed by {self.by} for {self.target}"
+
+
+@dataclass(frozen=True)
 class Sweep:
     directory: Path
     command: list[str]
@@ -94,6 +120,7 @@ class Sweep:
     judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
+    search: Search | None = None  # where not all jobs of a grid are done
 
     @property
     def own(self) -> list[Job]:
@@ -139,9 +166,16 @@ def read_sweep(directory: Path) -> Sweep:
             jobs.append(replace(job, twins=twins, timed=timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
-        return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names)
+        search = None if content.get("search") is None else search_of(content["search"], planned)
+        return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
+
+
+def search_of(plan: PlannedSearch, jobs: Sequence[PlannedJob]) -> Search:
+    """The search of a plan and how many jobs it has proposed for its target. Raises KeyError for a missing name."""
+    proposed = sum(job.get("proposed_for") == plan["target"] for job in jobs)
+    return Search(plan["jobs"], proposed, plan["of"], plan["target"], plan["by"])
 
 
 def run_as_sweep(directory: Path) -> Sweep:
@@ -368,7 +402,7 @@ def sweep_table(sweep: Sweep) -> str:
     recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
     columns = [Column("recipe", "recipe"), *(column for column in known if column.key in IN_A_TERMINAL)]
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return "\n".join([*as_text(Table(columns, lines, notes=notes(table))), ""])
+    return "\n".join([*as_text(Table(columns, lines, notes=notes(table) + searched(sweep))), ""])
 
 
 def markdown(sweep: Sweep) -> str:
@@ -377,7 +411,12 @@ def markdown(sweep: Sweep) -> str:
     recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
     columns = [Column(" · ".join(sweep.varied) or "job", "recipe"), Column("status", "status"), *shown_columns()]
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return as_markdown(Table(columns, lines, notes=notes(table)))
+    return as_markdown(Table(columns, lines, notes=notes(table) + searched(sweep)))
+
+
+def searched(sweep: Sweep) -> list[str]:
+    """A note on which jobs of the grid stand in a table, where not all do."""
+    return [] if sweep.search is None else [f"searched: {sweep.search}"]
 
 
 def notes(table: Sequence[Row]) -> list[str]:

@@ -138,3 +138,15 @@ def test_a_local_ray_leaves_the_same(unbroken, process, arguments, sweep):
     result = process(*arguments("hydra/launcher=ray_local"))
     assert result.returncode == 0, result.stderr[-3000:]
     assert same(table(sweep), unbroken)
+
+
+@needs("joblib")
+def test_a_search_proposes_as_many_jobs_at_a_time_as_the_launcher_does(process, arguments, sweep):
+    given = arguments("quant_level=1,2,3", *ONE_HOST, "verdict.speedup=1.01")
+    for number in (2, 3):
+        result = process(*given, f"search={number}")
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert f"search for {number} of the grid's 3 jobs in {sweep}" in result.stdout
+        assert len(list(sweep.glob("*/metrics.json"))) == len(table(sweep)) == number
+        assert f"{number} of the grid's 3 jobs, proposed by " in result.stdout
+    assert "job 3 of 3: " in result.stdout

@@ -112,7 +112,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed
-    *("overwrite", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
+    *("overwrite", "search", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("infer.reuse", "infer.schedule"),  # whose values depend on the number of steps
     *(
         "judge.candidates",

@@ -46,6 +46,7 @@ IN_THIS_PROCESS = [
     Case("shift", ["--sizes", "1", "--seconds", "0"], quick=True),
     Case("shift", ["--sizes", "1", "--seconds", "0", "--engine", "onnxruntime"], "in ONNX Runtime", quick=True),
     Case("coverage", ["--draws", "2"], quick=True, files=False),
+    Case("search", ["--grids", "1", "--seed", "7"], quick=True, files=False),
     Case("convolutions", ["--repeats", "1", "--sizes", "1"], files=False),
     Case("convolutions", ["--repeats", "1", "--sizes", "1", "--compile"], "compiled", files=False),
     Case("quality", ["--images", "2", "--calib-size", "1", "--steps", "3",  # a percentile of 0.4 needs three

@@ -1,0 +1,215 @@
+"""Which jobs of a sweep's grid are done, where not all are: ``search=12`` with a target of latency.
+
+    next_jobs: what is known -> propose -> Hydra's launcher -> task -> next_jobs
+
+A Gaussian process of Optuna learns fidelity and speed-up over the knobs that vary, and proposes the job of the largest
+expected improvement among those that reach the target, as the verdict judges them. Numbers have an order, texts have
+none. Each proposal makes a new study, which is told all that lies in the sweep's folder. So the plan grows by what is
+proposed, and a search that was killed goes on as if it had not been. Three random jobs come first: grids are small, and
+Optuna's ten would be most of the search.
+
+Roads not taken: Optuna's usual sampler, TPE, with which 12 jobs of 44 were done until the best was among them, and here
+7 (medians of ``benchmarks/search.py``; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops at
+Optuna 2 and forgets its results when it ends; a model of our own.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.files import write_json
+from sd_quant.report.recommendation import (
+    Option,
+    Rule,
+    below_floor,
+    options_of,
+    rule_of,
+    speedup_of,
+    wanted_speedup,
+)
+from sd_quant.report.summary import SWEEP, PlannedJob, Sweep, read_sweep
+
+RANDOM_JOBS = 3  # before the first that is proposed for a reason
+MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job has shown."""
+
+    fidelity: float  # PSNR in dB, no more than is enough
+    shortfall: float  # logarithm of the wanted speed-up over the least that the job surely has; above 0 it falls short
+    passes: bool = True  # the verdict's floor
+
+
+def planned(plan: dict, search: float) -> dict:
+    """Return the plan of a grid as that of a search in it, none of whose jobs is proposed yet.
+
+    ``search`` is a number of jobs, or a share below 1 of those that differ. Raises ConfigError for more than there are,
+    ResourceError without Optuna.
+    """
+    if find_spec("optuna") is None:
+        raise ResourceError(
+            "search needs Optuna, which is not installed; install it with: pip install 'sd-quant[search]'"
+        )
+    grid = plan["jobs"]
+    different = sum("same_as" not in job for job in grid)
+    if search > different:
+        twins = f" ({len(grid) - different} of its {len(grid)} give the assignment of another)"
+        expected = f"at most the {different} jobs of the grid{twins if different < len(grid) else ''}"
+        raise ConfigError(f"search is {search:g}, expected {expected}; leave it out to do all")
+    jobs = math.ceil(search * different) if search < 1 else int(search)
+    target, by = rule_of(plan["verdict"]).target, f"the Gaussian process of Optuna {version('optuna')}"
+    return plan | {"jobs": [], "search": {"jobs": jobs, "of": different, "target": target, "by": by, "grid": grid}}
+
+
+def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], count: int, seed: int = 0) -> list[str]:
+    """Return the names of up to ``count`` jobs of a grid to do next; ``known`` are those that are done, or failed."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    name_of = {job["name"]: job.get("same_as") or job["name"] for job in grid}
+    unknown = [name for name in dict.fromkeys(name_of.values()) if name not in known]
+    distributions, point_of = space_of(grid)
+    at_point = {tuple(sorted(point.items())): name_of[job] for job, point in point_of.items()}
+    told, seed = told_of(known), 1000 * seed + len(known)
+    sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=RANDOM_JOBS, warn_independent_sampling=False)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for job, name in name_of.items():
+        if name in told:
+            trial = {"params": point_of[job], "distributions": distributions}
+            study.add_trial(optuna.trial.create_trial(**trial, value=told[name][0], constraints=told[name][1]))
+    chosen, repeated, draw = list[str](), 0, random.Random(seed)
+    while unknown and len(chosen) < count:
+        if repeated == MOST_REPEATED:
+            study.enqueue_trial(point_of[draw.choice(unknown)])
+        trial = study.ask(distributions)
+        name = at_point[tuple(sorted(trial.params.items()))]
+        if name in unknown:
+            unknown.remove(name)
+            chosen.append(name)
+            repeated = 0
+            continue
+        repeated += 1
+        if name in chosen:  # of these proposals, so nothing is known of it yet
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            continue
+        value, constraints = told[name]
+        for constraint, excess in constraints.items():
+            trial.set_constraint(constraint, excess)
+        study.tell(trial, value)
+    return chosen
+
+
+def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return Optuna's distribution of each knob's values by their numbers, and the point of each job by its name."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
+    distributions = {
+        knob: IntDistribution(0, len(values) - 1) if ordered else CategoricalDistribution(range(len(values)))
+        for knob, (values, ordered) in axes.items()
+    }
+    points = {
+        job["name"]: {knob: values.index(json.dumps(job["varied"][knob])) for knob, (values, _) in axes.items()}
+        for job in grid
+    }
+    return distributions, points
+
+
+def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
+    """Return the different values of a knob as JSON, and whether they have an order.
+
+    Numbers do. Null among them is the end of the axis at which the user has put it: no reuse is less than 0.2, and the
+    usual steps are more than 10.
+    """
+    different = {json.dumps(value): value for value in values}
+    numbers = sorted((text for text, value in different.items() if type(value) in (int, float)), key=different.get)
+    null = [text for text in different if text == "null"]
+    if len(numbers) + len(null) < len(different):
+        return list(different), False
+    return (null + numbers if next(iter(different)) == "null" else numbers + null), True
+
+
+def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[str, float]]]:
+    """Return what a study is told of each job: its value, and what must not be above 0.
+
+    One that failed is as bad as the worst that did not.
+    """
+    found = [outcome for outcome in known.values() if outcome is not None] or [Outcome(0.0, 1.0)]
+    worst = Outcome(min(each.fidelity for each in found), max(each.shortfall for each in found), passes=False)
+    outcomes = {name: outcome or worst for name, outcome in known.items()}
+    told = {name: (each.fidelity, {"shortfall": each.shortfall}) for name, each in outcomes.items()}
+    if len({each.passes for each in outcomes.values()}) > 1:  # else there is nothing to learn
+        for name, each in outcomes.items():
+            told[name][1]["floor"] = -1.0 if each.passes else 1.0
+    return told
+
+
+def outcomes_of(sweep: Sweep, rule: Rule) -> dict[str, Outcome | None]:
+    """Return what the jobs of a sweep have shown by their names; None of a job without images or a latency."""
+    measured = {option.row["job"]: option for option in options_of(sweep, rule)}
+    return {job.name: outcome_of(measured[job.name], rule) if job.name in measured else None for job in sweep.own}
+
+
+def outcome_of(option: Option, rule: Rule) -> Outcome | None:
+    """Return what a measured recipe has shown; None where its latency cannot be compared with the target.
+
+    The speed-up is the low end of its interval, as the verdict asks, or where that is unknown its value.
+    """
+    if (wanted := wanted_speedup(option, rule)) is None:
+        return None
+    surely = max(speedup_of(option, rule.confidence).low, 0.0) or option.speedup
+    return Outcome(option.fidelity, math.log(wanted / surely), below_floor(option, rule) is None)
+
+
+def next_jobs(directory: Path, at_once: int) -> list[dict]:
+    """Add the jobs that are to be done next to the plan of a search, and return them; none when it has ended."""
+    plan = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
+    search, rule = plan["search"], rule_of(plan["verdict"])
+    left = search["jobs"] - sum(job.get("proposed_for") == search["target"] for job in plan["jobs"])
+    names = propose(search["grid"], outcomes_of(read_sweep(directory), rule), min(at_once, left)) if left > 0 else []
+    by_name = {job["name"]: job for job in search["grid"]}
+    jobs = [by_name[name] | {"proposed_for": search["target"]} for name in names]
+    write_json(directory / SWEEP, plan | {"jobs": [*plan["jobs"], *jobs]})
+    return jobs
+
+
+@contextmanager
+def proposing() -> Iterator[None]:
+    """Let Hydra's sweeper do in the block what a search proposes.
+
+    A sweeper of one's own would have to be in the package ``hydra_plugins``, which Hydra imports at every start.
+    """
+    sweeper = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper  # Hydra has loaded it anew
+    usual, sweeper.sweep = sweeper.sweep, sweep_by_proposals
+    try:
+        yield
+    finally:
+        sweeper.sweep = usual
+
+
+def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
+    """Launch the jobs that a search has begun before, which are checked like those of a sweep, and what it proposes.
+
+    As many are proposed at a time as ``hydra.sweeper.max_batch_size`` or the launcher's ``n_jobs`` says. Without either
+    it is one, which profits from the results of all before it.
+    """
+    directory = Path(self.config.hydra.sweep.dir)
+    at_once = self.max_batch_size or max(1, self.config.hydra.launcher.get("n_jobs") or 1)
+    jobs = json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"] or next_jobs(directory, at_once)
+    number, returned = 0, list[Any]()
+    while jobs:
+        returned += self.launcher.launch([job["overrides"] for job in jobs], initial_job_idx=number)
+        number += len(jobs)
+        jobs = next_jobs(directory, at_once)
+    return returned
