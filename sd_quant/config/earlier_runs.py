@@ -53,7 +53,7 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a for
 
 def completed(knobs: dict) -> dict:
     """Add the knobs that the version of a run did not have."""
-    sections = {section: before | knobs.get(section, {}) for section, before in BEFORE.items()}
+    sections = {section: before | (knobs.get(section) or {}) for section, before in BEFORE.items()}
     before = {
         "compiled_baseline": False,
         "memory_of_parts": False,

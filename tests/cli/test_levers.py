@@ -35,9 +35,9 @@ def test_a_sweep_compares_bits_calls_and_both(command, tiny, with_graphs, tmp_pa
     kinds = {kind: len(list((tmp_path / "cache" / kind).glob("*/manifest.json"))) for kind in ("statistics", "onnx")}
     assert kinds["onnx"] == 5 + 2  # both recipes' UNet beside what is unquantized
     assert "Bits and other levers" in (tmp_path / "sweep/report.html").read_text()
-    schedule = alone["schedule"]
-    images = command("infer.py", f"run={tmp_path}/sweep/quant_level=3,reuse=0.33", *tiny.knobs[:2], *KNOBS[:2],
-                     f"infer.schedule={schedule}", "infer.sampler=ddim", f"hydra.run.dir={tmp_path}/images")  # fmt: skip
+    run, again = f"run={tmp_path}/sweep/quant_level=3,reuse=0.33", f"infer.schedule={alone['schedule']}"
+    images = command("infer.py", run, *tiny.knobs[:2], *KNOBS[:2], again, "infer.sampler=ddim",
+                     f"hydra.run.dir={tmp_path}/images")  # fmt: skip
     assert images.returncode == 0, images.stderr[-2000:]
 
 

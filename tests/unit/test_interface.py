@@ -124,7 +124,9 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     made = Quantized(model, "int8", model.job(None, knobs), loaded, rows, knobs)
     with pytest.raises(ConfigError, match="^hand_over does not use steps without prompts; give prompts$"):
         made.hand_over("comfyui", tmp_path / "out", steps=3)
-    monkeypatch.setattr(sd_quant.interface.Model, "generate", lambda *given: SimpleNamespace(images=given[1:]))
+    monkeypatch.setattr(
+        sd_quant.interface.Model, "generate", lambda *given, sampling: SimpleNamespace(images=given[1:])
+    )
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
     def fidelity_of(loaded, rows, target, infer, reference, result):

@@ -1,5 +1,6 @@
 """Which jobs of a grid a search proposes, and that its sweep is one like any other, killed and begun again too."""
 
+import logging
 import math
 import shutil
 import sys
@@ -158,8 +159,19 @@ def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(beg
     )
 
 
+@pytest.fixture
+def logging_as_it_was():
+    """Hydra configures it for its jobs; later tests look at what is logged."""
+    known = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
+    before = [(each, each.level, each.handlers[:], each.disabled, each.propagate) for each in known]
+    yield
+    for each, level, handlers, disabled, propagate in before:
+        each.setLevel(level)
+        each.handlers, each.disabled, each.propagate = handlers, disabled, propagate
+
+
 @pytest.mark.slow
-def test_hydra_does_what_is_proposed(tmp_path, monkeypatch, capsys):
+def test_hydra_does_what_is_proposed(tmp_path, monkeypatch, logging_as_it_was):
     """And without ``search`` the rest of the grid in the same folder."""
     given = ["quant_level=1,3", "verdict.speedup=1.2"]
     monkeypatch.chdir(tmp_path)

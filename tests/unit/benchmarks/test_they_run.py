@@ -93,6 +93,7 @@ IN_PROCESSES = {
     "families",
     "full_size",
     "full_size_parts",
+    "levers",
     "peers",
     "quickstart",
     "silence",

@@ -248,6 +248,9 @@ def other(field: str) -> object:
         "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
         "sizes": [(64, 64), (64, 128)],
         "vae_tile": 32,
+        "sampler": "ddim",
+        "schedule": "crc",
+        "guidance_until": 0.5,
     }
     return optional[field] if field in optional else getattr(SAMPLING, field) + 1
 

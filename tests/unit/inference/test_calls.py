@@ -123,6 +123,17 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
     assert not torch.allclose(theirs[3], theirs[2]) or order == 0
 
 
+def test_calls_of_one_step_are_told_apart():
+    """Pipelines that are observed may call their network once for each half: each uses its own last output."""
+    done, made = [0], iter(range(100))
+    calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
+    given = []
+    for _ in range(3):
+        given.append([calls(lambda inputs: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)])
+        done.append(0)
+    assert given == [[0, 1], [0, 1], [2, 3]]
+
+
 def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):  # noqa: F811
     """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
     guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
