@@ -24,11 +24,10 @@ from sd_quant.report.summary import Job, Sweep, read_sweep
 from sd_quant.report.table import as_markdown, table_of_texts
 
 PROMPTS = "benchmarks/prompts/sdxl_mini_report.txt"
-BITS = ("quant_level=0,3", "quantize=int8,int8_weight_only")
 SWEEPS = {  # by name: the knobs that vary
-    "reuse": (*BITS, "infer.reuse=null,0.2,0.3,0.4"),
-    "steps": ("quant_level=0,3", "infer.sampler_steps=14"),
-    "guidance": ("quant_level=0,3", "infer.guidance_until={levels}"),
+    "reuse": ("quant_level=0,3", "infer.reuse=null,0.2,0.3,0.4"),
+    "weights": ("quantize=int8_weight_only", "quant_level=3", "infer.reuse=null,0.4"),
+    "guidance": ("quant_level=3", "infer.guidance_until={levels}"),
 }
 EXTRAPOLATED = "extrapolated"  # the schedules of full precision, in which outputs are extrapolated, with INT8
 LEVELS = {"sdxl_mini": "0.5", "sd3_mini": "0.15"}  # of noise
@@ -106,7 +105,7 @@ def main() -> None:
         recipes += recipes_of(sweep(options.model, name, knobs, options))
     if "reuse" in options.sweeps:
         schedules = [at(each.job.record, "levers", "schedule") for each in recipes if "quant_level=0" in each.name]
-        knobs = ["quant_level=3", "quantize=int8", f"infer.schedule={','.join(filter(None, schedules))}"]
+        knobs = ["quant_level=3", f"infer.schedule={','.join(filter(None, schedules))}"]
         recipes += recipes_of(sweep(options.model, EXTRAPOLATED, knobs, options))
     with_levers = [each.job for each in recipes if not each.of_bits_alone]
     print(as_markdown(table_of_texts(TITLES, list(map(lever_cells, with_levers)))))

@@ -86,8 +86,12 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for job, name in name_of.items():
         if name in told:
-            trial = {"params": point_of[job], "distributions": distributions}
-            study.add_trial(optuna.trial.create_trial(**trial, value=told[name][0], constraints=told[name][1]))
+            value, constraints = told[name]
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=point_of[job], distributions=distributions, value=value, constraints=constraints
+                )
+            )
     chosen, repeated, draw = list[str](), 0, random.Random(seed)
     while unknown and len(chosen) < count:
         if repeated == MOST_REPEATED:

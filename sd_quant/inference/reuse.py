@@ -10,13 +10,22 @@ schedules one by one (BudCache, arXiv:2606.13496, by annealing), which takes hun
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sd_quant.engines.base import Engine
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.samplers import COMPUTED, EXTRAPOLATED, REUSED
-from sd_quant.inference.watched import Answer, Outputs
+from sd_quant.inference.watched import Answer, Outputs, ReplayedVariant
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.progress import progress
+
+CHOOSING = 8  # prompts by which a schedule is chosen, and as many others on which its error is reported
+SMALLEST = 1e-12  # error of latents that are equal
 
 
 @dataclass(frozen=True, order=True)
@@ -25,6 +34,17 @@ class Replacement:
 
     step: int
     letter: str
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """A schedule of letters, and the ``typical_error`` of final latents on prompts that did not choose it."""
+
+    schedule: str
+    error: float
+    even_error: float  # of as many reused steps, evenly spread
+    fewer_error: float  # of as few steps of the same sampler
+    prompts: int
 
 
 def schedule_of(replaced: Sequence[Replacement], steps: int) -> str:
@@ -88,3 +108,64 @@ def answers_before(kept: Outputs, denoiser: str, step: int, steps: int, batches:
         return kept[part][batch * steps * of_a_step + call] if call < step * of_a_step else None
 
     return answer
+
+
+def choose_schedule(
+    checkpoint: Checkpoint,
+    engines: Mapping[str, Engine],
+    prompts: Sequence[str],
+    sampling: Sampling,
+    saved: int,
+    extrapolated: bool,
+) -> ChosenSchedule:
+    """The schedule that saves this many calls with the least error of the final latents, by real runs.
+
+    One half of the prompts chooses: each step is replaced alone, then the best sets and the evenly spread one are run.
+    On the other half the chosen one is compared with that, and with as few steps of the same sampler.
+    """
+    steps, half = sampling.steps_taken, len(prompts) // 2
+    choosing, checking = range(half), range(half, len(prompts))
+    known = replacements(steps, extrapolated)
+
+    def final(sampling: Sampling, numbers: Sequence[int], variant: Mapping[str, Engine] = engines) -> Tensor:
+        latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
+        return torch.stack([each[-1] for each in latents])
+
+    whole = ReplayedVariant(engines)
+    full = final(sampling, choosing, whole)
+    batches, denoiser = len(sampling.batches(choosing)), checkpoint.family.DENOISER
+    errors = []
+    with progress(len(known), "each step without a call of its own") as advance:
+        for each in known:
+            replaced = replace(sampling, schedule=schedule_of([each], steps))
+            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
+            errors.append(final(replaced, choosing, ReplayedVariant(engines, answer)) - full)
+            advance()
+    flat = torch.stack(errors).flatten(1)
+    even = schedule_of(evenly_spread(steps, saved), steps)
+    reused = [number for number, each in enumerate(known) if each.letter != EXTRAPOLATED]
+    found = {even, schedule_of(best_replacements([known[each] for each in reused], flat[reused], saved), steps)}
+    found.add(schedule_of(best_replacements(known, flat, saved), steps))
+
+    def error(reference: Tensor, numbers: Sequence[int], **changed: Any) -> float:
+        return typical_error(reference, final(replace(sampling, **changed), numbers))
+
+    best = min(sorted(found), key=lambda schedule: error(full, choosing, schedule=schedule))
+    held_out = final(sampling, checking)
+    fewer = math.ceil((steps - saved) * sampling.steps / steps)
+    return ChosenSchedule(
+        schedule=best,
+        error=error(held_out, checking, schedule=best),
+        even_error=error(held_out, checking, schedule=even),
+        fewer_error=error(held_out, checking, steps=fewer),
+        prompts=len(checking),
+    )
+
+
+def typical_error(reference: Tensor, latents: Tensor) -> float:
+    """The geometric mean over images of ||latents - reference|| / ||reference||; both [N, ...].
+
+    A few images whose composition changes decide an arithmetic mean.
+    """
+    errors = (latents - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
+    return errors.double().clamp_min(SMALLEST).log().mean().exp().item()

@@ -8,13 +8,10 @@ that. Images that no recipe changes are made once for a sweep.
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from sd_quant.config import Infer, QuantizeJob
 from sd_quant.engines.base import Engine
@@ -22,23 +19,21 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import read_regular, temporary_folder, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling, made_with
-from sd_quant.inference.reuse import answers_before, best_replacements, evenly_spread, replacements, schedule_of
+from sd_quant.inference.reuse import CHOOSING, choose_schedule
 from sd_quant.inference.samplers import (
     BETTER_SOLVER,
     COMPUTED,
-    EXTRAPOLATED,
     noise_levels,
     sampler_for,
     samplers_for,
     why_not_reused,
 )
-from sd_quant.inference.watched import ReplayedVariant
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.progress import progress
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
+from sd_quant.source import source_digest
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import calibration_source_of, generate, recipe_sampling, sampling_of
@@ -47,8 +42,6 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Varia
 
 LOG = logging.getLogger(__name__)
 SCHEDULE = "schedule.json"  # in the cache
-SMALLEST = 1e-12  # error of latents that are equal
-CHOOSING = 8  # prompts by which a schedule is chosen, and as many others on which its error is reported
 Variant = Mapping[str, Engine]  # engines by part
 
 
@@ -94,9 +87,6 @@ def levels_of(scheduler: Any, infer: Infer) -> list[float]:
     return noise_levels(scheduler)
 
 
-# Which steps are computed
-
-
 def scheduled(
     checkpoint: Checkpoint, unquantized: Variant, job: QuantizeJob, kept: KeptOutputs
 ) -> tuple[Infer, ReuseChosen | None]:
@@ -118,13 +108,14 @@ def scheduled(
         source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
     )  # fmt: skip
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
+        "source": source_digest("inference.reuse"),
         "saved": infer.saved_steps,
         "extrapolated": extrapolated,
     }
 
     def make(folder: Path) -> None:
         chosen = choose_schedule(checkpoint, unquantized, prompts, sampling, infer.saved_steps, extrapolated)
-        write_json(folder / SCHEDULE, chosen)
+        write_json(folder / SCHEDULE, asdict(chosen))
 
     with temporary_folder(kept.directory) as temporary:
         kept.cache.provide("schedules", origin, Path(temporary), make)
@@ -136,65 +127,6 @@ def scheduled(
         100 * chosen["fewer_error"],
     )  # fmt: skip
     return replace(infer, schedule=chosen["schedule"], reuse=None), chosen
-
-
-def choose_schedule(
-    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling, saved: int, extrapolated: bool
-) -> ReuseChosen:
-    """The schedule that saves this many calls with the least error of the final latents, by real runs.
-
-    One half of the prompts chooses: each step is replaced alone, then the best sets and the evenly spread one are run.
-    On the other half the chosen one is compared with that, and with as few steps of the same sampler.
-    """
-    steps, half = sampling.steps_taken, len(prompts) // 2
-    choosing, checking = range(half), range(half, len(prompts))
-    known = replacements(steps, extrapolated)
-
-    def final(sampling: Sampling, numbers: Sequence[int], variant: Variant = engines) -> Tensor:
-        latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
-        return torch.stack([each[-1] for each in latents])
-
-    whole = ReplayedVariant(engines)
-    full = final(sampling, choosing, whole)
-    batches, denoiser = len(sampling.batches(choosing)), checkpoint.family.DENOISER
-    errors = []
-    with progress(len(known), "each step without a call of its own") as advance:
-        for each in known:
-            replaced = replace(sampling, schedule=schedule_of([each], steps))
-            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
-            errors.append(final(replaced, choosing, ReplayedVariant(engines, answer)) - full)
-            advance()
-    flat = torch.stack(errors).flatten(1)
-    even = schedule_of(evenly_spread(steps, saved), steps)
-    reused = [number for number, each in enumerate(known) if each.letter != EXTRAPOLATED]
-    found = {even, schedule_of(best_replacements([known[each] for each in reused], flat[reused], saved), steps)}
-    found.add(schedule_of(best_replacements(known, flat, saved), steps))
-
-    def error(reference: Tensor, numbers: Sequence[int], **changed: Any) -> float:
-        return typical_error(reference, final(replace(sampling, **changed), numbers))
-
-    best = min(sorted(found), key=lambda schedule: error(full, choosing, schedule=schedule))
-    held_out = final(sampling, checking)
-    fewer = math.ceil((steps - saved) * sampling.steps / steps)
-    return ReuseChosen(
-        schedule=best,
-        error=error(held_out, checking, schedule=best),
-        even_error=error(held_out, checking, schedule=even),
-        fewer_error=error(held_out, checking, steps=fewer),
-        prompts=len(checking),
-    )
-
-
-def typical_error(reference: Tensor, latents: Tensor) -> float:
-    """The geometric mean over images of ||latents - reference|| / ||reference||; both [N, ...].
-
-    A few images whose composition changes decide an arithmetic mean.
-    """
-    errors = (latents - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
-    return errors.double().clamp_min(SMALLEST).log().mean().exp().item()
-
-
-# The images that a recipe's are compared with
 
 
 def compared(

@@ -1,19 +1,27 @@
+"""Which outputs are used again, on a sampler whose network is a function."""
+
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sd_quant.inference import reuse
+from sd_quant.inference.calls import Calls
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.reuse import (
     Replacement,
     answers_before,
     best_replacements,
+    choose_schedule,
     evenly_spread,
     replacements,
     schedule_of,
+    typical_error,
 )
 from sd_quant.inference.samplers import most_saved
 
-STEPS = 9
+STEPS, TEN = 9, 10
 
 
 def beside(chosen):
@@ -57,3 +65,84 @@ def test_calls_before_the_replaced_step_are_answered_from_a_whole_run():
     answers = [answer("unet", number) for number in range(12)]
     assert [each and each["out"] for each in answers] == [0, 1, 2, 3, None, None, 8, 9, 10, 11, None, None]
     assert answer("clip", 1) == {"z": 1}
+
+
+SAMPLING = Sampling(steps=TEN, guidance_scale=1, height=64, width=64, batch_size=2, seed=0)
+CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
+# The velocity changes at two steps alone; elsewhere an output that is used again costs nothing.
+JUMPS = (3, 7)
+
+
+class Toy:
+    """A pipeline of Euler steps. The text encoder is asked once a batch, the denoiser once a step."""
+
+    calls = 0
+
+    def __init__(self, engines):
+        self.engines = engines
+
+    def __call__(self, prompts, sampling, *, numbers, decode):
+        latents = [self.image(batch, sampling) for batch in sampling.batches(list(numbers))]
+        return SimpleNamespace(latents=torch.cat(latents))
+
+    def image(self, numbers, sampling):
+        text = self.engines["clip"](number=torch.tensor(numbers, dtype=torch.float))["z"]
+        done, x = [], torch.zeros(len(numbers), 1, 1)
+        calls = Calls(sampling.schedule, lambda: len(done), lambda step: True, ())
+        for step in range(sampling.steps):
+            at = torch.tensor(step * TEN / sampling.steps)
+            output = calls(lambda inputs: self.engines["unet"](**inputs), {"at": at, "text": text})["out"]
+            x = x + output / sampling.steps
+            done.append(x)
+        return torch.stack(done, dim=1)
+
+
+def engines():
+    def unet(at, text):
+        Toy.calls += 1
+        return {"out": (1 + sum((at >= jump).float() for jump in JUMPS) + 0.01 * text)[:, None, None]}
+
+    return {"clip": lambda number: {"z": number}, "unet": unet}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr(reuse, "pipeline_of", lambda checkpoint, variant: Toy(variant))
+    Toy.calls = 0
+
+
+def test_steps_are_replaced_where_it_costs_nothing(toy):
+    """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
+    found = choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=3, extrapolated=False)
+    assert found.schedule.count("r") == 3 and all(found.schedule[jump] == "c" for jump in JUMPS)
+    assert "rr" not in found.schedule and found.schedule[0] == found.schedule[-1] == "c"
+    assert found.error < 1e-6 < found.fewer_error and found.prompts == 4
+
+
+def test_what_is_known_is_not_computed_again(toy):
+    """Of four prompts in two batches: a whole run, for each step the calls behind it, and the runs that compare."""
+    choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=1, extrapolated=False)
+    alone = 2 * sum(TEN - 1 - step for step in range(1, TEN - 1))
+    compared = Toy.calls - 2 * TEN - alone
+    assert compared <= 2 * (2 * (TEN - 1) + TEN + 3 * (TEN - 1))
+
+
+def test_lines_are_drawn_where_inputs_are_not_quantized(toy):
+    """A velocity that rises steadily has no error on a line, and has one where it is held."""
+
+    def unet(at, text):
+        return {"out": (at + 0.01 * text)[:, None, None]}
+
+    rising = engines() | {"unet": unet}
+    drawn = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=True)
+    held = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=False)
+    assert drawn.schedule.count("e") == 3 and "e" not in held.schedule
+    assert drawn.error < 1e-5 < held.error
+
+
+def test_an_image_of_another_composition_does_not_decide_the_error():
+    reference = torch.ones(4, 2)
+    assert typical_error(reference, reference * torch.tensor([[1.1], [1.1], [1.1], [3.0]])) == pytest.approx(
+        (0.1**3 * 2) ** 0.25, rel=1e-4
+    )
+    assert typical_error(reference, reference) < 1e-9

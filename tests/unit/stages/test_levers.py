@@ -1,101 +1,17 @@
-"""The levers beside bits, on a sampler whose network is a function."""
+"""The levers beside bits: which a model can have, and what a recipe is compared with."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.inference.calls import Calls
-from sd_quant.inference.pipeline import Sampling
 from sd_quant.stages import levers
 from sd_quant.stages.compare import CallsOfAnImage
-from sd_quant.stages.levers import check_levers, choose_schedule, steps_in_time, typical_error
+from sd_quant.stages.levers import check_levers, steps_in_time
 from tests.presets import job
 
 from ..tiny import tiny  # noqa: F401  a fixture
-
-STEPS = 10
-SAMPLING = Sampling(steps=STEPS, guidance_scale=1, height=64, width=64, batch_size=2, seed=0)
-CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
-# The velocity changes at two steps alone; elsewhere an output that is used again costs nothing.
-JUMPS = (3, 7)
-
-
-class Toy:
-    """A pipeline of Euler steps. The text encoder is asked once a batch, the denoiser once a step."""
-
-    calls = 0
-
-    def __init__(self, engines):
-        self.engines = engines
-
-    def __call__(self, prompts, sampling, *, numbers, decode):
-        latents = [self.image(batch, sampling) for batch in sampling.batches(list(numbers))]
-        return SimpleNamespace(latents=torch.cat(latents))
-
-    def image(self, numbers, sampling):
-        text = self.engines["clip"](number=torch.tensor(numbers, dtype=torch.float))["z"]
-        done, x = [], torch.zeros(len(numbers), 1, 1)
-        calls = Calls(sampling.schedule, lambda: len(done), lambda step: True, ())
-        for step in range(sampling.steps):
-            at = torch.tensor(step * STEPS / sampling.steps)
-            output = calls(lambda inputs: self.engines["unet"](**inputs), {"at": at, "text": text})["out"]
-            x = x + output / sampling.steps
-            done.append(x)
-        return torch.stack(done, dim=1)
-
-
-def engines():
-    def unet(at, text):
-        Toy.calls += 1
-        return {"out": (1 + sum((at >= jump).float() for jump in JUMPS) + 0.01 * text)[:, None, None]}
-
-    return {"clip": lambda number: {"z": number}, "unet": unet}
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.setattr(levers, "pipeline_of", lambda checkpoint, variant: Toy(variant))
-    Toy.calls = 0
-
-
-def test_steps_are_replaced_where_it_costs_nothing(toy):
-    """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
-    found = choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=3, extrapolated=False)
-    assert found["schedule"].count("r") == 3 and all(found["schedule"][jump] == "c" for jump in JUMPS)
-    assert "rr" not in found["schedule"] and found["schedule"][0] == found["schedule"][-1] == "c"
-    assert found["error"] < 1e-6 < found["fewer_error"] and found["prompts"] == 4
-
-
-def test_what_is_known_is_not_computed_again(toy):
-    """Of four prompts in two batches: a whole run, for each step the calls behind it, and the runs that compare."""
-    choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=1, extrapolated=False)
-    alone = 2 * sum(STEPS - 1 - step for step in range(1, STEPS - 1))
-    compared = Toy.calls - 2 * STEPS - alone
-    assert compared <= 2 * (2 * (STEPS - 1) + STEPS + 3 * (STEPS - 1))
-
-
-def test_lines_are_drawn_where_inputs_are_not_quantized(toy):
-    """A velocity that rises steadily has no error on a line, and has one where it is held."""
-
-    def unet(at, text):
-        return {"out": (at + 0.01 * text)[:, None, None]}
-
-    rising = engines() | {"unet": unet}
-    drawn = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=True)
-    held = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=False)
-    assert drawn["schedule"].count("e") == 3 and "e" not in held["schedule"]
-    assert drawn["error"] < 1e-5 < held["error"]
-
-
-def test_an_image_of_another_composition_does_not_decide_the_error():
-    reference = torch.ones(4, 2)
-    assert typical_error(reference, reference * torch.tensor([[1.1], [1.1], [1.1], [3.0]])) == pytest.approx(
-        (0.1**3 * 2) ** 0.25, rel=1e-4
-    )
-    assert typical_error(reference, reference) < 1e-9
 
 
 @pytest.mark.parametrize(("speedup", "rest", "steps"), [(2.0, 0.0, 10), (2.0, 0.5, 5), (1.9, 0.0, 11), (1.0, 0.3, 20)])
