@@ -38,7 +38,7 @@ def tiny(tmp_path_factory):
     kept = KeptOutputs(FACTS | {"inputs": {}}, folder, Cache(folder / "cache", 1e9))
     prompts = given.infer.prompt_list()
     pipeline = stage.pipeline_of(session.checkpoint, variants.engines[FRAMEWORK])
-    images = stage.generate(pipeline, prompts, given.infer, "reference")
+    images = stage.generate(pipeline, prompts, stage.sampling_of(given.infer), "reference")
     framework = VariantOutputs({FRAMEWORK: images}, {}, {}, {})
     return SimpleNamespace(loaded=loaded, infer=given.infer, rest=(loaded, variants, framework, prompts), kept=kept)
 
@@ -50,11 +50,11 @@ def floor_of(tiny, *ways: str, infer=None):
 def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monkeypatch):
     seen, generate, counts = {}, stage.generate, [3]
 
-    def spied(pipeline, prompts, infer, description):
-        made = generate(pipeline, prompts, infer, description)
+    def spied(pipeline, prompts, sampling, description):
+        made = generate(pipeline, prompts, sampling, description)
         engine = pipeline.engines["unet"]
         seen.setdefault(description.rpartition(" ")[2], []).append(
-            (infer.batch_size, torch.get_num_threads(), next(engine.module.parameters()).dtype, infer.seed)
+            (sampling.batch_size, torch.get_num_threads(), next(engine.module.parameters()).dtype, sampling.seed)
         )
         return made
 
@@ -76,7 +76,7 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
 
 
 def test_a_way_that_fails_leaves_the_others_and_says_why(tiny, monkeypatch):
-    def overflows(pipeline, prompts, infer, description):
+    def overflows(pipeline, prompts, sampling, description):
         raise SdQuantError("torch gave a latent that is not finite")
 
     monkeypatch.setattr(stage, "generate", overflows)
