@@ -30,12 +30,12 @@ def test_a_sweep_compares_bits_calls_and_both(command, tiny, with_graphs, tmp_pa
     for name, record in records.items():
         of_calls = levers[name.replace("level=3", "level=0")]["calls_alone"]["psnr"]["values"]
         assert levers[name]["calls_alone"]["psnr"]["values"] == of_calls
-        assert record["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] < 1
+        assert record["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] > 0
     assert records["quant_level=0,reuse=null"]["layers"]["quantized"] == 0
     kinds = {kind: len(list((tmp_path / "cache" / kind).glob("*/manifest.json"))) for kind in ("statistics", "onnx")}
-    assert kinds["onnx"] == 5 + 2  # both recipes' UNet beside what is unquantized
+    assert kinds["onnx"] == 3 + 2  # both recipes' UNet beside what is unquantized
     assert "Bits and other levers" in (tmp_path / "sweep/report.html").read_text()
-    run, again = f"run={tmp_path}/sweep/quant_level=3,reuse=0.33", f"infer.schedule={alone['schedule']}"
+    run, again = f"run='{tmp_path}/sweep/quant_level=3,reuse=0.33'", f"infer.schedule={alone['schedule']}"
     images = command("infer.py", run, *tiny.knobs[:2], *KNOBS[:2], again, "infer.sampler=ddim",
                      f"hydra.run.dir={tmp_path}/images")  # fmt: skip
     assert images.returncode == 0, images.stderr[-2000:]
