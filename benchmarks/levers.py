@@ -3,9 +3,9 @@
     python benchmarks/levers.py --model sdxl_mini
     python benchmarks/levers.py --model sd3_mini
 
-runs a sweep of ``quantize.py`` for each lever, with one set of prompts, and prints three tables: every recipe with its
-control, its twin and its interaction; the best recipe of bits alone and of all levers at each speed, chosen on one half
-of the prompts and compared on the other, pair by pair; and what guidance that ends early changes. Speed-ups are those
+runs sweeps of ``quantize.py`` with one set of prompts, and prints two tables: every recipe with its control, its twin and
+its interaction; and the best recipe of bits alone and of all levers at each speed, chosen on one half of the prompts and
+compared on the other, pair by pair. Speed-ups are those
 that the sweeps have timed together. A sweep that is there is continued.
 """
 
@@ -29,7 +29,7 @@ SWEEPS = {  # by name: the knobs that vary
     "weights": ("quantize=int8_weight_only", "quant_level=3", "infer.reuse=null,0.4"),
     "guidance": ("quant_level=3", "infer.guidance_until={levels}"),
 }
-EXTRAPOLATED = "extrapolated"  # the schedules of full precision, in which outputs are extrapolated, with INT8
+CANDIDATES = "candidates"  # the schedules among which INT8 has chosen, one after the other
 LEVELS = {"sdxl_mini": "0.5", "sd3_mini": "0.15"}  # of noise
 SPEEDS = (1.3, 1.6, 2.0)
 
@@ -104,9 +104,10 @@ def main() -> None:
         knobs = [knob.format(levels=LEVELS[options.model]) for knob in SWEEPS[name]]
         recipes += recipes_of(sweep(options.model, name, knobs, options))
     if "reuse" in options.sweeps:
-        schedules = [at(each.job.record, "levers", "schedule") for each in recipes if "quant_level=0" in each.name]
-        knobs = ["quant_level=3", f"infer.schedule={','.join(filter(None, schedules))}"]
-        recipes += recipes_of(sweep(options.model, EXTRAPOLATED, knobs, options))
+        most = next(each.job.record for each in recipes if each.name == "quant_level=3,reuse=0.4")
+        schedules = at(most, "levers", "chosen", "candidates") or {}
+        knobs = ["quant_level=3", f"infer.schedule={','.join(schedules)}"]
+        recipes += recipes_of(sweep(options.model, CANDIDATES, knobs, options))
     with_levers = [each.job for each in recipes if not each.of_bits_alone]
     print(as_markdown(table_of_texts(TITLES, list(map(lever_cells, with_levers)))))
     for each in recipes:

@@ -3,7 +3,8 @@
 Each step's output is replaced alone, in full precision, and the error that this leaves in the *final* latents is kept
 as a vector. Errors of a few replaced steps add up nearly linearly, so the error of any set of steps is the norm of the
 sum of its vectors, which the matrix of their products gives without another call; steps whose errors cancel are found.
-The set with the least is looked for by exchanges from several starts. Roads not taken: the change from step to step as
+The set with the least is looked for by exchanges from several starts. A few sets are run by the recipe's own engines,
+whose errors the calls meet, and the best of them is taken. Roads not taken: the change from step to step as
 a measure (TeaCache, MagCache, EasyCache), which does not see what an error becomes until the end; and trying whole
 schedules one by one (BudCache, arXiv:2606.13496, by annealing), which takes hundreds of images for each share.
 """
@@ -25,6 +26,7 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
 
 CHOOSING = 8  # prompts by which a schedule is chosen, and as many others on which its error is reported
+Variant = Mapping[str, Engine]  # engines by part
 SMALLEST = 1e-12  # error of latents that are equal
 
 
@@ -38,13 +40,14 @@ class Replacement:
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    """A schedule of letters, and the ``typical_error`` of final latents on prompts that did not choose it."""
+    """A schedule of letters. Errors are ``typical_error`` of the recipe's final latents."""
 
     schedule: str
-    error: float
-    even_error: float  # of as many reused steps, evenly spread
-    fewer_error: float  # of as few steps of the same sampler
-    prompts: int
+    candidates: dict[str, float]  # schedules and their errors, on the prompts that chose
+    error: float  # on prompts that did not choose it
+    even_error: float  # of as many reused steps, evenly spread, on these
+    fewer_error: float  # of as few steps of the same sampler, on these
+    prompts: int  # their number
 
 
 def schedule_of(replaced: Sequence[Replacement], steps: int) -> str:
@@ -53,10 +56,10 @@ def schedule_of(replaced: Sequence[Replacement], steps: int) -> str:
     return "".join(letters.get(step, COMPUTED) for step in range(steps))
 
 
-def replacements(steps: int, extrapolated: bool) -> list[Replacement]:
+def replacements(steps: int) -> list[Replacement]:
     """All that may be replaced: every step but the first and the last; a line needs two computed steps before it."""
     reused = [Replacement(step, REUSED) for step in range(1, steps - 1)]
-    return reused + [Replacement(step, EXTRAPOLATED) for step in range(2, steps - 1) if extrapolated]
+    return reused + [Replacement(step, EXTRAPOLATED) for step in range(2, steps - 1)]
 
 
 def evenly_spread(steps: int, count: int) -> list[Replacement]:
@@ -110,56 +113,72 @@ def answers_before(kept: Outputs, denoiser: str, step: int, steps: int, batches:
     return answer
 
 
-def choose_schedule(
-    checkpoint: Checkpoint,
-    engines: Mapping[str, Engine],
-    prompts: Sequence[str],
-    sampling: Sampling,
-    saved: int,
-    extrapolated: bool,
-) -> ChosenSchedule:
-    """The schedule that saves this many calls with the least error of the final latents, by real runs.
+def candidates(
+    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling, saved: int
+) -> list[str]:
+    """Schedules that save this many calls: the best of reused steps, the best with lines too, the evenly spread.
 
-    One half of the prompts chooses: each step is replaced alone, then the best sets and the evenly spread one are run.
-    On the other half the chosen one is compared with that, and with as few steps of the same sampler.
+    They are found in full precision, by ``engines``: each step is replaced alone.
     """
-    steps, half = sampling.steps_taken, len(prompts) // 2
-    choosing, checking = range(half), range(half, len(prompts))
-    known = replacements(steps, extrapolated)
-
-    def final(sampling: Sampling, numbers: Sequence[int], variant: Mapping[str, Engine] = engines) -> Tensor:
-        latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
-        return torch.stack([each[-1] for each in latents])
-
+    steps, numbers = sampling.steps_taken, range(len(prompts))
+    known, batches = replacements(steps), len(sampling.batches(numbers))
     whole = ReplayedVariant(engines)
-    full = final(sampling, choosing, whole)
-    batches, denoiser = len(sampling.batches(choosing)), checkpoint.family.DENOISER
+    full = final_latents(checkpoint, whole, prompts, numbers, sampling)
     errors = []
     with progress(len(known), "each step without a call of its own") as advance:
         for each in known:
             replaced = replace(sampling, schedule=schedule_of([each], steps))
-            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
-            errors.append(final(replaced, choosing, ReplayedVariant(engines, answer)) - full)
+            answer = answers_before(whole.outputs, checkpoint.family.DENOISER, each.step, steps, batches)
+            errors.append(
+                final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced) - full
+            )
             advance()
     flat = torch.stack(errors).flatten(1)
-    even = schedule_of(evenly_spread(steps, saved), steps)
-    reused = [number for number, each in enumerate(known) if each.letter != EXTRAPOLATED]
-    found = {even, schedule_of(best_replacements([known[each] for each in reused], flat[reused], saved), steps)}
-    found.add(schedule_of(best_replacements(known, flat, saved), steps))
+    reused = [number for number, each in enumerate(known) if each.letter == REUSED]
+    found = [
+        best_replacements([known[each] for each in reused], flat[reused], saved),
+        best_replacements(known, flat, saved),
+        evenly_spread(steps, saved),
+    ]
+    return list(dict.fromkeys(schedule_of(each, steps) for each in found))
 
-    def error(reference: Tensor, numbers: Sequence[int], **changed: Any) -> float:
-        return typical_error(reference, final(replace(sampling, **changed), numbers))
 
-    best = min(sorted(found), key=lambda schedule: error(full, choosing, schedule=schedule))
-    held_out = final(sampling, checking)
+def choose_schedule(
+    checkpoint: Checkpoint,
+    unquantized: Variant,
+    recipe: Variant,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    found: Sequence[str],
+    half: int,
+) -> ChosenSchedule:
+    """The one of the ``found`` schedules, the last of which is evenly spread, with the least error of the recipe.
+
+    The first ``half`` of the prompts chooses; on the others the chosen one is compared with the evenly spread one, and
+    with as few steps of the same sampler. A line multiplies what quantization adds to the last two outputs, so which
+    is best depends on the recipe.
+    """
+    steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
+
+    def errors_on(numbers: Sequence[int], *changes: Mapping[str, Any]) -> list[float]:
+        reference = final_latents(checkpoint, unquantized, prompts, numbers, sampling)
+        made = [final_latents(checkpoint, recipe, prompts, numbers, replace(sampling, **each)) for each in changes]
+        return [typical_error(reference, each) for each in made]
+
+    measured = errors_on(range(half), *({"schedule": each} for each in found))
+    best = min(zip(measured, found, strict=True))[1]
     fewer = math.ceil((steps - saved) * sampling.steps / steps)
-    return ChosenSchedule(
-        schedule=best,
-        error=error(held_out, checking, schedule=best),
-        even_error=error(held_out, checking, schedule=even),
-        fewer_error=error(held_out, checking, steps=fewer),
-        prompts=len(checking),
-    )
+    checking = range(half, len(prompts))
+    error, even, few = errors_on(checking, {"schedule": best}, {"schedule": found[-1]}, {"steps": fewer})
+    return ChosenSchedule(best, dict(zip(found, measured, strict=True)), error, even, few, len(checking))
+
+
+def final_latents(
+    checkpoint: Checkpoint, variant: Variant, prompts: Sequence[str], numbers: Sequence[int], sampling: Sampling
+) -> Tensor:
+    """The last latents [N, ...] of the prompts of these ``numbers``."""
+    latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
+    return torch.stack([each[-1] for each in latents])
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:

@@ -337,6 +337,7 @@ class ReuseChosen(TypedDict):
     """How a schedule of calls was chosen: see ``sd_quant.inference.reuse``."""
 
     schedule: Annotated[str, Doc("a letter a step: c computed, r used again, e extrapolated")]
+    candidates: Annotated[dict[str, Finite], Doc("the schedules among which it was, with their errors on the others")]
     error: Annotated[Finite, Doc("of the final latents, relative to their norm, on prompts that did not choose it")]
     even_error: Annotated[Finite, Doc("the same with as many reused steps evenly spread")]
     fewer_error: Annotated[Finite, Doc("the same with as few steps of the same sampler")]

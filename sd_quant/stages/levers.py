@@ -8,18 +8,17 @@ that. Images that no recipe changes are made once for a sweep.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sd_quant.config import Infer, QuantizeJob
-from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.files import read_regular, temporary_folder, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling, made_with
-from sd_quant.inference.reuse import CHOOSING, choose_schedule
+from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule
 from sd_quant.inference.samplers import (
     BETTER_SOLVER,
     COMPUTED,
@@ -31,7 +30,6 @@ from sd_quant.inference.samplers import (
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs
@@ -42,7 +40,6 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Varia
 
 LOG = logging.getLogger(__name__)
 SCHEDULE = "schedule.json"  # in the cache
-Variant = Mapping[str, Engine]  # engines by part
 
 
 def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
@@ -88,18 +85,15 @@ def levels_of(scheduler: Any, infer: Infer) -> list[float]:
 
 
 def scheduled(
-    checkpoint: Checkpoint, unquantized: Variant, job: QuantizeJob, kept: KeptOutputs
+    checkpoint: Checkpoint, variants: Variants, job: QuantizeJob, kept: KeptOutputs
 ) -> tuple[Infer, ReuseChosen | None]:
     """The job's ``infer`` with the schedule that ``reuse`` asks for, and how it was chosen; as it is without.
 
-    It is chosen in full precision, by the ``unquantized`` engines, on the first calibration prompts.
+    What may be chosen is the same for all recipes, and is kept in the cache as what is chosen for one.
     """
-    infer = job.infer
+    infer, recipe = job.infer, job.quantize
     if infer.reuse is None:
         return infer, None
-    recipe = job.quantize
-    used = formats_used(recipe.enable, recipe.quant_level)
-    extrapolated = not used["inputs"] and not used["attention"]
     prompts = job.calibration_prompts()[: 2 * CHOOSING]
     if len(prompts) < 2:
         raise ConfigError(f"calib_size is {len(prompts)}, expected at least 2: infer.reuse chooses on one half of them")
@@ -110,16 +104,16 @@ def scheduled(
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
         "source": source_digest("inference.reuse"),
         "saved": infer.saved_steps,
-        "extrapolated": extrapolated,
     }
-
-    def make(folder: Path) -> None:
-        chosen = choose_schedule(checkpoint, unquantized, prompts, sampling, infer.saved_steps, extrapolated)
-        write_json(folder / SCHEDULE, asdict(chosen))
-
-    with temporary_folder(kept.directory) as temporary:
-        kept.cache.provide("schedules", origin, Path(temporary), make)
-        chosen = json.loads(read_regular(Path(temporary) / SCHEDULE))
+    half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
+    found = from_cache(
+        kept, origin, lambda: candidates(checkpoint, unquantized, prompts[:half], sampling, infer.saved_steps)
+    )
+    chosen = from_cache(
+        kept,
+        origin | {"assignments": digests_of(variants)},
+        lambda: asdict(choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half)),
+    )
     LOG.info(
         "%d of %d calls are saved: %s; the final latents' error on %d other prompts is %.2g %% (evenly spread %.2g %%, "
         "%d steps instead %.2g %%)", infer.saved_steps, infer.recipe_steps, chosen["schedule"], chosen["prompts"],
@@ -127,6 +121,19 @@ def scheduled(
         100 * chosen["fewer_error"],
     )  # fmt: skip
     return replace(infer, schedule=chosen["schedule"], reuse=None), chosen
+
+
+def from_cache(kept: KeptOutputs, origin: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, which JSON can hold, or what the cache has for this ``origin``."""
+    with temporary_folder(kept.directory) as temporary:
+        folder = Path(temporary)
+        kept.cache.provide("schedules", origin, folder, lambda made: write_json(made / SCHEDULE, {"found": make()}))
+        return json.loads(read_regular(folder / SCHEDULE))["found"]
+
+
+def digests_of(variants: Variants) -> dict[str, str]:
+    """A digest of what each quantized part computes, by part."""
+    return {part: assignment_digest(each) for part, each in sorted(variants.assignments.items())}
 
 
 def compared(
@@ -147,7 +154,6 @@ def compared(
         return None
     checkpoint, prompts, engines = loaded.checkpoint, infer.prompt_list(), variants.engines
     reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
-    recipes = {part: assignment_digest(each) for part, each in sorted(variants.assignments.items())}
 
     def images_of(variant: str, sampling: Sampling, what: str) -> Images:
         """Images that other recipes or other schedules have too, made once."""
@@ -156,7 +162,9 @@ def compared(
             made = generate(pipeline_of(checkpoint, engines[variant]), prompts, sampling, what)
             return VariantOutputs({variant: made}, {}, {}, {})
 
-        key = {"engine": infer.engine} | ({"assignments": json.dumps(recipes)} if variant == QUANTIZED else {})
+        key = {"engine": infer.engine}
+        if variant == QUANTIZED:
+            key["assignments"] = json.dumps(digests_of(variants))
         return kept.provide(checkpoint, prompts, infer, make, key, sampling).images[variant].images
 
     bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")

@@ -56,7 +56,7 @@ from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.session import Session, cache_of, write_observed
 from sd_quant.stages.trace_ahead import Tracer
-from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, variants_of
+from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
@@ -189,7 +189,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     tracer.end()
     with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
-            infer, reuse = scheduled(loaded.checkpoint, variants.engines[FULL_PRECISION], job, kept)
+            infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, assignments, prompts, infer, kept
             )

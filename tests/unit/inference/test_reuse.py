@@ -13,6 +13,7 @@ from sd_quant.inference.reuse import (
     Replacement,
     answers_before,
     best_replacements,
+    candidates,
     choose_schedule,
     evenly_spread,
     replacements,
@@ -32,7 +33,7 @@ def beside(chosen):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_of_all_sets_is_found(count, seed):
     """Errors that cancel are found, which the sizes of single errors do not show."""
-    known = replacements(STEPS, extrapolated=True)
+    known = replacements(STEPS)
     errors = torch.randn(len(known), 5, generator=torch.Generator().manual_seed(seed))
     errors[3] = -errors[0]
 
@@ -48,8 +49,8 @@ def test_the_best_of_all_sets_is_found(count, seed):
 
 
 def test_neither_ends_nor_neighbours_are_replaced():
-    assert {each.step for each in replacements(STEPS, extrapolated=True)} == set(range(1, STEPS - 1))
-    assert min(each.step for each in replacements(STEPS, True) if each.letter == "e") == 2
+    assert {each.step for each in replacements(STEPS)} == set(range(1, STEPS - 1))
+    assert min(each.step for each in replacements(STEPS) if each.letter == "e") == 2
     for steps in range(3, 40):
         for count in range(1, most_saved(steps) + 1):
             spread = evenly_spread(steps, count)
@@ -111,33 +112,42 @@ def toy(monkeypatch):
     Toy.calls = 0
 
 
+def chosen(unquantized, recipe, prompts, saved):
+    half = prompts // 2
+    found = candidates(CHECKPOINT, unquantized, ["a"] * half, SAMPLING, saved)
+    return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, SAMPLING, found, half)
+
+
 def test_steps_are_replaced_where_it_costs_nothing(toy):
     """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
-    found = choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=3, extrapolated=False)
-    assert found.schedule.count("r") == 3 and all(found.schedule[jump] == "c" for jump in JUMPS)
+    found = chosen(engines(), engines(), 8, saved=3)
+    assert found.schedule.count("c") == 7 and all(found.schedule[jump] == "c" for jump in JUMPS)
     assert "rr" not in found.schedule and found.schedule[0] == found.schedule[-1] == "c"
     assert found.error < 1e-6 < found.fewer_error and found.prompts == 4
+    assert found.candidates[found.schedule] == min(found.candidates.values())
 
 
 def test_what_is_known_is_not_computed_again(toy):
-    """Of four prompts in two batches: a whole run, for each step the calls behind it, and the runs that compare."""
-    choose_schedule(CHECKPOINT, engines(), ["a"] * 8, SAMPLING, saved=1, extrapolated=False)
-    alone = 2 * sum(TEN - 1 - step for step in range(1, TEN - 1))
-    compared = Toy.calls - 2 * TEN - alone
-    assert compared <= 2 * (2 * (TEN - 1) + TEN + 3 * (TEN - 1))
+    """Of four prompts in two batches: a whole run, and for each replaced step the calls behind it."""
+    candidates(CHECKPOINT, engines(), ["a"] * 4, SAMPLING, saved=1)
+    behind = sum(TEN - 1 - each.step for each in reuse.replacements(TEN))
+    assert Toy.calls == 2 * (TEN + behind)
 
 
-def test_lines_are_drawn_where_inputs_are_not_quantized(toy):
-    """A velocity that rises steadily has no error on a line, and has one where it is held."""
+def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it(toy):
+    """A velocity that rises steadily has no error on a line; noise of a recipe is held as it is, or multiplied."""
+    noise = torch.Generator().manual_seed(0)
 
-    def unet(at, text):
-        return {"out": (at + 0.01 * text)[:, None, None]}
+    def rising(loud):
+        def unet(at, text):
+            return {"out": (at + 0.01 * text + loud * torch.randn(1, generator=noise))[:, None, None]}
 
-    rising = engines() | {"unet": unet}
-    drawn = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=True)
-    held = choose_schedule(CHECKPOINT, rising, ["a"] * 4, SAMPLING, saved=3, extrapolated=False)
-    assert drawn.schedule.count("e") == 3 and "e" not in held.schedule
-    assert drawn.error < 1e-5 < held.error
+        return engines() | {"unet": unet}
+
+    drawn = chosen(rising(0), rising(0), 4, saved=3)
+    assert drawn.schedule.count("e") == 3 and drawn.error < 1e-5 < drawn.even_error
+    held = [chosen(rising(0), rising(20), 32, saved=3).schedule.count("e") for _ in range(3)]
+    assert min(held) == 0
 
 
 def test_an_image_of_another_composition_does_not_decide_the_error():

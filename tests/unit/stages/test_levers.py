@@ -59,5 +59,5 @@ def test_a_recipe_of_bits_alone_has_no_levers():
     infer = job().infer
     assert not infer.pulls_levers
     assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), None, infer, None, {}, None) is None
-    assert levers.scheduled(None, {}, SimpleNamespace(infer=infer), None) == (infer, None)
+    assert levers.scheduled(None, None, SimpleNamespace(infer=infer, quantize=None), None) == (infer, None)
     assert replace(infer, sampler_steps=12).pulls_levers
