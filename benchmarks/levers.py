@@ -3,10 +3,10 @@
     python benchmarks/levers.py --model sdxl_mini
     python benchmarks/levers.py --model sd3_mini
 
-runs sweeps of ``quantize.py`` with one set of prompts, and prints two tables: every recipe with its control, its twin and
-its interaction; and the best recipe of bits alone and of all levers at each speed, chosen on one half of the prompts and
-compared on the other, pair by pair. Speed-ups are those
-that the sweeps have timed together. A sweep that is there is continued.
+runs sweeps of ``quantize.py`` with one set of prompts, and prints two tables: every recipe with its control, its twin
+and its interaction; and the best recipe of bits alone and of all levers at each speed, chosen on one half of the
+prompts and compared on the other, pair by pair. Speed-ups are those that the sweeps have timed together. A sweep that
+is there is continued.
 """
 
 import argparse
