@@ -155,7 +155,7 @@ def test_groups_of_ones_own(user):
     mine.mkdir(parents=True)
     (mine / "mine.yaml").write_text(MINE)
     refused = user("sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "quant_level=7")
-    assert refused.stderr == "error: quant_level is 7.0, expected one of 1, 2, 2.5, 3, 4\n"
+    assert refused.stderr == "error: quant_level is 7.0, expected one of 0, 1, 2, 2.5, 3, 4\n"
     shown = user(
         "sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "--cfg", "job", "--package", "quantize"
     )
