@@ -68,13 +68,13 @@ def evenly_spread(steps: int, count: int) -> list[Replacement]:
     return [Replacement(1 + number + (2 * number + 1) * free // (2 * count), REUSED) for number in range(count)]
 
 
-def best_replacements(known: Sequence[Replacement], errors: Tensor, count: int) -> list[Replacement]:
-    """``count`` of the ``known`` replacements, none beside another, whose ``errors`` [known, D] have the least sum.
+def best_replacements(known: Sequence[Replacement], products: Tensor, count: int) -> list[Replacement]:
+    """``count`` of the ``known`` replacements, none beside another, the sum of whose errors is least.
 
+    ``products`` [known, known] are those of their errors with each other.
     Exchanges of one for another go on while they gain, from steps that are evenly spread over the first 2n + 1 of all,
     over one more, and so on to all; the best end is taken.
     """
-    products = errors.double() @ errors.double().T
     place = {each: number for number, each in enumerate(known)}
     step = torch.tensor([each.step for each in known])
     beside = (step[:, None] - step).abs() <= 1  # of the same step, too
@@ -113,13 +113,10 @@ def answers_before(kept: Outputs, denoiser: str, step: int, steps: int, batches:
     return answer
 
 
-def candidates(
-    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling, saved: int
-) -> list[str]:
-    """Schedules that save this many calls: the best of reused steps, the best with lines too, the evenly spread.
-
-    They are found in full precision, by ``engines``: each step is replaced alone.
-    """
+def products_of_errors(
+    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling
+) -> list[list[float]]:
+    """The products of the errors that all ``replacements`` leave in the final latents, each alone, by ``engines``."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
     known, batches = replacements(steps), len(sampling.batches(numbers))
     whole = ReplayedVariant(engines)
@@ -129,15 +126,20 @@ def candidates(
         for each in known:
             replaced = replace(sampling, schedule=schedule_of([each], steps))
             answer = answers_before(whole.outputs, checkpoint.family.DENOISER, each.step, steps, batches)
-            errors.append(
-                final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced) - full
-            )
+            latents = final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced)
+            errors.append((latents - full).double().flatten())
             advance()
-    flat = torch.stack(errors).flatten(1)
+    flat = torch.stack(errors)
+    return (flat @ flat.T).tolist()
+
+
+def candidates(products: Sequence[Sequence[float]], steps: int, saved: int) -> list[str]:
+    """Schedules that save this many calls: the best of reused steps, the best with lines too, the evenly spread."""
+    known, all_of_them = replacements(steps), torch.tensor(products, dtype=torch.float64)
     reused = [number for number, each in enumerate(known) if each.letter == REUSED]
     found = [
-        best_replacements([known[each] for each in reused], flat[reused], saved),
-        best_replacements(known, flat, saved),
+        best_replacements([known[each] for each in reused], all_of_them[reused][:, reused], saved),
+        best_replacements(known, all_of_them, saved),
         evenly_spread(steps, saved),
     ]
     return list(dict.fromkeys(schedule_of(each, steps) for each in found))

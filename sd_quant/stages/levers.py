@@ -18,7 +18,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import read_regular, temporary_folder, write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling, made_with
-from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule
+from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule, products_of_errors
 from sd_quant.inference.samplers import (
     BETTER_SOLVER,
     COMPUTED,
@@ -89,7 +89,7 @@ def scheduled(
 ) -> tuple[Infer, ReuseChosen | None]:
     """The job's ``infer`` with the schedule that ``reuse`` asks for, and how it was chosen; as it is without.
 
-    What may be chosen is the same for all recipes, and is kept in the cache as what is chosen for one.
+    The errors of single steps are the same for all recipes and shares; the cache keeps them, and what was chosen.
     """
     infer, recipe = job.infer, job.quantize
     if infer.reuse is None:
@@ -101,17 +101,16 @@ def scheduled(
         recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
         source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
     )  # fmt: skip
-    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
-        "source": source_digest("inference.reuse"),
-        "saved": infer.saved_steps,
-    }
+    source = {"source": source_digest("inference.reuse")}
+    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
-    found = from_cache(
-        kept, origin, lambda: candidates(checkpoint, unquantized, prompts[:half], sampling, infer.saved_steps)
-    )
+    products = from_cache(
+        kept, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling)
+    )  # fmt: skip
+    found = candidates(products, sampling.steps_taken, infer.saved_steps)
     chosen = from_cache(
         kept,
-        origin | {"assignments": digests_of(variants)},
+        origin | {"schedules": found, "assignments": digests_of(variants)},
         lambda: asdict(choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half)),
     )
     LOG.info(

@@ -16,6 +16,7 @@ from sd_quant.inference.reuse import (
     candidates,
     choose_schedule,
     evenly_spread,
+    products_of_errors,
     replacements,
     schedule_of,
     typical_error,
@@ -40,7 +41,7 @@ def test_the_best_of_all_sets_is_found(count, seed):
     def error(chosen):
         return sum(errors[known.index(each)] for each in chosen).norm().item()
 
-    found = best_replacements(known, errors, count)
+    found = best_replacements(known, (errors @ errors.T).double(), count)
     allowed = [each for each in combinations(known, count) if not beside(each)]
     assert len(found) == count and not beside(found)
     best = min(map(error, allowed))
@@ -114,7 +115,7 @@ def toy(monkeypatch):
 
 def chosen(unquantized, recipe, prompts, saved):
     half = prompts // 2
-    found = candidates(CHECKPOINT, unquantized, ["a"] * half, SAMPLING, saved)
+    found = candidates(products_of_errors(CHECKPOINT, unquantized, ["a"] * half, SAMPLING), TEN, saved)
     return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, SAMPLING, found, half)
 
 
@@ -129,7 +130,7 @@ def test_steps_are_replaced_where_it_costs_nothing(toy):
 
 def test_what_is_known_is_not_computed_again(toy):
     """Of four prompts in two batches: a whole run, and for each replaced step the calls behind it."""
-    candidates(CHECKPOINT, engines(), ["a"] * 4, SAMPLING, saved=1)
+    products_of_errors(CHECKPOINT, engines(), ["a"] * 4, SAMPLING)
     behind = sum(TEN - 1 - each.step for each in reuse.replacements(TEN))
     assert Toy.calls == 2 * (TEN + behind)
 
