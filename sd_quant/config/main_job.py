@@ -104,6 +104,10 @@ class QuantizeJob(RecipeJob):
             check(self.trt.library in ("auto", "none"), "trt.library", self.trt.library, f"none, because {refused}")
             self.trt = replace(self.trt, library="none")
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
+        expected = "at least 2, because infer.reuse chooses steps on one half of these prompts and checks on the other"
+        check(
+            self.infer.reuse is None or self.quantize.calib_size > 1, "calib_size", self.quantize.calib_size, expected
+        )
         check_targets("hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)

@@ -95,8 +95,6 @@ def scheduled(
     if infer.reuse is None:
         return infer, None
     prompts = job.calibration_prompts()[: 2 * CHOOSING]
-    if len(prompts) < 2:
-        raise ConfigError(f"calib_size is {len(prompts)}, expected at least 2: infer.reuse chooses on one half of them")
     sampling = replace(
         recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
         source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
@@ -104,9 +102,7 @@ def scheduled(
     source = {"source": source_digest("inference.reuse")}
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
-    products = from_cache(
-        kept, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling)
-    )  # fmt: skip
+    products = from_cache(kept, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling))
     found = candidates(products, sampling.steps_taken, infer.saved_steps)
     chosen = from_cache(
         kept,

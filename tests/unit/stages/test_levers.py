@@ -52,6 +52,8 @@ def test_a_lever_that_the_model_cannot_have_is_refused(tiny):  # noqa: F811
             ConfigError, match=f"^infer.guidance_until is {beyond}, expected a noise level of the 20 steps"
         ):
             check(tiny("sdxl"), f"infer.guidance_until={beyond}")
+    with pytest.raises(ConfigError, match="^calib_size is 1, expected at least 2, because infer.reuse chooses"):
+        job("infer.reuse=0.3", "calib_size=1")
     check(tiny("sd21"), "infer.schedule=" + 20 * "c")  # saves nothing, so that nothing speaks against it
 
 
