@@ -214,6 +214,15 @@ def test_a_tiny_pipeline_goes_all_the_way(script, tmp_path):
 
 
 @pytest.mark.soak
+def test_levers_are_put_on_one_scale(script, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a rocket\na teapot\n")
+    knobs = ("infer.steps=5", "calib_size=2", "quantize.n_steps=2", "timing.budget_s=0", "infer.num_timed_runs=1")
+    given = ("--prompts", tmp_path / "prompts.txt", "--work", tmp_path / "work", "--sweeps", "weights")
+    printed = ended(script("levers", *given, "--knobs", *knobs))
+    assert "| reuse=0.4 | 3 |" in printed and "reuse=null: " in printed and "best of all levers" in printed
+
+
+@pytest.mark.soak
 def test_one_block_of_a_full_size_denoiser_is_written(script, tmp_path):
     ended(script("any_pipeline_full_size", "--layers", "1", "--work", tmp_path))
     exported = json.loads((tmp_path / "export.json").read_text())
