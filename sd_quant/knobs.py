@@ -82,6 +82,11 @@ def between(least: float, most: float, each: bool = False) -> Limit:
     return Limit(lambda value: least <= value <= most, f"from {least} to {most}", each)
 
 
+MORE_THAN_0 = Limit(lambda value: value > 0, "more than 0")
+SHARE = Limit(lambda share: 0 < share < 1, "a number between 0 and 1")
+CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
+
+
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
     """Limit a value to ``choices``, as they are when it is checked: a table may get rows after the import."""
     known = choices if callable(choices) else lambda: choices

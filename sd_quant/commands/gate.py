@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
-from sd_quant.knobs import Limit, at_least, check, described, fields_of, options_of, read
+from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, at_least, check, described, fields_of, options_of, read
 from sd_quant.places import existing, output_path
 from sd_quant.report.gate import FAILED, PASSED, UNTOLD, decide, read_run
 from sd_quant.report.gate_output import SUFFIXES, text_of, write_gate
 
 EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code, UNTOLD: UNDECIDED}
-SHARE = Limit(lambda share: 0 < share < 1, "more than 0 and less than 1")
-CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
-MORE_THAN_0 = Limit(lambda number: number > 0, "more than 0")
 MARGINS = ("psnr_margin", "ssim_margin", "lpips_margin", "speedup_margin")
 NOT_BARS = ("run", "baseline", "output", "confidence", "worst_share")
 USAGE = """Pass or fail a finished run by bars that were fixed before.

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.config.sections import MORE_THAN_0, SHARE, check_writable
+from sd_quant.config.sections import check_writable
 from sd_quant.errors import ResourceError
-from sd_quant.knobs import Called, Limit, at_least, check, check_unused
+from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, Called, Limit, at_least, check, check_unused
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
@@ -18,7 +18,6 @@ MORE_THAN_1 = Limit(lambda number: number > 1, "more than 1")  # the unquantized
 # Ways to compute the same full precision again, by the names of the knob ``noise_floor``.
 RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
 WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
-CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
 
 
 @dataclass(slots=True)

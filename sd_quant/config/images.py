@@ -9,18 +9,16 @@ from typing import Annotated
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.model import check_source_files
-from sd_quant.config.sections import MORE_THAN_0, SEED, SIDE, Sizes
+from sd_quant.config.sections import SEED, SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
 from sd_quant.inference.samplers import SAMPLERS, most_saved
-from sd_quant.knobs import Limit, Only, at_least, check, check_unused, one_of
+from sd_quant.knobs import MORE_THAN_0, SHARE, Limit, Only, at_least, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 
 AUTO = "auto"
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "guidance_until")  # of the recipe's images alone
-
-
 TILE = Limit(lambda pixels: pixels >= 32 and pixels % 32 == 0, "a multiple of 32")
 
 
@@ -71,7 +69,7 @@ class Infer:
     ]
     reuse: Annotated[
         float | None,
-        Limit(lambda share: 0 < share < 1, "more than 0 and less than 1"),
+        SHARE,
         "share of the denoiser's calls that is saved: the steps are chosen on calibration prompts; null: none",
     ]
     schedule: Annotated[

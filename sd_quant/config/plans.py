@@ -6,9 +6,9 @@ from typing import Annotated
 
 from sd_quant.config.images import Infer
 from sd_quant.config.model import Model
-from sd_quant.config.sections import MORE_THAN_0, SIDE, Sizes, size_of
+from sd_quant.config.sections import SIDE, Sizes, size_of
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, gpu
-from sd_quant.knobs import at_least, check, one_of
+from sd_quant.knobs import MORE_THAN_0, at_least, check, one_of
 from sd_quant.models import may_be_bf16
 from sd_quant.quantization.formats import min_compute_capability
 

@@ -14,8 +14,6 @@ SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
 SOME = Limit(lambda listed: len(listed) > 0, "at least one")
 Sizes = Annotated[list[str] | None, SIZE, SOME]
-MORE_THAN_0 = Limit(lambda number: number > 0, "more than 0")
-SHARE = Limit(lambda share: 0 < share < 1, "a number between 0 and 1")
 SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 

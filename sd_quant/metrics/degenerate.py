@@ -17,10 +17,7 @@ from sd_quant.metrics.images import Images
 DARK, DARK_REFERENCE = 8, 16  # levels that 995 of 1,000 values do not exceed; healthy 255
 FLAT, FLAT_REFERENCE = 2, 4  # standard deviation over the pixels, of the liveliest channel; healthy 17 and more
 CLIPPED, MORE_CLIPPED = 0.5, 0.25  # share of values at 0 or 255, and beyond the reference's; healthy 0.5, 0.04 beyond
-SAME, SAME_REFERENCE = (
-    4,
-    16,
-)  # root mean square of the difference; 36 dB, as INT8 from its reference, and 24; healthy 28
+SAME, SAME_REFERENCE = 4, 16  # root mean square of a difference: 36 dB, as INT8 from its reference, and 24; healthy 28
 TILES = (8, 8)  # mean colours by which images are compared first: they never differ by more than the images do
 
 

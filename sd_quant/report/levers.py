@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.report.candidates import IDENTICAL_DB
+from sd_quant.report.recommendation import capped
 from sd_quant.report.record import DONE, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, table_of_texts
 
-IDENTICAL_DB = 100.0  # what an identical image counts
 BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
 CAPTION = (
     "The control is full precision in so few steps that it takes no less time, with the checkpoint's own sampler and "
@@ -31,9 +32,9 @@ TITLES = [
 ]  # fmt: skip
 
 
-def decibels(scores: Any) -> list[float]:
-    """PSNR of each image in dB, by a record's scores."""
-    return [IDENTICAL_DB if value is None else min(value, IDENTICAL_DB) for value in at(scores, "psnr", "values") or []]
+def decibels(scores: Any) -> Sequence[float]:
+    """PSNR of each image in dB, by a record's scores; none where an image has none."""
+    return capped({"fidelity": scores}, IDENTICAL_DB) if at(scores, "psnr", "values") else ()
 
 
 def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:

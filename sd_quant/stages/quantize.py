@@ -209,10 +209,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
             chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
         )  # fmt: skip
-    levers = None
-    if infer.pulls_levers:
-        with step("levers"):
-            levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
+    with step("levers") if infer.pulls_levers else nullcontext():
+        levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
     memory: dict = {"reason": why_not_measured(job, step, directory)}
     if memory["reason"] is None:
         with step("memory"):

@@ -48,7 +48,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
         "trt.workspace_gib": [0], "verdict.floor_db": [0], "verdict.worst_db": [-3], "verdict.image_ms": [0],
     },
     "more than 1": {"verdict.speedup": [1, 0.5]},
-    "more than 0 and less than 1": {"infer.reuse": [0, 1.5]},
+    "a number between 0 and 1": {"infer.reuse": [0, 1.5]},
     "letters c, r and e, of which the first is c": {"infer.schedule": ["rrrr", "cx", ""]},
     "one for each of the 20 steps": {"infer.schedule": ["ccrc"]},
     "two computed steps before the first e": {"infer.schedule": ["ce" + 18 * "c"]},

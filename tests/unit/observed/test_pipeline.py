@@ -203,6 +203,24 @@ def test_images_of_several_sizes_are_in_the_order_of_their_prompts(observe):
     assert np.abs(made.images[1].astype(int) - alone.images[0]).max() <= 1
 
 
+def test_calls_of_a_schedule_are_saved(observe):
+    """Along the first output, by the distance of the noise levels, and with as many calls as letters c."""
+    checkpoint = observe("AuraFlowPipeline")
+    pipeline, calls = counted(checkpoint)
+    settings = sampling("AuraFlowPipeline", steps=4)
+    whole = pipeline(PROMPTS[:1], settings, decode=False).latents[0]
+    every = Counter(calls)["transformer"]
+    calls.clear()
+    saved = pipeline(PROMPTS[:1], sampling("AuraFlowPipeline", steps=4, schedule="crrc"), decode=False).latents[0]
+    assert Counter(calls)["transformer"] == every // 2
+    torch.testing.assert_close(saved[0], whole[0])
+    levels = pipeline.pipe.scheduler.sigmas
+    ahead = (saved[1] - saved[0]) / (levels[2] - levels[1])
+    torch.testing.assert_close((saved[2] - saved[1]) / (levels[3] - levels[2]), ahead, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(saved[2], whole[2], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(pipeline(PROMPTS[:1], settings, decode=False).latents[0], whole)
+
+
 def test_steps_and_batches_are_told(observe):
     pipeline, calls = counted(observe("PixArtSigmaPipeline"))
     told: list = []

@@ -86,3 +86,13 @@ def test_images_are_kept_as_they_were(widths):
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
     assert all(np.array_equal(*pair) for pair in zip(found.images, images, strict=True))
     assert all(torch.equal(*pair) for pair in zip(found.latents, latents, strict=True))
+
+
+@pytest.mark.parametrize(("samples", "guided", "expected"), [(24, 2, (6, 0)), (20, 2, (4, 2)), (12, 1, (6, 0))])
+def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expected):
+    """Of two images in two batches, by twelve calls; what has half of the samples is a half call."""
+    checkpoint, _ = faked(monkeypatch)
+    monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
+    watched = SimpleNamespace(count={"unet": 12}, samples={"unet": samples})
+    found = compare.counted(checkpoint, watched, ["a", "b"], SimpleNamespace(steps=6, scale=5.0))
+    assert (found.whole, found.half) == expected

@@ -14,6 +14,7 @@ from sd_quant.places import HOME
 from sd_quant.report.summary import timed_alone
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
+from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.latency import compare_latency
 from tests.presets import job
 
@@ -119,6 +120,27 @@ def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clock,
     assert timed.image_speedup().value == pytest.approx(found["image"]["1"]["speedup"]) == pytest.approx(20 / 11)
     if together:
         assert found["image"]["1"]["whole_images"]["agree"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clock, together):
+    """4 s of every unquantized part, 1 s of the denoiser, which is called once for two steps."""
+    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    infer = replace(INFER, schedule="cr")
+    once = CallsOfAnImage(1)
+    found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, calls=once)["openvino"]
+    assert found["unet_xl"]["2"]["speedup"] == pytest.approx(4), "a call's"
+    image = found["image"]["1"]
+    assert image["quantized"]["p50_ms"] == pytest.approx(3 * 4000 + 1000) and image["quantized"]["calls_share"] == 0.5
+    assert timed_alone("a", {
+        "latency": {"openvino": found}, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+    }).image_speedup().value == pytest.approx(image["speedup"]) == pytest.approx(20 / 13)  # fmt: skip
+    if together:
+        assert image["whole_images"]["agree"]
+    halves = CallsOfAnImage(1, 1)  # here half of a batch takes as long as all of it
+    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together, calls=halves)["openvino"]
+    assert found["image"]["1"]["quantized"]["calls_share"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("together", [True, False])

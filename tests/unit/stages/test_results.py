@@ -7,7 +7,7 @@ import torch
 from onnx.helper import make_graph, make_model, make_node
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages.results import count_layers, count_smoothing, sizes
+from sd_quant.stages.results import count_layers, count_smoothing, same_steps, sizes
 
 FILES = {  # bytes
     "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,
@@ -68,3 +68,11 @@ def test_layers_count_by_their_formats_wherever_they_are_smoothed(tmp_path):
     assert count_smoothing(assignment, tmp_path / "unet.onnx") == {
         "smoothed_layers": 2, "folded_layers": 1, "multiplications": 1
     }  # fmt: skip
+
+
+def test_latents_of_other_steps_are_compared_behind_the_last():
+    full, quantized = torch.arange(6.0).reshape(2, 3, 1), torch.arange(4.0).reshape(2, 2, 1)
+    assert same_steps(full, full) == (full, full)
+    assert [[each.tolist() for each in side] for side in same_steps(full, quantized)] == [
+        [[[2.0]], [[5.0]]], [[[1.0]], [[3.0]]]
+    ]  # fmt: skip
