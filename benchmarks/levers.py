@@ -1,4 +1,4 @@
-"""What bits, reuse of calls, fewer steps and less guidance buy on one scale: the front of bits alone and of all levers.
+"""Compare bits, reuse of calls and less guidance on one scale: the front of bits alone and that of all levers.
 
     python benchmarks/levers.py --model sdxl_mini
     python benchmarks/levers.py --model sd3_mini

@@ -36,7 +36,7 @@ class EngineNetwork(nn.Module):
     """A network of a pipeline, computed by an engine. Other attributes are those of the ``network`` that it replaces.
 
     ``network`` may be on the meta device: only its configuration and the signature of its ``forward`` are used.
-    ``on_call`` is called before each call of the engine. ``through``, if there is one, says what becomes of a call.
+    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides which are computed.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -184,7 +184,7 @@ def made_with(sampling: Sampling, own: Any) -> Any:
 
 
 def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Collection[str]) -> Calls | None:
-    """What becomes of the denoiser's calls in a batch of ``pipe``; None where all are computed and guided alike."""
+    """How the denoiser's calls in a batch of ``pipe`` are made; None where each is computed and guided."""
     until = sampling.guidance_until
     if sampling.schedule is None and until is None:
         return None

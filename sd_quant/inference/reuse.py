@@ -1,4 +1,4 @@
-"""Which of a denoiser's outputs are used again, so that a share of its calls is saved.
+"""Choose which of a denoiser's outputs are used again, so that a share of its calls is saved.
 
 Each step's output is replaced alone, in full precision, and the error that this leaves in the *final* latents is kept
 as a vector. Errors of a few replaced steps add up nearly linearly, so the error of any set of steps is the norm of the

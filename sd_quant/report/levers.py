@@ -27,7 +27,7 @@ CAPTION = (
     "the two have less or more than that, with its interval over prompts. Speed-ups are of an image."
 )
 TITLES = [
-    "recipe", "calls", "schedule", "speed-up", "bits alone", "calls alone", "PSNR, dB", "to its twin", "control",
+    "recipe", "calls", "schedule", "speed-up", "of that by bits", "by calls", "PSNR, dB", "to its twin", "control",
     "against it", "bits alone, dB", "calls alone, dB", "expected of both", "beyond it",
 ]  # fmt: skip
 
