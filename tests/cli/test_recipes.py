@@ -114,6 +114,7 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job
     assert {name for name, row in table.items() if row["chosen"] == "int8" and not name.startswith("unet:")} <= named
 
 
+@pytest.mark.soak
 def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_graphs, tmp_path):
     """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
     (statistics,) = (tiny.cache / "statistics").iterdir()

@@ -26,6 +26,7 @@ def pixels(path) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
+@pytest.mark.soak
 def test_a_run_calibrates_on_and_compares_images_of_all_sizes(command, tiny, with_graphs, prompts, tmp_path):
     run = tmp_path / "run"
     result = command(
