@@ -18,7 +18,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import Enable, formats_used, unheeded_knobs
+from sd_quant.quantization.recipe import Enable, Pair, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
 SEARCH = Limit(
@@ -207,10 +207,16 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
 
 
+def same_codes(pair: Pair) -> bool:
+    """Whether weight and input have codes of one type, with a scale for as many numbers of a row."""
+    formats = [FORMATS[name] for name in (pair.weight, pair.activation) if name is not None]
+    return len(formats) == 2 and len({(fmt.onnx_type, fmt.block) for fmt in formats}) == 1
+
+
 def torch_multiplies(enable: Enable) -> bool:
     """Whether torch multiplies the codes of all quantized inputs, and decodes weights whose inputs stay in fp16."""
     return all(
         (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
-        or (FORMATS[pair.weight].torch_compute_capability is not None and pair.activation == pair.weight)
+        or (FORMATS[pair.weight].torch_compute_capability is not None and same_codes(pair))
         for pair in (enable.conv, enable.linear)
     )

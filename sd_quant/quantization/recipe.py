@@ -37,7 +37,7 @@ RANK = Limit(
 ROUNDINGS = ("nearest", "gptq")
 ROTATIONS = (0, 4, 16, 64, 256)  # sizes of regular Hadamard matrices: powers of 4
 BY_ROLE = "by_role"  # the observer that suits a layer's role
-OF_INPUTS = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.onnx_type])
+OF_INPUTS = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.onnx_type and fmt.block_rows == 1])
 FOR_ATTENTION = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.attention])
 
 

@@ -4,6 +4,9 @@ torch's INT8 product leaves int32 sums to write and read again, and torch has no
 convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so nothing is unfolded in memory.
 A linear is a 1 x 1 convolution.
 
+Of FP8 in blocks, each product of 128 inputs is multiplied by the scales of both sides before it is added, as in
+DeepSeek-V3 (arXiv 2412.19437, section 3.3): ``block_product``.
+
 Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
 not taken: CUTLASS, which is better tuned but needs a build system; and a second kernel that dequantizes weights of four
 bits while it multiplies them, which an H200 computed 1.6 to 4 times slower than the weight dequantized as a whole
@@ -29,6 +32,7 @@ def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> trito
 
 
 PRODUCT_TILES = [tile(128, 256, 64, 4, 8), tile(128, 128, 128, 3, 8), tile(128, 128, 64, 4, 4), tile(64, 128, 64, 4, 4)]
+BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # whose inputs are a block
 
 
 def tile_time(call, quantiles):
@@ -47,6 +51,24 @@ def check_size(numbers: int) -> None:
         raise ValueError(f"a layer of {numbers} numbers is too large; use a smaller batch")
 
 
+@triton.jit
+def tile_of_program(
+    rows, outputs, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr
+):  # fmt: skip
+    """The rows and the columns of this program's tile of an output [rows, outputs].
+
+    Programs are numbered in groups that read the same columns, so that these stay in the L2 cache.
+    """
+    program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
+    group = program // (GROUP * columns)
+    in_group = min(tl.cdiv(rows, BLOCK_ROWS) - group * GROUP, GROUP)
+    row_block = group * GROUP + (program % (GROUP * columns)) % in_group
+    column_block = (program % (GROUP * columns)) // in_group
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = column_block * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    return row, column
+
+
 @triton.autotune(PRODUCT_TILES, key=["rows", "outputs", "channels", "KERNEL_HEIGHT"], do_bench=tile_time)
 @triton.jit(do_not_specialize=["zero_point"])
 def product_kernel(
@@ -59,17 +81,9 @@ def product_kernel(
 ):  # fmt: skip
     """Compute one tile of ``output`` [rows, outputs], a row for each output pixel.
 
-    Padding has the code ``zero_point``, in FP8 the code of 0. Programs are numbered in groups that read the same
-    columns, so that these stay in the L2 cache.
+    Padding has the code ``zero_point``, in FP8 the code of 0.
     """
-    program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
-    group = program // (GROUP * columns)
-    in_group = min(tl.cdiv(rows, BLOCK_ROWS) - group * GROUP, GROUP)
-    row_block = group * GROUP + (program % (GROUP * columns)) % in_group
-    column_block = (program % (GROUP * columns)) // in_group
-
-    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = column_block * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    row, column = tile_of_program(rows, outputs, GROUP, BLOCK_ROWS, BLOCK_OUTPUTS)
     channel = tl.arange(0, BLOCK_INPUTS)
     image, pixel = row // (output_height * output_width), row % (output_height * output_width)
     top = pixel // output_width * STRIDE - PADDING
@@ -147,3 +161,56 @@ def product(
 def product_shape(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype):
     sizes = [output_size(codes.shape[axis], weight.shape[axis], stride, padding, dilation) for axis in (1, 2)]
     return codes.new_empty((codes.shape[0], *sizes, weight.shape[0]), dtype=dtype)
+
+
+@triton.autotune(BLOCK_TILES, key=["rows", "outputs", "blocks"], do_bench=tile_time)
+@triton.jit
+def block_product_kernel(
+    codes, weight, input_scale, weight_scale, bias, output, rows, outputs, blocks,
+    SCALE_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of ``output`` [rows, outputs]; ``SCALE_ROWS`` rows of the weight share a scale."""
+    row, column = tile_of_program(rows, outputs, GROUP, BLOCK_ROWS, BLOCK_OUTPUTS)
+    here, inputs = tl.arange(0, BLOCK_INPUTS), blocks * BLOCK_INPUTS
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    for block in range(blocks):
+        place = block * BLOCK_INPUTS + here
+        a = tl.load(codes + row[:, None] * inputs + place[None, :], mask=(row < rows)[:, None], other=0.0)
+        b = tl.load(weight + column[None, :] * inputs + place[:, None], mask=(column < outputs)[None, :], other=0.0)
+        of_row = tl.load(input_scale + row * blocks + block, mask=row < rows, other=0)
+        of_column = tl.load(weight_scale + column // SCALE_ROWS * blocks + block, mask=column < outputs, other=0)
+        sums += tl.dot(a, b, out_dtype=tl.float32) * of_row[:, None] * of_column[None, :]
+
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=column < outputs, other=0).to(tl.float32)[None, :]
+    tl.store(
+        output + row[:, None] * outputs + column[None, :], sums.to(output.dtype.element_ty),
+        mask=(row < rows)[:, None] & (column < outputs)[None, :],
+    )  # fmt: skip
+
+
+@torch.library.custom_op("sd_quant::block_product", mutates_args=())
+def block_product(
+    codes: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    scale_rows: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The product of E4M3 ``codes`` [M, K] with ``weight`` [N, K], both in blocks of 128, in ``dtype`` [M, N].
+
+    ``input_scale`` is fp32 [M, K / 128], ``weight_scale`` fp32 [ceil(N / scale_rows), K / 128], ``bias`` [N]. Sums are
+    fp32. Raises ValueError for tensors of 2^31 numbers and more.
+    """
+    (rows, _), (outputs, _) = codes.shape, weight.shape
+    output = torch.empty(rows, outputs, dtype=dtype, device=codes.device)
+    check_size(max(codes.numel(), output.numel()))
+    with torch.cuda.device_of(codes):
+        block_product_kernel[grid_of(rows, outputs)](
+            codes.contiguous(), weight, input_scale.contiguous(), weight_scale, bias, output,
+            rows, outputs, weight_scale.shape[1], SCALE_ROWS=scale_rows, HAS_BIAS=bias is not None, GROUP=8,
+        )  # fmt: skip
+    return output
+
+
+@block_product.register_fake
+def block_product_shape(codes, weight, input_scale, weight_scale, bias, scale_rows, dtype):
+    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=dtype)

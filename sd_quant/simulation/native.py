@@ -20,6 +20,7 @@ from sd_quant.devices import CPU, best_device
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment, token_amax
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
@@ -105,6 +106,30 @@ class PerTokenLinear(nn.Module):
         return (output if self.bias is None else output + self.bias).to(x.dtype)
 
 
+class BlockLinear(nn.Module):
+    """A linear of codes in blocks, whose ``product`` takes codes [M, C] and their scales and returns [M, N]."""
+
+    codes: Tensor  # [N, C]
+    weight_scale: Tensor  # fp32 [ceil(N / scale_rows), C / block]
+    pre_quant_scale: Tensor | None  # see ``own_factors``
+
+    def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "BlockProduct"):
+        super().__init__()
+        codes, (weight_scale,) = layer.codes_and_scales(weight)
+        self.inputs, self.bias, self.product = layer.activation_format, bias, product
+        self.scale_rows = FORMATS[layer.format].block_rows
+        self.register_buffer("codes", codes)
+        self.register_buffer("weight_scale", weight_scale[:: self.scale_rows].contiguous())
+        self.register_buffer("pre_quant_scale", own_factors(layer, weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        smoothed = x.float() if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
+        fmt = FORMATS[self.inputs]
+        scale = fmt.arithmetic.unchecked_scales(smoothed)
+        codes = fmt.quantize(smoothed, scale)
+        return self.product(codes.flatten(0, -2), scale.flatten(0, -2), self, x.dtype).unflatten(0, x.shape[:-1])
+
+
 class NativeConv(NativeLayer):
     """A convolution; its ``product`` takes codes [B, H, W, C] and returns [B, H', W', N]."""
 
@@ -175,6 +200,7 @@ class WeightOnly(nn.Module):
 
 
 Product = Callable[[Tensor, Any, torch.dtype], Tensor]  # codes of an input, a layer, the dtype of the output
+BlockProduct = Callable[[Tensor, Tensor, BlockLinear, torch.dtype], Tensor]  # the same, with the scales of the codes
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
@@ -218,7 +244,21 @@ def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Ten
     return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 
 
-def add_bias(output: Tensor, layer: NativeLayer) -> Tensor:
+def dequantized_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
+    """``dequantized_mm`` of codes in blocks."""
+    inputs = codes.float() * per_number(scale, codes.shape[-1])
+    of_rows = layer.weight_scale.repeat_interleave(layer.scale_rows, 0)[: len(layer.codes)]
+    weight = layer.codes.float() * per_number(of_rows, codes.shape[-1])
+    return add_bias(inputs @ weight.T, layer).to(dtype)
+
+
+def kernel_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
+    """The product of codes in blocks by the Triton kernel."""
+    factors = scale, layer.weight_scale
+    return torch.ops.sd_quant.block_product(codes, layer.codes, *factors, layer.bias, layer.scale_rows, dtype)
+
+
+def add_bias(output: Tensor, layer: Any) -> Tensor:
     """``output`` plus the layer's bias, if it has one."""
     return output if layer.bias is None else output + layer.bias
 
@@ -263,15 +303,19 @@ class Products:
 
     linear: Product
     convolution: Product | None  # None: convolutions are ``RoundedConv``
+    in_blocks: BlockProduct | None = None  # of a linear; None: no format with these codes has blocks here
 
 
 # By kind of device and ONNX type of the codes. No CPU multiplies FP8. Hopper's INT8 is as measured on an H200: linears
 # by torch and rounded convolutions were 1.29 times as fast as all by the kernel.
 PRODUCTS = {
-    "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(dequantized_mm, None)},
+    "cpu": {
+        "INT8": Products(int_mm, unfolded_int_mm),
+        "FLOAT8E4M3FN": Products(dequantized_mm, None, dequantized_block_mm),
+    },
     "cuda": {
         "INT8": Products(kernel_linear, kernel_convolution),
-        "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution),
+        "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution, kernel_block_mm),
     },
 }
 PRODUCTS["hopper"] = PRODUCTS["cuda"] | {"INT8": Products(aligned_int_mm, None)}
@@ -289,6 +333,8 @@ def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, P
     if layer.activation_format is None:
         return WeightOnly(module, weight, layer)
     product = products[fmt.onnx_type]
+    if fmt.block is not None:
+        return BlockLinear(weight, module.bias, layer, product.in_blocks)
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))
         if product.convolution is None or module.groups > 1 or not square:

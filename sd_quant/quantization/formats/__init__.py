@@ -11,6 +11,8 @@ to add one.
 | int4         | -8..7, two to a byte | fp16, one per 64 numbers                            | ONNX QuantizeLinear      |
 | int4_per_row | -8..7, two to a byte | fp16, one per range                                 | ONNX QuantizeLinear      |
 | int4_in_int8 | -8..7, two to a byte | E4M3, one per 16 numbers, and one fp32 for each row | ComfyUI's w4a8_int8      |
+| fp8_128      | E4M3                 | fp16, one per 128 numbers                           | DeepSeek-V3, section 3.3 |
+| fp8_128x128  | E4M3                 | fp16, one per 128 numbers of 128 rows               | the same                 |
 | mxfp8        | E4M3                 | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
 | mxfp4        | E2M1, two to a byte  | a power of two, one per 32 numbers                  | OCP Microscaling 1.0     |
 | nvfp4        | E2M1, two to a byte  | E4M3, one per 16 numbers, and one fp32 for them all | TensorRT's documentation |
@@ -51,6 +53,7 @@ class Format:
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
     module: str = ""  # with the functions, or an object in one; by default the module of the format's name beside this
     block_bytes: int | None = None  # of a block with its scales; None: what the types above take
+    block_rows: int = 1  # of a weight whose blocks share a scale; inputs have one for each row
     row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
     narrow: str | None = None  # the format in place of this one for a weight that its blocks do not divide
 
@@ -66,8 +69,8 @@ class Format:
 
     @property
     def searched(self) -> bool:
-        """Whether codes and scales of weights can be searched. With eight bits and static scales that gains nothing."""
-        return self.block is not None or self.bits < 8
+        """Whether codes and scales of weights can be searched. With 255 equal levels that gains nothing."""
+        return self.block is not None or self.bits < 8 or not self.equal_levels
 
     @property
     def needs_amax(self) -> bool:
@@ -152,6 +155,13 @@ FORMATS: dict[str, Format] = {
         Format(
             "fp8", 8, None, "FLOAT8E4M3FN", ("FLOAT16",), opset=19, min_compute_capability=89, layer_tolerance=1e-2,
             attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
+        ),
+        *(
+            Format(
+                name, 8, 128, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=89, layer_tolerance=1e-2,
+                torch_compute_capability=(8, 9), module=f"{__name__}.fp8_blocks:{name.upper()}", block_rows=rows,
+            )
+            for name, rows in (("fp8_128", 1), ("fp8_128x128", 128))
         ),
         Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
         Format(

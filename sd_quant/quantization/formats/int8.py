@@ -16,10 +16,15 @@ def scale_of(amax: Tensor, qmax: float = QMAX) -> Tensor:
 
     Raises OverflowError when a scale does not fit fp16 or is NaN.
     """
-    scale = torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
+    scale = unchecked_scale_of(amax, qmax)
     if not torch.isfinite(scale).all():
         raise OverflowError(f"an amax of {amax.max().item():g} gives a scale that fp16 cannot hold")
     return scale
+
+
+def unchecked_scale_of(amax: Tensor, qmax: float) -> Tensor:
+    """``scale_of``, infinite or NaN where it is not representable; no call waits for a GPU."""
+    return torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor]:

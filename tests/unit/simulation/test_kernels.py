@@ -24,6 +24,7 @@ CASES = [  # batch, height, width, channels, outputs, kernel, stride, padding, d
     (1, 5, 6, 16, 16, 3, 1, 2, 2, True, torch.bfloat16),
     (2, 35, 1, 96, 33, 1, 1, 0, 1, True, torch.float16),
 ]
+IN_BLOCKS = [(70, 300, 256, torch.float32), (3, 40, 384, torch.float16)]  # rows, outputs, inputs, dtype
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of the output, and fp32 sums
 PRODUCT_OF_CODES = {  # the instructions that multiply these
     ("int8", 80): r"mma\.sync\.aligned\.m16n8k32.*s8\.s8\.s32",
@@ -37,7 +38,7 @@ def test_interpreted_it_computes_what_torch_does_in_double_precision():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 2 * len(CASES)
+    assert len(result.stdout.splitlines()) == 2 * len(CASES) + len(IN_BLOCKS)
 
 
 def every_configuration() -> Iterator:
@@ -132,6 +133,28 @@ def interpret_product() -> None:
             torch.library.opcheck(torch.ops.sd_quant.product, given)
 
 
+def interpret_block_product() -> None:
+    from sd_quant.quantization.formats import FORMATS
+    from sd_quant.simulation import kernels
+
+    kernels.block_product_kernel.configs = [kernels.tile(32, 32, 128, 1, 4)]
+    random = torch.Generator().manual_seed(0)
+    weights, inputs_of = FORMATS["fp8_128x128"], FORMATS["fp8_128"]
+    for rows, outputs, inputs, dtype in IN_BLOCKS:
+        x, weight = (torch.randn(size, inputs, generator=random) for size in (rows, outputs))
+        bias = torch.randn(outputs, generator=random).to(dtype) if rows > 9 else None
+        (of_x,), (of_weight,) = inputs_of.scales(x, x), weights.scales(weight, weight)
+        codes, stored = inputs_of.quantize(x, of_x), weights.quantize(weight, of_weight)
+        expected = inputs_of.dequantize(codes, of_x).double() @ weights.dequantize(stored, of_weight).double().T
+        expected = expected if bias is None else expected + bias.double()
+        given = (codes, stored, of_x, of_weight[::128].contiguous(), bias, 128, dtype)
+        found = torch.ops.sd_quant.block_product(*given)
+        error = ((found.double() - expected).norm() / expected.norm()).item()
+        assert found.shape == expected.shape and error < ROUNDING[dtype], (dtype, error)
+        print(dtype, error)
+
+
 if __name__ == "__main__":
     with torch.no_grad():
         interpret_product()
+        interpret_block_product()

@@ -15,6 +15,7 @@ from sd_quant.simulation import native
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import (
     PRODUCTS,
+    BlockLinear,
     NativeConv,
     NativeLinear,
     RoundedConv,
@@ -128,10 +129,11 @@ def test_the_network_computes_what_the_simulation_does(calibrated, fmt):
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, kind):
     """Against the simulation's own rounding, to the last bit; in memory it takes its bits and its scales."""
-    module = nn.Linear(64, 48) if kind == "linear" else nn.Conv2d(64, 48, 3, stride=2, padding=1)
-    weight, x = module.weight.detach(), drawn(2, 64, 64) if kind == "linear" else drawn(2, 64, 8, 8)
+    width = max(64, FORMATS[fmt].block or 0)
+    module = nn.Linear(width, 48) if kind == "linear" else nn.Conv2d(width, 48, 3, stride=2, padding=1)
+    weight, x = module.weight.detach(), drawn(2, 64, width) if kind == "linear" else drawn(2, width, 8, 8)
     row = replace(static_layer(weight, fmt, True), activation_format=None, activation_amax=None)
-    row = replace(row, pre_quant_scale=drawn(64).abs().half().float()) if kind == "linear" else row
+    row = replace(row, pre_quant_scale=drawn(width).abs().half().float()) if kind == "linear" else row
     made = layer_of(module, row, {})
     rounded = row.rounded_weight(weight.flatten(1)).view(weight.shape)
     assert torch.equal(made.dequantized(), rounded)
@@ -141,6 +143,29 @@ def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, k
     block = FORMATS[fmt].block
     scales = 2 * 48 if block is None else weight.numel() // block * (1 if fmt == "nvfp4" else 2) + 4 * (fmt == "nvfp4")
     assert stored == weight.numel() * FORMATS[fmt].bits // 8 + scales
+
+
+def in_blocks(weight: torch.Tensor) -> LayerAssignment:
+    return LayerAssignment(
+        "a", "ffn", tuple(weight.shape), "fp8_128x128", "fp8_128", weight_amax=weight.abs().max()[None],
+        activation_amax=1.0, pre_quant_scale=drawn(weight.shape[1], seed=3).abs().half().float(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_linear_in_blocks_multiplies_what_the_simulation_rounds(dtype):
+    weight, x, bias = drawn(300, 256), drawn(2, 5, 256, seed=1), drawn(300, seed=2)
+    layer = in_blocks(weight)
+    made = layer_of(nn.Linear(256, 300), layer, PRODUCTS["cpu"])  # for its kind
+    assert isinstance(made, BlockLinear)
+    made = BlockLinear(weight, bias.to(dtype), layer, PRODUCTS["cpu"]["FLOAT8E4M3FN"].in_blocks)
+    x = x.to(dtype)
+    inputs = layer.rounded_input(x.float() * layer.pre_quant_scale)
+    expected = inputs.double() @ layer.rounded_weight(weight).double().T + bias.to(dtype)
+    found = made(x)
+    assert found.dtype == dtype and relative_error(expected.float(), found.float()) < TOLERANCES[dtype]
+    assert made.weight_scale.shape == (3, 2) and made.weight_scale.unique().numel() == 6
+    torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), found)
 
 
 def test_hopper_multiplies_int8_by_torch_and_other_gpus_by_the_kernel(monkeypatch):

@@ -24,6 +24,7 @@ from tests.layers import drawn
 # ggml's measured 0.0787, 0.0427, 0.0380, 0.0053, 0.0787, 0.0381, 0.0188.
 ERRORS = {"int8": (0.009, 0.012), "fp8": (0.025, 0.028), "int4": (0.10, 0.115), "mxfp4": (0.11, 0.12)}
 ERRORS |= {"nvfp4": (0.09, 0.10), "mxfp8": (0.025, 0.028), "int4_per_row": (0.18, 0.20), "int4_in_int8": (0.08, 0.09)}
+ERRORS |= dict.fromkeys(("fp8_128", "fp8_128x128"), (0.025, 0.028))
 ERRORS |= {"q4_1": (0.07, 0.08), "q5_0": (0.04, 0.045), "q5_1": (0.035, 0.04)}
 ERRORS |= {"q8_0": (0.005, 0.006), "q4_k": (0.07, 0.08), "q5_k": (0.035, 0.04), "q6_k": (0.018, 0.02)}
 STORED = [name for name, fmt in FORMATS.items() if fmt.onnx_type]  # in graphs
