@@ -9,7 +9,7 @@ LONG = "x" * 300
 ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
     "quantize": [
         *("int8", "fp8", "int8_dynamic", "nemo", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
-        *("fp8_per_row", "mxfp4_weight_only", "mxfp8", "q4_k_weight_only", "q6_k_weight_only"),
+        *("fp8_per_block", "fp8_per_row", "mxfp4_weight_only", "mxfp8", "q4_k_weight_only", "q6_k_weight_only"),
         *("rotated_w4a4", "convrot_w4a4", "convrot_w4a8", "svdquant_nvfp4", "svdquant_w4a16", "svdquant_w4a4"),
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
