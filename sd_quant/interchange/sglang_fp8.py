@@ -16,7 +16,7 @@ processor runs (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dit
 - Several GPUs split linears and want parts of whole blocks; they quantize feed-forwards too, which are in the list.
 
 DeepGEMM on SM100 quantizes weights again, to scales that are powers of two, and inputs to such scales. That is not
-simulated. The road not taken is powers of two from the start: scales in fp32 are up to twice as fine elsewhere.
+simulated. The road not taken is powers of two from the start, which it would take as they are: that is another recipe.
 """
 
 from collections.abc import Collection, Mapping
@@ -70,8 +70,8 @@ FACTS = ForeignFormat(
     },
     traps={
         "": (
-            "On a GPU of SM100 SGLang's DeepGEMM quantizes the weights again, to scales that are powers of two; the "
-            "images below are those of other GPUs.",
+            "On a GPU of SM100 SGLang's DeepGEMM quantizes the weights again, to scales that are powers of two, so "
+            "its images differ from those of other GPUs.",
         ),
     },
 )
