@@ -280,7 +280,7 @@ class Quantized:
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``,
                 ``diffusers_autoround``, ``diffusers_bfl``, ``diffusers_nunchaku_lite``, ``nunchaku``, ``gguf``,
-                ``openvino``, ``onnx``, ``modelopt_export`` or ``vllm_int8``.
+                ``openvino``, ``onnx``, ``modelopt_export``, ``vllm_int8`` or ``sglang_fp8``.
             folder: a new one, or an empty one.
             prompts: one or more texts; the README then says how far images of what the tool computes are from full
                 precision. None: no images are made.

@@ -43,7 +43,7 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
         f"{linear} with inputs in {inputs or 'high precision'}": lambda target: (
             target.formats.get(linear) not in (IN_BLOCKS, STATIC)
-            or inputs == linear
+            or inputs == target.inputs_in.get(linear, linear)
             or (inputs is None and linear in target.weights_alone)
         ),
         f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (

@@ -31,8 +31,8 @@ from sd_quant.quantization import formats
 
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
-    "onnx", "modelopt_export", "vllm_int8", "diffusers_bfl", "diffusers_nunchaku_lite", "nunchaku",
-    "diffusers_bitsandbytes", "diffusers_quanto",
+    "onnx", "modelopt_export", "vllm_int8", "sglang_fp8", "diffusers_bfl", "diffusers_nunchaku_lite",
+    "nunchaku", "diffusers_bitsandbytes", "diffusers_quanto",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
@@ -67,6 +67,7 @@ class ForeignFormat:
     consumer: str = ""  # the tool that opens what is written
     tried: tuple[str, ...] = ()  # the packages with which a test opened it
     formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
+    inputs_in: Mapping[str, str] = field(default_factory=dict)  # formats whose inputs are quantized in another
     # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""

@@ -160,10 +160,11 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
     alone = layer.activation_format is None and fmt in target.weights_alone
-    if layer.activation_format != fmt and target.formats[fmt] in (STATIC, IN_BLOCKS) and not alone:
+    of_inputs = target.inputs_in.get(fmt, fmt)
+    if layer.activation_format != of_inputs and target.formats[fmt] in (STATIC, IN_BLOCKS) and not alone:
         found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
-        wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized as weights in"
-        return f"{target.name} wants {wanted} {fmt}, and the recipe leaves them in {found}"
+        wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized in"
+        return f"{target.name} wants {wanted} {of_inputs}, and the recipe leaves them in {found}"
     static = inputs_of(layer, target) == target.formats[fmt]  # or rows are scaled, of the inputs and of the weight
     if static and fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"

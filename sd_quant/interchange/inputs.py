@@ -214,6 +214,25 @@ class RowFloat8:
 
 
 @dataclass(frozen=True)
+class BlockFloat8:
+    """E4M3 with a scale for ``block`` numbers of a row of the input [..., in]: SGLang's ``per_token_group_quant``.
+
+    Numbers are multiplied by 448 / amax, codes by amax / 448, both in fp32; amax is at least 1e-10.
+    """
+
+    block: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        blocks = in_blocks(x, self.block)
+        largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-10)
+        codes = (blocks * (LARGEST_FP8 / largest)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+        return (codes.float() * (largest * (1 / LARGEST_FP8))).flatten(-2)[..., : x.shape[-1]].to(x)
+
+    def __str__(self) -> str:
+        return f"float8_e4m3fn, a scale for {self.block} numbers"
+
+
+@dataclass(frozen=True)
 class Nvfp4:
     """E2M1 in blocks of 16 with scales in E4M3, and one scale of all, which the scales are multiplied by in fp32."""
 

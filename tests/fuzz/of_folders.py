@@ -1,4 +1,4 @@
-"""Denoisers of a few layers: folders of SDNQ, torchao, bitsandbytes, quanto, AutoRound, ModelOpt, vLLM, nunchaku.
+"""Denoisers of a few layers: folders of SDNQ, torchao, bitsandbytes, quanto, AutoRound, ModelOpt, servers, nunchaku.
 
 They are made here by hand, because a run without those libraries is to fuzz their readers too; what the libraries write
 themselves is read in ``tests/unit/interchange``.
@@ -63,6 +63,7 @@ def folders() -> list[Reader]:
         folder("modelopt", "diffusers_modelopt", stored_by(ranged), {}, state=modelopt_state("ab")),
         folder("modelopt_hf", "modelopt_export", stored_by(nvfp4), nvfp4_config),
         folder("vllm_int8", "vllm_int8", stored_by(int8_by_row), INT8_CONFIG),
+        folder("sglang_fp8", "sglang_fp8", fp8_in_blocks(), FP8_CONFIG, checkpoint=checkpoint_of(Wide)),
         nunchaku_lite(),
         nunchaku(),
     ]
@@ -293,7 +294,7 @@ def int8_by_row(weight: Tensor) -> Tensors:
     return {"weight": codes(*weight.shape, dtype=torch.int8), "weight_scale": some(len(weight), 1)}
 
 
-# nunchaku, whose linears have sides of multiples of 128
+# SGLang and nunchaku, whose linears have sides of multiples of 128
 
 
 class Wide(nn.Module):
@@ -305,6 +306,20 @@ class Wide(nn.Module):
             nn.Conv2d(8, 4, 3),
             nn.Linear(64, 16),
         )
+
+
+FP8_CONFIG = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "ignored_layers": ["c", "last"],
+}  # fmt: skip
+
+
+def fp8_in_blocks() -> Tensors:
+    found = {}
+    for layer, rows in {"a": 128, "b": 256}.items():
+        found[f"{layer}.weight"] = some(rows, 128).to(torch.float8_e4m3fn)
+        found[f"{layer}.weight_scale_inv"] = some(rows // 128, 1)
+    return found
 
 
 class Single(nn.Module):

@@ -17,7 +17,7 @@ NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_bfl", "diffusers_sdnq",
     "diffusers_torchao", "bnb_nf4", "bnb_int8", "quanto", "autoround", "modelopt", "modelopt_hf", "vllm_int8",
-    "nunchaku_lite", "nunchaku",
+    "sglang_fp8", "nunchaku_lite", "nunchaku",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)
 

@@ -32,6 +32,8 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
         ("rotated_w4a4", "diffusers_sdnq", None),
         ("mxfp4", "comfyui", None),
         ("mxfp8", "comfyui", AS_ASSIGNED),
+        ("fp8_per_block", "sglang_fp8", IN_BLOCKS),
+        ("fp8_per_block", "modelopt_export", None),
         ("convrot_w4a4", "comfyui", PER_ROW),
         ("convrot_w4a8", "comfyui", PER_ROW),
         ("convrot_w4a8", "onnx", None),
@@ -52,5 +54,5 @@ def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():
     assert executed_by(FILES["svdquant_w4a4"]) == ["diffusers_nunchaku_lite", "nunchaku"]
     assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(executed_by(FILES["nvfp4"]))
     assert executed_by(FILES["rotated_w4a4"]) == executed_by(FILES["mxfp4"]) == []
-    assert executed_by(FILES["mxfp8"]) == ["comfyui"]
+    assert executed_by(FILES["mxfp8"]) == ["comfyui"] and executed_by(FILES["fp8_per_block"]) == ["sglang_fp8"]
     assert "gguf" not in executed_by(FILES["int8"]) and "gguf" in executed_by(FILES["int8_weight_only"])

@@ -152,7 +152,7 @@ def test_what_is_not_held_says_which_layer_and_why():
     for changes, words in (
         ({"weight_shape": (128, 192)}, "multiples of 128"),
         ({"weight_shape": (192, 128)}, "multiples of 128"),
-        ({"activation_format": None}, "inputs quantized as weights in int4"),
+        ({"activation_format": None}, "inputs quantized in int4"),
         ({"weight_shape": (128, 128, 3, 3)}, "no convolutions"),
         ({"format": "int8", "activation_format": "int8"}, "no weights in int8"),
         ({"rotation": 64}, "quantize.rotation=0"),

@@ -80,6 +80,8 @@ CASES = [
     ("diffusers_nunchaku_lite", "sdxl_wide", "int4", {"rank": 0.1}),
     ("vllm_int8", "flux", "int8", PLAIN | {"per_token": True}),
     ("vllm_int8", "flux", "int8", {"per_channel": False}),  # smoothed, where that is folded
+    ("sglang_fp8", "flux", "fp8_128x128", PLAIN | {"activation": "fp8_128"}),
+    ("sglang_fp8", "flux", "fp8_128x128", PLAIN | {"activation": "fp8_128", "rounding": "gptq"}),
     ("nunchaku", "sdxl_wide", "int4", {"rank": 0.1}),
     ("nunchaku", "sdxl_wide", "nvfp4", {"alpha": None, "smoothing": "none"}),
     ("nunchaku", "flux", "int4", {"rank": 0.1}),
@@ -155,7 +157,8 @@ def assert_inputs(inputs, row: LayerAssignment, name: str) -> None:
     x = x if in_blocks or row.activation_format == "nvfp4" else (x + rounded) / 2
     found = in_rows(inputs, x / factor, len(row.weight_shape))
     nvfp4 = 0.15 if in_blocks else 0.02
-    integers = 0.05 if in_blocks else 3e-3 if name == "diffusers_modelopt" else 1e-5
+    of_blocks = {"int4": 0.05}.get(row.activation_format, 0.01)
+    integers = of_blocks if in_blocks else 3e-3 if name == "diffusers_modelopt" else 1e-5
     tolerance = nvfp4 if row.activation_format == "nvfp4" else integers
     assert relative_error(rounded, found) < tolerance, row.name
 

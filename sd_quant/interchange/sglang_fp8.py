@@ -1,0 +1,171 @@
+"""SGLang's block FP8: a pipeline's folder whose denoiser has linears as DeepSeek-V3 stores them, 128 x 128 to a scale.
+
+``config.json`` has ``{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+"ignored_layers": [...]}``. A linear has ``X.weight`` E4M3 [out, in] and ``X.weight_scale_inv`` fp32
+[ceil(out / 128), in / 128], which multiplies, whatever its name says. 128 inputs of a row share a scale, computed as
+the network runs. transformers' ``FineGrainedFP8Config`` has the same tensors and keys, for language models. There is
+no place for a static scale, a pre_quant_scale or a branch. As SGLang 0.5.23 has it, whose source was read and which no
+processor runs (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``, ``loader/fsdp_load.py``;
+``srt``: ``layers/quantization/{fp8,utils}.py``):
+
+- Of Flux the linears of attention and of the single blocks may have codes. The feed-forwards of the double blocks get
+  none on one GPU, norms, embedders and the last linear never: codes there are cast without their scales, which are
+  skipped with a warning.
+- An entry of ``ignored_layers`` is a name or some whole words of one: the bare ``proj_out`` would also be
+  ``single_transformer_blocks.0.proj_out``. It is left out of the list, because no last linear has codes.
+- Several GPUs split linears and want parts of whole blocks; they quantize feed-forwards too, which are in the list.
+
+DeepGEMM on SM100 quantizes weights again, to scales that are powers of two, and inputs to such scales. That is not
+simulated. The road not taken is powers of two from the start, which it would take as they are: that is another recipe.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor
+from sd_quant.interchange import IN_BLOCKS, ForeignFormat, Server
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.inputs import BlockFloat8
+from sd_quant.interchange.stored import (
+    FLOAT_SCALES,
+    FP8,
+    LayerTensors,
+    Shape,
+    by_layer,
+    quantization_config,
+    quantized_by,
+    shown,
+    stored_tensors,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats.blocks import per_number
+
+FACTS = ForeignFormat(
+    "sglang_fp8",
+    reads="a pipeline's folder in SGLang's block FP8",
+    bf16=True,
+    consumer="SGLang",
+    formats={"fp8_128x128": IN_BLOCKS},
+    inputs_in={"fp8_128x128": "fp8_128"},
+    block=128,
+    layers=("transformer_blocks.*.attn.*", "single_transformer_blocks.*.attn.*", "single_transformer_blocks.*.proj_*"),
+    families=frozenset({"flux"}),
+    servers={
+        "SGLang": Server(
+            "0.5.23",
+            "sglang serve --model-path {folder}",
+            gpus={"fp8_128x128": "SM89 or newer"},
+            pipelines=frozenset({"FluxPipeline"}),
+        )
+    },
+    traps={
+        "": (
+            "On a GPU of SM100 SGLang's DeepGEMM quantizes the weights again, to scales that are powers of two, so "
+            "its images differ from those of other GPUs.",
+        ),
+    },
+)
+METHOD, SCALE, BLOCK = "fp8", "weight_scale_inv", 128
+WRITTEN = {"quant_method": METHOD, "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+IGNORED, ALSO_IGNORED = "ignored_layers", "modules_to_not_convert"  # the second is transformers'
+OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes nothing
+    "fmt": "e4m3", "scale_fmt": "float", "dequantize": False, "modules_to_convert": None, "expert_dtype": "fp8",
+}  # fmt: skip
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+
+    Raises ArtifactError for a config that is not of FP8 in blocks of 128 x 128 with inputs scaled as it runs, a layer
+    that is quantized and ignored, and anything that is not the whole denoiser.
+    """
+    ignored = ignored_in(path, quantization_config(path) or {})
+    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
+    found, others = by_layer(path, tensors, shapes, (SCALE,))
+    if both := [name for name in found if skips(ignored, name)]:
+        raise ArtifactError(
+            f"{path} has scales for {len(both)} layers that its config ignores ({listing(both, 3)}), so SGLang would "
+            "take their codes for weights; make the folder again"
+        )
+    layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}
+    return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
+
+
+def ignored_in(path: Path, config: Mapping[str, object]) -> list[str]:
+    """The names of layers that are not quantized. Raises ArtifactError for a config that is not decoded here."""
+    if differing := [key for key, value in WRITTEN.items() if config.get(key) != value]:
+        raise ArtifactError(
+            f"{path}: its config lacks {', '.join(f'{key} {WRITTEN[key]}' for key in differing)}, expected of FP8 in "
+            f"blocks of {BLOCK} x {BLOCK}; give such a folder"
+        )
+    known = (*WRITTEN, IGNORED, ALSO_IGNORED)
+    if unknown := [key for key, value in config.items() if key not in known and (key, value) not in OTHERS.items()]:
+        raise ArtifactError(
+            f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
+            "decoded here; give a folder without"
+        )
+    names = config.get(IGNORED) or config.get(ALSO_IGNORED) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ArtifactError(f"{path}: {IGNORED} in its config is no list of names; make the folder again")
+    return names
+
+
+def skips(ignored: Collection[str], name: str) -> bool:
+    """Whether SGLang finds the linear ``name`` in ``ignored``: an entry is whole words of a name."""
+    return any(f".{entry.rstrip('.')}." in f".{name}." for entry in ignored)
+
+
+def stored_layer(own: LayerTensors, shape: Shape) -> QuantizedLayer:
+    """A linear. Raises ArtifactError unless its tensors are those of FP8 in blocks."""
+    if len(shape) != 2 or shape[1] % BLOCK:
+        raise ArtifactError(
+            f"{own.path} has a scale for {shown(own.layer)} {list(shape)}, expected a linear whose inputs are a "
+            f"multiple of {BLOCK}, as SGLang rounds them; make the folder again"
+        )
+    rows, columns = shape
+    codes = own.checked("weight", [shape], [torch.float8_e4m3fn])
+    scale = own.checked(SCALE, [(-(-rows // BLOCK), columns // BLOCK)], FLOAT_SCALES)
+
+    def decode() -> Tensor:
+        of_rows = scale.read().float().repeat_interleave(BLOCK, 0)[:rows]
+        return codes.read().float() * per_number(of_rows, columns)
+
+    return QuantizedLayer(FP8, f"1 for {BLOCK} x {BLOCK}", own.size(), own.decoded(shape, decode), BlockFloat8(BLOCK))
+
+
+# Writing
+
+
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
+    """
+    layers = quantized(assignment)
+    kept = [name for name in weight_shapes(checkpoint) if name not in layers]
+    # A name whose words are in a quantized one's is of no linear that SGLang would quantize: those have all words
+    config = WRITTEN | {IGNORED: sorted(name for name in kept if not any(skips([name], each) for each in layers))}
+    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
+
+
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+    """The tensors of a quantized linear by their names; our scales are those of rows, alike in each block."""
+    rows, columns = flat_shape(layer)
+    codes = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
+    blocks = -(-rows // BLOCK), columns // BLOCK
+    scale = lazy_piece(checkpoint, layer, 1, blocks, torch.float32, lambda scale: scale[::BLOCK])
+    return {f"{layer.name}.weight": codes, f"{layer.name}.{SCALE}": scale}
