@@ -48,7 +48,7 @@ def multiplied(joint: Joint, rows: dict[str, LayerAssignment], monkeypatch) -> d
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 def test_ranges_are_of_both_streams_as_they_are_multiplied(fmt, normed, monkeypatch):
     """Biases and norms included. The sample has every token, if in fp16."""
-    joint = calibrated(normed)
+    joint = calibrated("sd35" if normed else "sd3")
     rows = joint.rows(fmt)
     assert [name for name, row in rows.items() if row.attention_products] == NAMES[normed]
     for name, (query, key, value) in multiplied(joint, rows, monkeypatch).items():

@@ -22,7 +22,7 @@ class Exact(nn.Module):
 @torch.no_grad()
 def test_it_is_diffusers_own_but_for_what_is_rounded(normed, fmt):
     """In both streams: each attention alone, with its text and, where it is the image's own, without."""
-    joint = calibrated(normed)
+    joint = calibrated("sd35" if normed else "sd3")
     network, rows = joint.part().transformer, joint.rows(fmt)
     image, text = torch.randn(2, 16, 64), torch.randn(2, 20, 64)
     for name in (name for name, row in rows.items() if row.attention_products):
