@@ -38,8 +38,8 @@ from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
-# Possible nodes between a product of attention and its reader. A joint attention slices or splits off the image's tokens,
-# and a single block of Flux appends to each token what its feed-forward makes of it.
+# Possible nodes between a product of attention and its reader. A joint attention slices or splits off the image's
+# tokens, and a single block of Flux appends to each token what its feed-forward makes of it.
 MOVES = ("Reshape", "Transpose", "Cast", "Slice", "Split", "Concat")
 MASK = "Add"  # between scores and softmax, of a masked attention
 

@@ -6,6 +6,7 @@ except for the names that a family excludes.
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -49,7 +50,8 @@ def attention_heads(network: nn.Module) -> dict[str, Heads]:
     found = {}
     for name, module in network.named_modules():
         if isinstance(module, Attention | FluxAttention):
-            rotary = tuple(network.config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
+            config: Any = network.config
+            rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
             found[name] = Heads(module.to_q.out_features // module.heads, rotary)
     return found
 

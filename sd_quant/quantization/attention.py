@@ -14,11 +14,13 @@ each ``Stream`` and ranges over both. Both streams have equally many samples, so
 between theirs.
 
 Flux rotates each pair of channels of a query and of a key by its token's position (RoPE), and sampled rows have no
-positions. A rotation keeps the norm of a pair, so that is the exact bound of both channels over all positions: the range
-of queries, and of keys in floating point. In integers a constant vector is subtracted after the rotation, and any vector
-cancels in the softmax if it is the same for all keys: the mean over ``at_positions``, close to the keys' mean where
-channels hardly rotate and to zero where they rotate fast. Ranges of such keys, and of scores, are the largest numbers at
-those positions.
+positions. A rotation keeps the norm of a pair, so that is the exact bound of both channels over all positions, and the
+range of queries, and of keys in floating point. In integers a vector is subtracted after the rotation, and any vector
+cancels in the softmax if it is the same for all keys. It is the mean over ``at_positions``: nearly the keys' mean where
+channels hardly rotate, and a fifth of it where they rotate fast. Ranges of such keys, and of scores, are the largest
+numbers at those positions. Roads not taken, measured as the SNR of a small Flux with nothing but attention quantized,
+whose keys have biases of 0 to 6: no mean makes between 0.5 dB less and 0.3 dB more, and scores that are bounded by the
+norms of all pairs 0.9 to 1.6 dB less.
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
 or one per head, which is meant for networks whose heads differ more.

@@ -41,8 +41,8 @@ def derive(
 
     ``weight_of`` reads a layer's weight by its name, ``bias_of`` its bias (None: it has none), ``gain_of`` the weight
     of the norm of an attention's queries or keys (None: there is no such norm); the weights of one shared input are in
-    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the heads of its attentions by
-    name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
+    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the heads of its attentions
+    by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
     ``recipes`` overrides the recipe of some layers, alike for all readers of a shared input. ``advance`` is called once
     for every layer, and again when its codes have been chosen.
     Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,

@@ -66,7 +66,14 @@ class QuantizedJointAttention(QuantizedAttention):
     Without text it is a self-attention. The last block does not use the text's output, which has no projection there.
     """
 
-    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
+    def forward(
+        self,
+        attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **_,
+    ):
         if encoder_hidden_states is None:
             return super().forward(attention, hidden_states)
         streams = heads_of(attention, IMAGE, hidden_states), heads_of(attention, TEXT, encoder_hidden_states)
@@ -89,6 +96,7 @@ class QuantizedFluxAttention(QuantizedAttention):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **_,
     ):
         from diffusers.models.embeddings import apply_rotary_emb
 

@@ -35,7 +35,8 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
         checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None), shared_inputs=["to_q"],
-        attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"], own=lambda name, recipe: (name, recipe),
+        attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
+        own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
     _, weight_of, _, _, inputs, kept, heads, exclude, bias_of, recipes, gain_of, _ = stage.assign(
         loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": "its own"}
