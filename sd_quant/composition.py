@@ -34,7 +34,8 @@ LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is
     "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
 }
 SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
-    *("quant_level", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size", "calibration", "fit"),
+    *("quant_level", "attention", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
+    *("calibration", "fit"),
     *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }

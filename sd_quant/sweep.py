@@ -170,7 +170,7 @@ def result_of(job: Any) -> str:
     """Return a text that is the same for jobs that are sure to give the same assignment, whatever they are called."""
     knobs = deciding(job)
     if "quantize" in knobs:
-        knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name"))
+        knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))
     return json.dumps(knobs, sort_keys=True)
 
 

@@ -40,6 +40,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "include": {},
         "weights_alone": {},
         "parts": None,
+        "attention": None,
         "per_token": False,
         "rotation": 0,
         "weight_observer": "min_max",

@@ -10,7 +10,7 @@ from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
-from sd_quant.config.recipe import Quantize, check_recipe, part_recipe
+from sd_quant.config.recipe import Quantize, check_recipe, part_recipe, with_attention
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
@@ -41,6 +41,7 @@ class RecipeJob:
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         check_recipe(self.quantize)
+        self.quantize = with_attention(self.quantize)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
         for part, preset in (self.quantize.parts or {}).items() if self.quantize.calibration is not None else ():

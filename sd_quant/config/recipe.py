@@ -16,7 +16,7 @@ from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, Recipe
 
 
 def presets() -> dict[str, Path]:
@@ -88,6 +88,12 @@ class Quantize(Recipe):
 
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
+    attention: Annotated[
+        str | None,
+        Called("attention"),
+        FOR_ATTENTION,
+        "format of attention's matrix products at quant_level=4; null: the preset's",
+    ]
     exclude: Annotated[Patterns, "patterns of layers that stay in high precision, by model family"]
     include: Annotated[Patterns, "patterns of linears that are quantized although the family excludes them, by family"]
     weights_alone: Annotated[Patterns, "patterns of linears whose weights alone are quantized, without low-rank branch"]
@@ -151,6 +157,13 @@ class Quantize(Recipe):
         return self.budget is not None or self.fit is not None
 
 
+def with_attention(quantize: Quantize) -> Quantize:
+    """Return the section with the format of ``attention``, where one is given, in place of the preset's."""
+    if quantize.attention is None:
+        return quantize
+    return dataclasses.replace(quantize, enable=dataclasses.replace(quantize.enable, attention=quantize.attention))
+
+
 def check_recipe(quantize: Quantize) -> None:
     """Raises ConfigError when the knobs of a recipe do not go together, or one of them has no effect."""
     enable, label, steps = quantize.enable, quantize.format, quantize.n_steps
@@ -158,10 +171,14 @@ def check_recipe(quantize: Quantize) -> None:
         STATIC.check("quantize.enable.conv.activation", enable.conv.activation)
     preset = yaml.safe_load(presets()[label].read_text(encoding="utf-8"))
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
-    check(dataclasses.asdict(enable) == preset["enable"], "quantize.format", label, expected)
-    able = " and ".join(f"quantize={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)  # their presets
-    expected = f"at most 3, because {label} has no format for attention's matrix products; {able} have"
-    check(quantize.quant_level < 4 or enable.attention is not None, "quant_level", quantize.quant_level, expected)
+    enabled = dataclasses.asdict(enable)
+    if quantize.attention is not None:  # whatever its preset's is
+        enabled["attention"] = preset["enable"]["attention"]
+    check(enabled == preset["enable"], "quantize.format", label, expected)
+    able = " or ".join(f"attention={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)
+    expected = f"at most 3, because {label} has no format for attention's matrix products; give it one by {able}"
+    found = quantize.attention or enable.attention
+    check(quantize.quant_level < 4 or found is not None, "quant_level", quantize.quant_level, expected)
     check_unused(quantize, "quantize.", unused_knobs(quantize))
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
@@ -172,6 +189,8 @@ def check_recipe(quantize: Quantize) -> None:
 def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     """Yield the knobs without effect beside the others, each with the value at which it is not used and the reason."""
     conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
+    if quantize.quant_level < 4:
+        yield "attention", None, f"quant_level={quantize.quant_level:g} leaves attention's products alone, 4 does not"
     if quantize.budget is not None:
         yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
     if quantize.fit is None:

@@ -38,8 +38,19 @@ from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
-# Possible nodes between a product of attention and its reader. A joint attention slices out the image's tokens.
-MOVES = ("Reshape", "Transpose", "Cast", "Slice")
+# Possible nodes between a product of attention and its reader. A joint attention slices or splits off the image's
+# tokens, and a single block of Flux appends to each token what its feed-forward makes of it.
+MOVES = ("Reshape", "Transpose", "Cast", "Slice", "Split", "Concat")
+MASK = "Add"  # between scores and softmax, of a masked attention
+
+
+def attention_before(linear: str) -> str:
+    """The attention whose output the ``linear`` of this name reads, if it is an output projection.
+
+    The single blocks of Flux have no projection but that of the whole block.
+    """
+    attention, found, _ = linear.rpartition(".to_out.0")
+    return attention if found else linear.removesuffix("proj_out") + "attn"
 
 
 def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
@@ -49,7 +60,7 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
         node = only_reader(node.outputs[0])
     mixed = nearest_producer(node.inputs[0], "MatMul")
     softmax = nearest_producer(mixed.inputs[0], "Softmax")
-    scores = nearest_producer(softmax.inputs[0], "MatMul")
+    scores = nearest_producer(softmax.inputs[0], "MatMul", (*MOVES, MASK))
     fmt, scales = FORMATS[layer.activation_format], type_of_scales(weight.dtype)
     if fmt.equal_levels:
         if scales != weight.dtype:
@@ -160,11 +171,14 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
     return folder / onnx_path.name
 
 
-def nearest_producer(value: ir.Value, op_type: str) -> ir.Node:
-    """The nearest node of this type in front of ``value``, through ``MOVES``. Raises ArtifactError if there is none."""
+def nearest_producer(value: ir.Value, op_type: str, through: Sequence[str] = MOVES) -> ir.Node:
+    """The nearest node of this type in front of ``value``. Raises ArtifactError if there is none.
+
+    Nodes of the types ``through`` may be between them, on the way of their first inputs.
+    """
     node = value.producer()
     while node is not None and node.op_type != op_type:
-        node = node.inputs[0].producer() if node.op_type in MOVES else None
+        node = node.inputs[0].producer() if node.op_type in through else None
     if node is None:
         raise ArtifactError(f"the graph has no {op_type} in front of {value.name}, where an attention's should be")
     return node

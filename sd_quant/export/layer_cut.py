@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from sd_quant.export.attention import ROW_SUM
+from sd_quant.export.attention import MASK, ROW_SUM, nearest_producer
 from sd_quant.export.nodes import only_reader, onnx_type, type_of_scales
 from sd_quant.export.onnx_file import save
 from sd_quant.quantization.assignment import LayerAssignment
@@ -104,7 +104,7 @@ def cut_attentions(
     """Write the graph of the products of ``attentions`` to ``path``.
 
     Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value`` before quantization, keys
-    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
+    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``. A mask is left out.
     """
     model = ir.load(onnx_path)
     made = {node.outputs[0].name: node for node in model.graph}
@@ -116,11 +116,16 @@ def cut_attentions(
         return value
 
     for layer in attentions:
-        quantizers = [made[f"{layer.name}.{what}_quantized"] for what in ("query", "key", "value")]
-        firsts, last = quantizers, only_reader(made[f"{layer.name}.value_dequantized"].outputs[0])
         if f"{layer.name}{ROW_SUM}" in made:
             firsts = [made[f"{layer.name}.{what}"] for what in ("query", "key_minus_mean", "value")]
             last = made[f"{layer.name}.output"]
+        else:
+            firsts = [made[f"{layer.name}.{what}_quantized"] for what in ("query", "key", "value")]
+            last = only_reader(made[f"{layer.name}.value_dequantized"].outputs[0])
+            last = only_reader(last.outputs[0]) if last.op_type == "Cast" else last  # in a graph of bf16
+            softmax = nearest_producer(made[f"{layer.name}.softmax_quantized"].inputs[0], "Softmax")
+            if (masked := softmax.inputs[0].producer()).op_type == MASK:
+                softmax.replace_input_with(0, masked.inputs[0])
         for what, first in zip(("query", "key", "value"), firsts, strict=True):
             inputs.append(named(ir.Value(), f"{layer.name}.given_{what}", scales))
             first.replace_input_with(0, inputs[-1])

@@ -39,7 +39,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sd_quant.errors import ArtifactError
-from sd_quant.export.attention import quantize_attention
+from sd_quant.export.attention import attention_before, quantize_attention
 from sd_quant.export.nodes import (
     constant,
     dynamic_copy,
@@ -84,8 +84,8 @@ def write_onnx(
     raise_opset(model, max([OPSET, *(FORMATS[name].opset for name in formats)]))
     shared: SharedValues = {}
     for weight in weights:
-        attention, _, projection = weight.name.removeprefix(prefix).rpartition(".to_out.0.")
-        if attention in pending and projection == "weight":
+        linear, _, kind = weight.name.removeprefix(prefix).rpartition(".")
+        if (attention := attention_before(linear)) in pending and kind == "weight":
             quantize_attention(graph, weight, assignment[attention])
             pending.discard(attention)
     high_precision = []

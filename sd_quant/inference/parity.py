@@ -160,7 +160,7 @@ def run_simulation(
         crops[row.name] = between_roundings(layer, crop).half().cpu()
 
     def keep_heads(row: LayerAssignment, products: nn.Module, arguments: tuple) -> None:
-        heads_of[row.name] = tuple(some_tokens(heads).half().cpu() for heads in arguments)
+        heads_of[row.name] = tuple(some_tokens(heads).half().cpu() for heads in arguments[:3])  # without a mask
 
     hooks = []
     for row in assignment.values():

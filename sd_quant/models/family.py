@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sd_quant.models import FAMILIES
-from sd_quant.models.parts import Contract, Part, SharedInput
+from sd_quant.models.parts import Contract, Heads, Part, SharedInput
 from sd_quant.models.roles import inputs_of_transformer, roles_of
 
 
@@ -53,8 +53,8 @@ class Family:
         """Returns the inputs of the linears. Every linear that may be quantized reads one of them."""
         return inputs_of_transformer(linears)
 
-    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
-        """Returns the head width of each attention whose matrix products can be quantized, by the attention's name."""
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
+        """Returns the heads of each attention whose matrix products can be quantized, by the attention's name."""
         return {}
 
     def reads_guidance(self, contract: Contract) -> bool:

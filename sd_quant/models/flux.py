@@ -9,7 +9,8 @@
 | `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
 | `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
 
-N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 does not quantize the joint attention of text and image.
+N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 quantizes the joint attention of text and image, whose
+queries and keys are rotated by their tokens' positions, in both kinds of blocks.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Part, half_contract, vae_part
+from sd_quant.models.parts import Heads, Part, half_contract, vae_part
+from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import clip_part, t5_part
 from sd_quant.models.transformer import TransformerPart
 
@@ -86,6 +88,10 @@ class Flux(Family):
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
         roles = super().layer_roles(denoiser)
         return roles | {name: "excluded" for name in roles if name == LAST}
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
+        """Returns all attentions; each rotates queries and keys."""
+        return attention_heads(denoiser)
 
     def pack(self, pipe, latents: Tensor) -> Tensor:
         """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""

@@ -217,6 +217,16 @@ class SharedInput:
         return tuple(slice(chunk * width, (chunk + 1) * width) for chunk in self.modulation or (0,))
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of an attention whose matrix products can be quantized."""
+
+    width: int
+    # Channels of a query and of a key that rotate by each axis of a token's position, in pairs of neighbours; (): none.
+    # They add up to ``width``. The first axis counts images, of which there is one, so that it turns nothing.
+    rotary: tuple[int, ...] = ()
+
+
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:
     """Returns the linears whose input is computed from the prompt alone."""
     return {name for shared in inputs if shared.text for name in shared.readers}

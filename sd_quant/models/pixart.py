@@ -8,7 +8,8 @@
 | `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
 | `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
 
-T is the longest text that T5 reads. Level 4 does not quantize the cross-attention, because it masks the text.
+T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, which masks the
+text.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Part, half_contract, vae_part
+from sd_quant.models.parts import Heads, Part, half_contract, vae_part
+from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import t5_part
 
 ADDED = {"resolution": 2, "aspect_ratio": 1}  # inputs of alpha at 1024, and how many numbers each has
@@ -108,6 +110,10 @@ class PixArt(Family):
             "vae": vae_part(configs["vae"]["latent_channels"]),
             "text_encoder": t5_part("text_encoder", tokens, masked=True),
         }
+
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
+        """Returns all attentions."""
+        return attention_heads(denoiser)
 
     def encode(
         self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None

@@ -6,10 +6,11 @@ except for the names that a family excludes.
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
-from sd_quant.models.parts import SharedInput
+from sd_quant.models.parts import Heads, SharedInput
 
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
@@ -41,12 +42,18 @@ def roles_of(network: nn.Module, excluded: Sequence[str]) -> dict[str, str]:
     return {name: layer_role(name, isinstance(module, nn.Conv2d), excluded) for name, module in layers.items()}
 
 
-def attention_widths(network: nn.Module) -> dict[str, int]:
-    """Returns the head width of every ``diffusers.models.attention_processor.Attention`` by name."""
+def attention_heads(network: nn.Module) -> dict[str, Heads]:
+    """Returns the heads of every ``Attention`` and ``FluxAttention`` of diffusers by name; Flux's are rotary."""
     from diffusers.models.attention_processor import Attention
+    from diffusers.models.transformers.transformer_flux import FluxAttention
 
-    attentions = {name: module for name, module in network.named_modules() if isinstance(module, Attention)}
-    return {name: module.to_q.out_features // module.heads for name, module in attentions.items()}
+    found = {}
+    for name, module in network.named_modules():
+        if isinstance(module, Attention | FluxAttention):
+            config: Any = network.config
+            rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
+            found[name] = Heads(module.to_q.out_features // module.heads, rotary)
+    return found
 
 
 def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:

@@ -20,8 +20,8 @@ from torch import nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Part, half_contract, vae_part
-from sd_quant.models.roles import attention_widths
+from sd_quant.models.parts import Heads, Part, half_contract, vae_part
+from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import clip_part, t5_part
 from sd_quant.models.transformer import TransformerPart
 
@@ -59,9 +59,9 @@ class StableDiffusion3(Family):
             **t5,
         }
 
-    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
         """Returns all attentions if queries and keys have no norms or those of 3.5; else none."""
-        return attention_widths(denoiser) if denoiser.config.qk_norm in (None, "rms_norm") else {}
+        return attention_heads(denoiser) if denoiser.config.qk_norm in (None, "rms_norm") else {}
 
 
 FAMILY = StableDiffusion3()

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import SharedInput
-from sd_quant.models.roles import attention_widths as attentions
+from sd_quant.models.parts import Heads, SharedInput
+from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.models.roles import roles_of
 
 __all__ = ["attentions"]
@@ -67,7 +67,7 @@ class UnetFamily(Family):
     def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
         return shared_inputs(linears)
 
-    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
         return attentions(denoiser)
 
 

@@ -16,7 +16,7 @@ from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, PipelineAdapter
 from sd_quant.models.observed import Observed
-from sd_quant.models.parts import Axis, Part, SharedInput, with_dtypes
+from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature
 from sd_quant.observed.ladder import IN_FP32, Rung, part_of
 from sd_quant.observed.layers import ObservedLayers
@@ -119,7 +119,7 @@ class ObservedFamily(Observed):
                 )
         return found
 
-    def attentions(self, denoiser: nn.Module) -> dict[str, int]:
+    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
         return dict(self.layers.attentions)
 
 

@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import nn
 
-from sd_quant.models.parts import SharedInput
-from sd_quant.models.roles import attention_widths
+from sd_quant.models.parts import Heads, SharedInput, text_readers
+from sd_quant.models.roles import attention_heads
 from sd_quant.observed.flow import Call, Flow, is_layer
 from sd_quant.observed.producers import producer_of
 from sd_quant.observed.tape import Operation, Tape, Value, noted
@@ -52,7 +52,8 @@ REASONS = (
 )  # fmt: skip
 
 CONVOLUTIONS = nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0")  # of diffusers' attentions whose products can be quantized
+# of diffusers' attentions whose products can be quantized
+PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ObservedLayers:
     roles: dict[str, str]  # of every Linear and Conv2d, in the network's order
     reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions, one of ``REASONS`` each
     shared_inputs: list[SharedInput]  # of all linears
-    attentions: dict[str, int]  # head width of each attention whose products can be quantized, by its name
+    attentions: dict[str, Heads]  # of each attention whose products can be quantized, by its name
 
 
 def as_json(observed: ObservedLayers) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def from_json(plain: Mapping[str, Any]) -> ObservedLayers:
         )
         for each in plain["shared_inputs"]
     ]
-    return ObservedLayers(dict(plain["roles"]), dict(plain["reasons"]), inputs, dict(plain["attentions"]))
+    attentions = {name: Heads(each["width"], tuple(each["rotary"])) for name, each in plain["attentions"].items()}
+    return ObservedLayers(dict(plain["roles"]), dict(plain["reasons"]), inputs, attentions)
 
 
 def observed_layers(
@@ -103,7 +105,8 @@ def layers_of(network: nn.Module, tape: Tape, text: Collection[str]) -> Observed
     """Returns the same from a tape of ``network``."""
     flow = Flow(network, tape, tuple(text))
     roles, reasons = _roles(flow)
-    return ObservedLayers(roles, reasons, _shared_inputs(flow), _attentions(flow))
+    inputs = _shared_inputs(flow)
+    return ObservedLayers(roles, reasons, inputs, _attentions(flow, text_readers(inputs)))
 
 
 def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
@@ -232,22 +235,30 @@ def _producers_first(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     return ordered
 
 
-def _attentions(flow: Flow) -> dict[str, int]:
-    """The head widths of diffusers' attentions if all are as ``quantization.attention`` assumes and have no mask."""
+def _attentions(flow: Flow, text: Collection[str]) -> dict[str, Heads]:
+    """The heads of diffusers' attentions if all are as ``quantization.attention`` assumes.
+
+    A mask may be added to the scores where the key's linear is among those that read the ``text``.
+    """
     called = defaultdict[str, list[Operation]](list)
     for operation in flow.attended:
         called[operation.module].append(operation)
-    widths = attention_widths(flow.network)
-    plain = [_is_plain(flow.network.get_submodule(name), called.get(name, [])) for name in widths]
-    return widths if all(plain) and len(flow.attended) == len(widths) else {}
+    heads = attention_heads(flow.network)
+    plain = [
+        _is_plain(flow.network.get_submodule(name), called.get(name, []), f"{name}.to_k" in text) for name in heads
+    ]
+    return heads if all(plain) and len(flow.attended) == len(heads) else {}
 
 
-def _is_plain(attention: Any, calls: Sequence[Operation]) -> bool:
-    """Whether one product without a mask was computed, of queries and keys without norms or with an RMSNorm."""
+def _is_plain(attention: Any, calls: Sequence[Operation], cross: bool) -> bool:
+    """Whether one product was computed, of queries and keys without norms or with an RMSNorm.
+
+    Without a mask, unless it is a cross-attention.
+    """
     norms = {type(getattr(attention, name, None)).__name__ for name in ("norm_q", "norm_k")}
     one = len(calls) == 1 and calls[0].kind == "scaled_dot_product_attention"
-    masks = [each for each in (*calls[0].operands[3:], *calls[0].options.values())] if one else []
-    plain = not any(isinstance(each, Value) or each is True for each in masks)
+    options = (*calls[0].operands[3:], *calls[0].options.values()) if one else ()
+    plain = not any(each is True or (isinstance(each, Value) and not cross) for each in options)
     return one and plain and norms <= {"RMSNorm", "NoneType"} and type(attention.processor).__name__ in PROCESSORS
 
 

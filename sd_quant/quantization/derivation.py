@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.models.parts import SharedInput, text_readers
+from sd_quant.models.parts import Heads, SharedInput, text_readers
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
@@ -30,7 +30,7 @@ def derive(
     recipe: Recipe,
     inputs: Sequence[SharedInput],
     kept: Collection[str] = (),
-    attentions: Mapping[str, int] = {},
+    attentions: Mapping[str, Heads] = {},
     exclude: Collection[str] = (),
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
     recipes: Mapping[str, Recipe] = {},
@@ -41,8 +41,8 @@ def derive(
 
     ``weight_of`` reads a layer's weight by its name, ``bias_of`` its bias (None: it has none), ``gain_of`` the weight
     of the norm of an attention's queries or keys (None: there is no such norm); the weights of one shared input are in
-    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the head widths of its
-    attentions by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
+    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the heads of its attentions
+    by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
     ``recipes`` overrides the recipe of some layers, alike for all readers of a shared input. ``advance`` is called once
     for every layer, and again when its codes have been chosen.
     Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,
@@ -86,10 +86,10 @@ def derive(
             advance()
     if recipe.enable.attention is not None:
         text = text_readers(inputs)
-        for name, width in attentions.items():
+        for name, heads in attentions.items():
             cross = f"{name}.to_k" in text
             assignment[name] = assign_attention(
-                name, width, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
+                name, heads, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
             )
     return assignment
 

@@ -17,8 +17,6 @@ from sd_quant.quantization.formats import FORMATS, Format
 @torch.no_grad()
 def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
     """Smooth weights and norms of ``module`` in place, without rounding, and quantize its attentions' products."""
-    from diffusers.models.attention_processor import JointAttnProcessor2_0
-
     for layer in assignment.values():
         target = module.get_submodule(layer.name)
         if layer.role != "attention":
@@ -26,8 +24,8 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
                 if not parameter.is_meta:
                     parameter.copy_(rewritten(parameter, layer))
         elif layer.activation_format is not None:
-            joint = isinstance(target.processor, JointAttnProcessor2_0)
-            target.set_processor((QuantizedJointAttention if joint else QuantizedAttention)(layer))
+            kind = PROCESSORS.get(type(target.processor).__name__, QuantizedAttention)
+            target.set_processor(kind(layer))
 
 
 class QuantizedAttention(nn.Module):
@@ -38,14 +36,28 @@ class QuantizedAttention(nn.Module):
         kind = IntegerProducts if FORMATS[layer.activation_format].equal_levels else FloatProducts
         self.products = kind(layer)
 
-    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
+    def forward(
+        self,
+        attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **_,
+    ):
         heads = heads_of(attention, IMAGE, hidden_states, encoder_hidden_states)
+        if attention_mask is not None:
+            batch, keys = len(heads[1]), heads[1].shape[2]
+            mask = attention.prepare_attention_mask(attention_mask, keys, batch)
+            heads.append(mask.view(batch, attention.heads, -1, mask.shape[-1]))
         return attention.to_out[1](attention.to_out[0](self.mixed(*heads)))
 
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The output [B, tokens, heads * head_width] for inputs [B, heads, tokens, head_width]."""
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+        """The output [B, tokens, heads * head_width] for inputs [B, heads, tokens, head_width].
+
+        The products of integers take no ``mask``, because none of their attentions has one.
+        """
         root = query.shape[-1] ** -0.25
-        return self.products(query * root, key * root, value).transpose(1, 2).flatten(2)
+        return self.products(query * root, key * root, value, *mask).transpose(1, 2).flatten(2)
 
 
 class QuantizedJointAttention(QuantizedAttention):
@@ -54,7 +66,14 @@ class QuantizedJointAttention(QuantizedAttention):
     Without text it is a self-attention. The last block does not use the text's output, which has no projection there.
     """
 
-    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_):
+    def forward(
+        self,
+        attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **_,
+    ):
         if encoder_hidden_states is None:
             return super().forward(attention, hidden_states)
         streams = heads_of(attention, IMAGE, hidden_states), heads_of(attention, TEXT, encoder_hidden_states)
@@ -62,6 +81,42 @@ class QuantizedJointAttention(QuantizedAttention):
         image, text = mixed.tensor_split([hidden_states.shape[1]], dim=1)
         image = attention.to_out[1](attention.to_out[0](image))
         return image, text if attention.context_pre_only else attention.to_add_out(text)
+
+
+class QuantizedFluxAttention(QuantizedAttention):
+    """The computation of diffusers' FluxAttnProcessor: tokens of text, then of image; queries and keys are rotated.
+
+    Without text it is the attention of a single block, which has no output projection of its own.
+    """
+
+    def forward(
+        self,
+        attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **_,
+    ):
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        streams = [heads_of(attention, IMAGE, hidden_states)]
+        if encoder_hidden_states is not None:
+            streams.insert(0, heads_of(attention, TEXT, encoder_hidden_states))
+        query, key, value = (torch.cat(each, dim=2) for each in zip(*streams, strict=True))
+        if image_rotary_emb is not None:
+            query, key = (apply_rotary_emb(each, image_rotary_emb) for each in (query, key))
+        mixed = self.mixed(query, key, value, *(() if attention_mask is None else (attention_mask,)))
+        if encoder_hidden_states is None:
+            return mixed
+        text, image = mixed.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attention.to_out[1](attention.to_out[0](image)), attention.to_add_out(text)
+
+
+PROCESSORS = {  # by the name of diffusers' own, which they replace; QuantizedAttention replaces all others
+    "JointAttnProcessor2_0": QuantizedJointAttention,
+    "FluxAttnProcessor": QuantizedFluxAttention,
+}
 
 
 def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
@@ -75,7 +130,7 @@ def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None =
         (stream.key, stream.key_norm, context),
         (stream.value, None, context),
     ):
-        heads = attention.head_to_batch_dim(getattr(attention, linear)(read), out_dim=4)
+        heads = getattr(attention, linear)(read).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
         normed = None if norm is None else getattr(attention, norm)
         found.append(heads if normed is None else normed(heads))
     return found
@@ -88,17 +143,20 @@ def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
 
 
 class FloatProducts(nn.Module):
-    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width]."""
+    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width].
+
+    A ``mask`` [B, heads, 1 or tokens, keys] is added to the scores, which are not rounded.
+    """
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()
         self.fmt, self.scales = FORMATS[layer.activation_format], float_scales(layer)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | float = 0.0) -> Tensor:
         rounded = partial(fake_quantized, self.fmt)
         query_scale, key_scale, value_scale, softmax_scale = self.scales
         scores = rounded(query, query_scale) @ rounded(key, key_scale).transpose(2, 3)
-        return rounded(scores.softmax(-1), softmax_scale) @ rounded(value, value_scale)
+        return rounded((scores + mask).softmax(-1), softmax_scale) @ rounded(value, value_scale)
 
 
 class IntegerProducts(nn.Module):

@@ -40,7 +40,7 @@ def assign(
             recipe,
             loaded.shared_inputs,
             kept,
-            loaded.head_widths,
+            loaded.attentions,
             loaded.exclude,
             optional(weights, "bias"),
             recipes,

@@ -9,7 +9,7 @@ from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import check
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
-from sd_quant.models.parts import SharedInput, exported, text_readers
+from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone, with_weights
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.recipe_check import check_layers, check_part, is_excluded
@@ -24,7 +24,7 @@ class Loaded(Session):
 
     roles: dict[str, str]  # role of each of the denoiser's layers
     shapes: dict[str, tuple[int, ...]]  # of the weight of each
-    head_widths: dict[str, int]  # width of a head by attention, of those that quant_level 4 can quantize
+    attentions: dict[str, Heads]  # by name, of those that quant_level 4 can quantize
     recipe: Quantize
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
     weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
@@ -77,7 +77,7 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     """
     session.check(model, infer, recipe)
     checkpoint, network, family = session.checkpoint, empty_denoiser(session.checkpoint), model.family
-    roles, head_widths = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
+    roles, attentions = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
     linears = [name for name, shape in shapes.items() if len(shape) == 2]
     excluded = [name for name in linears if roles[name] == "excluded"]
@@ -88,13 +88,13 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     alone = frozenset(matched("weights_alone", recipe.weights_alone.get(family, ()), linears))
     alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.chooses_bits else []
     for each in (recipe, *alternatives):
-        check_layers(roles, shapes, each, head_widths, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
+        check_layers(roles, shapes, each, attentions, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
     presets = presets_of_parts(session, recipe.parts or {})
     others = recipes_of_parts(session, presets)
     loaded = Loaded(
-        checkpoint, roles, shapes, head_widths, recipe, exclude, alone, kept, model, infer, presets, others
+        checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others
     )  # fmt: skip
     check_readers(loaded)
     return loaded

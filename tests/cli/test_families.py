@@ -136,6 +136,30 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "preset", "engine", "knobs", "formats"),
+    [
+        ("flux", "nvfp4", "onnxruntime", ("attention=fp8", "export_trt=none"), {"fp8": 4}),
+        ("flux", "fp8", "onnxruntime", PLANS, {"fp8": 4}),
+        ("flux", "int8", "openvino", PLANS, {"int8": 4}),
+        ("pixart", "int8", "openvino", PLANS, {"int8": 2, "high precision": 2}),
+        ("pixart", "int8", "onnxruntime", ("attention=fp8", *PLANS), {"fp8": 4}),
+    ],
+)
+def test_attention_that_rotates_or_masks_in_a_format_of_its_own(job, tmp_path, family, preset, engine, knobs, formats):
+    run = job(tmp_path / "run", family, f"quantize={preset}", f"infer={engine}", "quant_level=4", *knobs)
+    record, rows = record_of(run), rows_of(run).values()
+    assert Counter(row["format"] for row in rows if row["role"] == "attention") == formats
+    assert {row["format"] for row in rows if row["role"] == "qkv"} == {preset}
+    quantized = sum(count for name, count in formats.items() if name != "high precision")
+    assert record["simulated"] or record["parity"]["quantized_attentions"]["count"] == quantized
+    onnx.checker.check_model(onnx_path(run, "transformer"), full_check=True)
+    if PLANS[0] in knobs:
+        kept = record["plans"]["transformer"]["attention"]
+        assert (run / "plan" / "transformer.plan").exists() and (kept is not None) == ("int8" in formats)
+
+
+@pytest.mark.soak
 def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
     """Of one cache, in which nothing of the one may be taken for the other's: the codes are the same, bit for bit."""
     runs = {io: job(tmp_path / io, "sdxl", f"export.io={io}", "alpha=0.8") for io in ("diffusers", "nemo")}

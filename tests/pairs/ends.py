@@ -14,6 +14,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     ],
     "infer": ["openvino", "onnxruntime", "torch_native"],
     "quant_level": ["3", "1", "2.5", "4"],
+    "attention": ["null", "fp8", "int8"],
     "alpha": ["null", "0.0", "1.0", "auto"],
     "smoothing": ["null", "none", "folded", "modelopt"],
     "percentile": ["1.0", "0.5", "0.04"],
@@ -105,7 +106,8 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     *("hand_over", "export.dtype"),
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
-    *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
+    *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.attention", "quantize.alpha"),
+    "quantize.keep",
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),

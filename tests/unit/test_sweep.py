@@ -148,6 +148,8 @@ def test_jobs_of_the_same_assignment_are_done_once():
     jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,auto")[0]["jobs"]}
     first, twin = "quant_level=1,alpha=0.5", "quant_level=1,alpha=auto"
     assert jobs.pop(twin) == first and set(jobs.values()) == {None}
+    jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=4", "attention=null,int8,fp8")[0]["jobs"]}
+    assert jobs == {"attention=null": None, "attention=int8": "attention=null", "attention=fp8": None}
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,9 @@ def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
         "collect_method": "min-max", "calib_size": 8, "calibration": "outputs/cache/statistics/0123",
     }  # fmt: skip
     assert given.keys() <= set(SHORTHANDS)
+    at_4 = (read(QuantizeJob, composed("quantize", "quant_level=4", f"{name}=fp8")) for name in
+            ("attention", "quantize.attention"))  # fmt: skip
+    assert {each.quantize.enable.attention for each in at_4} == {"fp8"}
     short, full, usual = (
         read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items())))
         for prefix, knobs in (("", given), ("quantize.", given), ("", {}))

@@ -31,7 +31,10 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
     ("preset", "knobs", "sentence"),
     [
         ("int8_per_tensor", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because int8_per_tensor has "
-         "no format for attention's matrix products; quantize=fp8 and quantize=int8 have"),
+         "no format for attention's matrix products; give it one by attention=fp8 or attention=int8"),
+        ("nvfp4", {"quant_level": 3, "attention": "fp8"}, "attention is fp8, expected null, because quant_level=3 "
+         "leaves attention's products alone, 4 does not"),
+        ("nvfp4", {"quant_level": 4, "attention": "nvfp4"}, "attention is nvfp4, expected one of int8, fp8"),
         ("svdquant_w4a4", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because svdquant"),
         ("nvfp4", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, such as"),
         ("int8", {"budget": 0.4, "infer.engine": "torch_native"}, "quantize.budget is 0.4, expected null, because "
@@ -95,6 +98,18 @@ def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, r
     assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv", 768)) == (False, 0)
     assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv", 768)) == (per_token, rotation)
     assert quantize.rotation_of("qkv", 640) == min(rotation, 64)
+
+
+def test_attention_has_a_format_of_its_own_or_the_presets():
+    """With NVFP4 linears, as ModelOpt's default for Flux is; what is read again of a finished run is the same."""
+    found = job("nvfp4", {"quant_level": 4, "attention": "fp8"})
+    assert found.formats() == {"weights": {"nvfp4"}, "inputs": {"nvfp4"}, "attention": {"fp8"}}
+    again = job("nvfp4", {"quant_level": 4, "attention": "fp8", "enable": dataclasses.asdict(found.quantize.enable)})
+    assert again.quantize == found.quantize
+    assert job("int8", {"quant_level": 4, "attention": "fp8"}).formats()["attention"] == {"fp8"}
+    assert job("int8", {"quant_level": 4}).formats()["attention"] == {"int8"}
+    with pytest.raises(ConfigError, match="quantize.format is int8, expected the name of the preset"):
+        job("int8", {"quant_level": 4, "attention": "fp8", "quantize.enable.linear.weight": "fp8"})
 
 
 def test_a_conv_takes_no_input_in_blocks():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sd_quant.engines import why_not
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of
-from sd_quant.models.parts import Contract
+from sd_quant.models.parts import Contract, Heads
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, shared_inputs
@@ -68,11 +68,11 @@ class Network:
         return self.unet.get_parameter(f"{name}.weight")
 
     def derive(
-        self, recipe: Recipe, kept: Collection[str] = (), head_widths: Mapping[str, int] | None = None
+        self, recipe: Recipe, kept: Collection[str] = (), heads: Mapping[str, Heads] | None = None
     ) -> dict[str, LayerAssignment]:
         return derive(
             self.roles, self.weight, self.statistics, recipe, shared_inputs(self.roles), kept,
-            attentions=attentions(self.unet) if head_widths is None else head_widths,
+            attentions=attentions(self.unet) if heads is None else heads,
             bias_of=lambda name: self.unet.get_submodule(name).bias,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from sd_quant.engines import NO_INTEGER_ATTENTION, load_engine
 from sd_quant.engines.tensorrt.build import build_plan
 from sd_quant.export.attention import with_softmax
 from sd_quant.export.layer_cut import cut_attentions
+from sd_quant.models.parts import Heads
 from sd_quant.models.unet import attentions
 from sd_quant.numbers import relative_error
 from tests.graphs import exposing, producers, readers, run, stored_in
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.slow  # the tracing
 def in_fp8(network, export, tmp_path_factory) -> Exported:
     """At level 4, where the attentions of the middle are said to have narrow heads."""
     recipe = export("fp8").recipe
-    widths = {name: 24 if name.startswith("mid") else width for name, width in attentions(network.unet).items()}
-    assert set(widths.values()) == {24, 32}
-    assignment = network.derive(recipe, head_widths=widths)
+    heads = {name: Heads(24) if name.startswith("mid") else each for name, each in attentions(network.unet).items()}
+    assert set(heads.values()) == {Heads(24), Heads(32)}
+    assignment = network.derive(recipe, heads=heads)
     path = network.write(tmp_path_factory.mktemp("attention") / "unet.onnx", assignment)
     return Exported(recipe, network, assignment, path)
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd_quant.models.parts import Heads
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention, head_factors
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -26,7 +27,7 @@ def assigned(
     parts = zip(weights, (inputs[:6], inputs[6:], inputs[:1]), strict=True)
     statistics = {name: LayerStatistics("linear", torch.ones(1, 8), sample_of(part.half())) for name, part in parts}
     recipe = Recipe(level, 0.8, enable=Enable(int8, int8, fmt))
-    return assign_attention("attn", width, rows, weights.__getitem__, statistics, recipe, cross)
+    return assign_attention("attn", Heads(width), rows, weights.__getitem__, statistics, recipe, cross)
 
 
 def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_reads():
