@@ -1,6 +1,7 @@
 """Calibration statistics: from the cache, a calibration here, or a file made elsewhere, of the denoiser alone."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -25,10 +26,11 @@ from sd_quant.models.checkpoint import (
 from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessians_of
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes, hessians_of
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.stages.generate import calibration_source_of
+from sd_quant.stages.load import Loaded
 
 LOG = logging.getLogger(__name__)
 LONG = 600  # seconds above which a calibration is announced with a warning
@@ -109,6 +111,12 @@ def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Q
         return NO_HESSIANS
     inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     return hessians_of(roles, inputs, knobs, knobs.choices if knobs.chooses_bits else ())
+
+
+def bytes_of_hessians(loaded: Loaded) -> int:
+    """Bytes of the Hessians of the denoiser's layers that calibration sums."""
+    widths = {name: math.prod(shape[1:]) for name, shape in loaded.shapes.items()}
+    return hessian_bytes(widths, denoiser_hessians(loaded.checkpoint, loaded.roles, loaded.recipe))
 
 
 def part_hessians(checkpoint: Checkpoint, part: str, recipe: Recipe) -> Hessians:
