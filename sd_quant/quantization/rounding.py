@@ -35,7 +35,7 @@ from sd_quant.quantization.statistics import LayerStatistics
 COLUMNS = 2048
 STEP = 64  # inputs that are rounded before later ones are compensated, where the format has no blocks
 DAMPING = 1.0  # of the mean diagonal, where the Hessian is that of the sampled rows
-WHOLE_DAMPING = 0.01  # where it is that of all rows
+WHOLE_DAMPING = 0.1  # where it is that of all rows; 0.01, as of GPTQ, gains less on images: docs/lab_notebook.md
 FEWEST_ROWS = 16
 
 ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales of blocks, and a global one [] if any
