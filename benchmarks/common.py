@@ -31,6 +31,7 @@ from sd_quant.places import HOME, input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
@@ -75,7 +76,10 @@ class Subject:
     def sampling(self, steps: int, batch_size: int = 1) -> Sampling:
         return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
 
-    def statistics(self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None) -> Statistics:
+    def statistics(
+        self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None,
+        hessians: Hessians = NO_HESSIANS,
+    ) -> Statistics:  # fmt: skip
         """The statistics of all prompts or the first ones, on the CPU, from a cache where one is given.
 
         Excluded linears are among the layers, as in the main job, because a recipe may include them.
@@ -85,7 +89,7 @@ class Subject:
         checkpoint = fingerprint(self.path)["sha256"] if cache else ""
         return calibrate(
             self.model, names, self.prompts[:prompts], sampling,
-            checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu",
+            checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu", hessians=hessians,
         )  # fmt: skip
 
     def assignment(

@@ -1,8 +1,8 @@
 """The effect of each part of the four-bit presets on fidelity: presets with one knob changed.
 
-One statistics pass serves all. Images are made by the simulation in fp32, so that quantization alone makes a
-difference; ``quality.py`` makes those of INT8 in OpenVINO. Finished rows are kept on disk, so a cancelled run continues
-with the others. Variants were chosen on other prompts than those that are reported:
+One statistics pass serves all without a Hessian. Images are made by the simulation in fp32, so that quantization alone
+makes a difference; ``quality.py`` makes those of INT8 in OpenVINO. Finished rows are kept on disk, so a cancelled run
+continues with the others. Variants were chosen on other prompts than those that are reported:
 
     python benchmarks/four_bits.py --prompts benchmarks/prompts/sdxl_mini_report.txt \\
         --out outputs/benchmarks/four_bits/report
@@ -27,7 +27,10 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import write_text
 from sd_quant.places import CONF
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.hessians import Hessians
+from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign
+from sd_quant.stages.calibrate import denoiser_hessians
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.session import Session
@@ -64,12 +67,15 @@ def main() -> None:
     subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
     checkpoint, jobs, lines = subject.model.checkpoint, dict[str, QuantizeJob](), []
     reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
-    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+    sampling, found = subject.sampling(options.steps), dict[Hessians, Statistics]()
 
     def simulated(row: str, folder: Path) -> Engine:
         job = jobs[row]
         loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
-        return open_simulated(checkpoint, assign(loaded, statistics))
+        summed = denoiser_hessians(checkpoint, loaded.roles, job.quantize)
+        if summed not in found:
+            found[summed] = subject.statistics(sampling, cache=STATISTICS, hessians=summed)
+        return open_simulated(checkpoint, assign(loaded, found[summed]))
 
     for rows in tables:
         jobs.clear()

@@ -6,6 +6,8 @@ timed apart and added. Memory: the bytes of the statistics and the growth of the
 also computed for the full-size SDXL UNet, without its weights.
 
     python benchmarks/overhead.py --prompts 32 --steps 20
+
+``--hessian 256`` sums what GPTQ takes with ``quantize.hessian`` besides.
 """
 
 import copy
@@ -23,7 +25,9 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.metrics.latency import measure_in_turn
 from sd_quant.metrics.memory import peak_memory_bytes
 from sd_quant.models.sdxl_nemo import unet_config
-from sd_quant.models.unet import layer_roles
+from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.quantization.hessians import Hessians, hessians_of
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Sample, Statistics, bytes_bound
 
 PLAIN, COLLECTING = "plain", "collecting"
@@ -42,6 +46,9 @@ def statistics_bytes(statistics: Statistics) -> int:
     samples: list[Sample] = [layer.rows for layer in statistics.layers.values()]
     tensors = [layer.amax for layer in statistics.layers.values()]
     tensors += [tensor for sample in samples for tensor in (sample.values, sample.priority)]
+    tensors += {
+        id(each.hessian): each.hessian for each in statistics.layers.values() if each.hessian is not None
+    }.values()
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -49,14 +56,24 @@ def layers_of(unet: nn.Module) -> dict[str, nn.Module]:
     return {name: unet.get_submodule(name) for name, role in layer_roles(unet).items() if role != "excluded"}
 
 
-def full_size_bound(prompts: int, steps: int) -> int:
+def hessians_of_unet(unet: nn.Module, block: int) -> Hessians:
+    """Those of all layers, in blocks of as many inputs; none of 0."""
+    roles, pair = layer_roles(unet), Pair("int4", None)
+    inputs = shared_inputs([name for name, role in roles.items() if role != "conv"])
+    return hessians_of(
+        roles, inputs, Recipe(3.0, None, enable=Enable(pair, pair, None), rounding="gptq", hessian=block)
+    )
+
+
+def full_size_bound(prompts: int, steps: int, block: int = 0) -> int:
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
-        return bytes_bound(layers_of(UNet2DConditionModel(**unet_config(FULL_SIZE))), prompts, steps)
+        unet = UNet2DConditionModel(**unet_config(FULL_SIZE))
+    return bytes_bound(layers_of(unet), prompts, steps, hessians_of_unet(unet, block))
 
 
-def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
+def overhead(subject: Subject, steps: int, batch_size: int, block: int = 0) -> dict:
     """Time and memory of one collection over all prompts, in turn with the plain pipeline."""
     sampling, model = subject.sampling(steps, batch_size), subject.model
     parts = {PLAIN: model.parts["unet_xl"], COLLECTING: copy.deepcopy(model.parts["unet_xl"])}
@@ -85,11 +102,14 @@ def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
         turn(name, batches[0])
     gc.collect()  # of what loading left behind: nobody's cost here
     before = peak_memory_bytes()
-    layers = layers_of(parts[COLLECTING].get_submodule("unet"))
+    unet = parts[COLLECTING].get_submodule("unet")
+    layers, hessians = layers_of(unet), hessians_of_unet(unet, block)
     wanted, drawing = timed(lambda: draw(layers, numbers, steps, sampling.seed))
     with ExitStack() as stack:
         position = lambda: (now["step"], now["batch"])  # noqa: E731
-        statistics = stack.enter_context(collect(parts[COLLECTING], layers, numbers, steps, position, wanted))
+        statistics = stack.enter_context(
+            collect(parts[COLLECTING], layers, numbers, steps, position, wanted, hessians=hessians)
+        )
         latency = measure_in_turn(calls, warmup=0, repeats=len(batches))
         _, finishing = timed(stack.close)
     plain, collecting = latency[PLAIN], latency[COLLECTING]
@@ -104,7 +124,7 @@ def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
         "overhead": middle + once,
         "overhead_of_least": collecting["min_ms"] / plain["min_ms"] - 1 + once,
         "statistics_bytes": statistics_bytes(statistics),
-        "bound_bytes": bytes_bound(layers, len(subject.prompts), steps),
+        "bound_bytes": bytes_bound(layers, len(subject.prompts), steps, hessians),
         "peak_growth_bytes": peak_memory_bytes() - before,
     }
 
@@ -112,11 +132,12 @@ def overhead(subject: Subject, steps: int, batch_size: int) -> dict:
 def main() -> None:
     arguments = parser(__doc__, prompts=32)
     arguments.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="images at a time")
+    arguments.add_argument("--hessian", type=int, default=0, help="inputs of a block (%(default)s)")
     options = arguments.parse_args()
     subject = load(options.prompts)
     found = []
     for batch_size in options.batches:
-        found.append(row := overhead(subject, options.steps, batch_size))
+        found.append(row := overhead(subject, options.steps, batch_size, options.hessian))
         plain, collecting = row["latency"][PLAIN], row["latency"][COLLECTING]
         low, _, high = row["quartiles"]
         kept, bound, growth = (row[f"{name}_bytes"] / 2**20 for name in ("statistics", "bound", "peak_growth"))
@@ -129,7 +150,7 @@ def main() -> None:
             + (f", peak memory grew by {growth:.2f} MiB" if row is found[0] else ""),  # later passes find it raised
             flush=True,
         )
-    bound = full_size_bound(options.prompts, options.steps)
+    bound = full_size_bound(options.prompts, options.steps, options.hessian)
     print(f"bound for the full-size SDXL UNet: {bound / 2**20:.0f} MiB")
     report(options, {"overhead": found, "full_size_bound_bytes": bound})
 

@@ -119,17 +119,20 @@ class Model:
         """The number of parameters by part, the denoiser first."""
         return self.session.parameters
 
-    def calibrate(self, prompts: str | Sequence[str] | None = None, **knobs: object) -> Statistics:
+    def calibrate(
+        self, prompts: str | Sequence[str] | None = None, preset: str | None = None, **knobs: object
+    ) -> Statistics:
         """Collect what every recipe is derived from: ranges and samples of the inputs of all layers.
 
         Args:
             prompts: one or more texts to make calibration images of; None: the first ``calib_size`` of the preset.
             knobs: the guidance ``scale``, and of the section ``quantize`` those that statistics depend on:
                 ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
-                ``devices``; and ``parts`` as for ``quantize``, for statistics of these parts too.
+                ``devices``; and as for ``quantize`` ``parts``, for statistics of these parts too, and ``hessian``.
+            preset: with ``hessian``, the recipe's, of whose layers it sums Hessians: ``svdquant_w4a16``, ...
 
         Returns:
-            The statistics, which know no recipe.
+            The statistics, which know no recipe, but for the Hessians.
 
         Raises:
             ConfigError: a knob does not exist, is out of range, or is used by ``quantize`` alone; ``calib_size`` or
@@ -139,13 +142,13 @@ class Model:
         """
         check_used(
             knobs,
-            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts"},
+            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts", "hessian"},
             "calibrate",
             "give it to quantize",
         )
         if prompts is not None:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
-        job, texts = self.job(None, knobs), None if prompts is None else texts_of(prompts)
+        job, texts = self.job(preset, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
         return statistics_of(
             self.session.checkpoint, loaded.roles, job, self.sha256, texts, part_recipes=loaded.part_recipes

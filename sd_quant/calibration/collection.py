@@ -5,7 +5,8 @@ pass continues at the last snapshot, and a larger calib_size costs only the prom
 need the same statistics, one calibrates and the others wait.
 
 Lightning Fabric chooses the device. On one device the pass runs in this process. For several, Fabric starts a process
-each, which calibrates some of the segment's prompts and writes its statistics to a file; merging the files is exact.
+each, which calibrates some of the segment's prompts and writes its statistics to a file; merging the files is exact,
+of Hessians to rounding.
 """
 
 import logging
@@ -34,6 +35,7 @@ from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
 
@@ -43,9 +45,13 @@ LOG = logging.getLogger(__name__)
 TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no further one is
 
 
-def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
+def origin(
+    checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
+) -> dict:
     """Everything but the prompts that the statistics of the layers ``names`` depend on, for JSON."""
-    return {
+    of = digest(*map(repr, hessians.readers))
+    summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
+    return summed | {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
         "sampling": sampling.described(),
@@ -75,9 +81,11 @@ def calibrate(
     announce: Callable[[str, int, float | None], object] | None = None,
     between_calls: Callable[[], object] = lambda: None,
     on_latent: OnLatent = lambda number, latent: None,
+    hessians: Hessians = NO_HESSIANS,
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache where it has them.
 
+    ``hessians`` of some of these layers are summed besides.
     ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
     prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
     ``between_calls`` is called before each call of the denoiser, if the calls are made in this process. ``on_latent``
@@ -88,10 +96,9 @@ def calibrate(
     fabric = fabric_for(accelerator, devices)
     # contracts: a checkpoint can be opened with other names of inputs, and with fewer text encoders
     inputs = digest(repr(model.contracts))
-    made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type) | {"inputs": inputs}
+    made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type, hessians) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
-    parts: list[Statistics] = []
-    done = 0
+    merged, done = Statistics({}, {}), 0
     waiting = "waiting for another process, which calibrates the same"
     with locked(entries.folder / ".lock", waiting) if entries else nullcontext():
         while done < len(prompts):
@@ -101,12 +108,12 @@ def calibrate(
             else:
                 if announce:
                     one_of_each = [sampling.of_image(number) for number in range(len(sampling.sizes or [None]))]
-                    times = (seconds_of_a_call(fabric, model, names, image) for image in one_of_each)
+                    times = (seconds_of_a_call(fabric, model, names, image, hessians) for image in one_of_each)
                     seconds = fmean(times) if devices == 1 else None
                     announce(fabric.device.type, len(prompts) - done, seconds)
                 announce = None
                 segment = next_segment(done, len(prompts), snapshots)
-                arguments = (names, prompts, segment, sampling)
+                arguments = (names, prompts, segment, sampling, hessians)
                 statistics = (
                     collect_segment(fabric, model, *arguments, between_calls=between_calls, on_latent=on_latent)
                     if devices == 1
@@ -114,17 +121,18 @@ def calibrate(
                 )
                 if entries:
                     entries.write(segment, statistics)
-            parts.append(statistics)
+            merged = merge([merged, statistics])
             done = segment.stop
-    statistics = merge(parts)
-    if unreached := [name for name in names if name not in statistics.layers]:
+    if unreached := [name for name in names if name not in merged.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
     if entries:
         LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
-    return statistics
+    return merged
 
 
-def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling) -> float:
+def seconds_of_a_call(
+    fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling, hessians: Hessians = NO_HESSIANS
+) -> float:
     """The seconds that the denoiser takes for a batch while statistics are collected, the least of some calls.
 
     The road not taken is to count operations, from which the time of a small network cannot be predicted.
@@ -136,7 +144,8 @@ def seconds_of_a_call(fabric, model: LoadedModel, names: Sequence[str], sampling
     inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
     layers = {layer: model.denoiser.get_submodule(layer) for layer in names}
     batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
-    with suppress(SdQuantError), collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}):
+    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=hessians)
+    with suppress(SdQuantError), watched:
         while len(seconds) < TRIES and sum(seconds) < ENOUGH:
             start = perf_counter()
             for output in engine(**inputs).values():
@@ -176,6 +185,7 @@ def collect_segment(
     prompts: Sequence[str],
     segment: range,
     sampling: Sampling,
+    hessians: Hessians = NO_HESSIANS,
     subset: slice = slice(None),
     between_calls: Callable[[], object] = lambda: None,
     on_latent: OnLatent = lambda number, latent: None,
@@ -215,6 +225,7 @@ def collect_segment(
             lambda: (now["step"], now["batch"]),
             wanted,
             batched,
+            hessians,
         ) as statistics,
         watch(networks) as peaks,
     ):  # fmt: skip

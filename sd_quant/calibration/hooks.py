@@ -10,7 +10,7 @@ sample may miss it, and a range without it clips it in every image. So a layer t
 prompt's first token in its sample.
 
 ``bytes_bound`` bounds the size of the statistics; each prompt adds 4 bytes per step and convolution. Collecting them
-takes about twice as much memory.
+takes about twice as much memory. Hessians, where a recipe takes any, are summed in place (``quantization.hessians``).
 """
 
 import math
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, add_rows, blocks_of
 from sd_quant.quantization.statistics import (
     CALLS,
     ROWS,
@@ -106,14 +107,15 @@ def collect(
     position: Callable[[], tuple[int, Sequence[int]]],
     wanted: Wanted,
     batched: Collection[str] | None = None,
+    hessians: Hessians = NO_HESSIANS,
 ) -> Iterator[Statistics]:
     """Collect the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
 
     The yielded statistics are empty until the block ends. ``position()`` returns the current denoising step and the
     prompts in the batch. With guidance the batch is the unconditional half followed by the conditional one, and both
     count for their prompt. Where a sampler calls ``module`` several times in a step, all calls widen the ranges, and
-    rows are taken from the first. The inputs that ``module`` gets by name are sampled too; ``batched`` names those with
-    a batch axis, by default all.
+    rows are taken from the first, while ``hessians`` sum all. The inputs that ``module`` gets by name are sampled too;
+    ``batched`` names those with a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: layer_kind(layer) for name, layer in layers.items()}
@@ -121,6 +123,10 @@ def collect(
     for name, layer in layers.items():
         device = layer.get_parameter("weight").device
         rows[name] = torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=device)
+    sums: dict[str, Tensor] = {}  # Hessians by the first of the layers that read the tensor
+    for first, *_ in hessians.readers:
+        shape = blocks_of(width_of(layers[first]), hessians.block)
+        sums[first] = torch.zeros(shape, device=layers[first].get_parameter("weight").device)
     priorities: dict[str, list[float]] = {name: [] for name in layers}
     calls: dict[str, list[Sample]] = {}
     seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
@@ -164,6 +170,8 @@ def collect(
         if name in seen and not alike:
             seen[name] = seen[name].amax(0, keepdim=True).expand(prompts_of_call, -1)
         seen[name] = torch.maximum(seen[name], range_of_call) if name in seen else range_of_call
+        if name in sums:
+            add_rows(sums[name], layer, x.detach(), position()[0])
         if name in drawn:
             x, batch = x.detach(), len(position()[1])
             for index, places in drawn.pop(name):
@@ -215,6 +223,11 @@ def collect(
         values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
         statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS))
+    for readers in hessians.readers:
+        if readers[0] in statistics.layers:
+            hessian = sums.pop(readers[0]).cpu()
+            for name in statistics.layers.keys() & set(readers):
+                statistics.layers[name].hessian = hessian
     statistics.calls |= {name: lowest(samples, CALLS) for name, samples in of_one_shape(calls).items()}
 
 

@@ -31,6 +31,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.parts import network_in
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.source import source_digest
 
@@ -52,10 +53,12 @@ def calibrate_parts(
     latents: Mapping[int, Tensor] = {},
     cache: Path | None = None,
     accelerator: str = "auto",
+    hessians: Mapping[str, Hessians] = {},
 ) -> dict[str, Statistics]:
     """The statistics of the layers ``names``, by part, over all ``prompts``, from the cache where it has them.
 
-    ``latents`` are final latents of prompts by number, as far as they are known. Raises SdQuantError naming layer and
+    ``latents`` are final latents of prompts by number, as far as they are known, ``hessians`` what is summed besides,
+    by part. Raises SdQuantError naming layer and
     text when an input of a layer is not finite.
     """
     fabric, everything, found = fabric_for(accelerator, 1), range(len(prompts)), dict[str, Statistics]()
@@ -64,7 +67,8 @@ def calibrate_parts(
     with ExitStack() as stack:
         entries = {}
         for part, layers in names.items() if cache else ():
-            made_from = origin(checkpoint_sha256, layers, sampling, fabric.device.type)
+            summed = hessians.get(part, NO_HESSIANS)
+            made_from = origin(checkpoint_sha256, layers, sampling, fabric.device.type, summed)
             entries[part] = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
             stack.enter_context(locked(entries[part].folder / ".lock", "waiting for another process, as it calibrates"))
             if entries[part].path(everything).exists() and (read := entries[part].read(everything)) is not None:
@@ -73,7 +77,7 @@ def calibrate_parts(
         missing = {part: layers for part, layers in names.items() if part not in found}
         if missing:
             LOG.info("calibrating %s on %d prompts", " and ".join(missing), len(prompts))
-            found |= collect_parts(fabric, model, missing, prompts, sampling, latents)
+            found |= collect_parts(fabric, model, missing, prompts, sampling, latents, hessians)
         for part in missing.keys() & entries.keys():
             entries[part].write(everything, found[part])
     return found
@@ -86,8 +90,9 @@ def collect_parts(
     prompts: Sequence[str],
     sampling: Sampling,
     latents: Mapping[int, Tensor] = {},
+    hessians: Mapping[str, Hessians] = {},
 ) -> dict[str, Statistics]:
-    """The statistics of the layers ``names``, by part. ``latents`` as for ``calibrate_parts``."""
+    """The statistics of the layers ``names``, by part. ``latents`` and ``hessians`` as for ``calibrate_parts``."""
     checkpoint, everything = model.checkpoint, range(len(prompts))
     observed = checkpoint.pipeline is not None
     known = not observed and all(number in latents for number in everything)
@@ -120,7 +125,8 @@ def collect_parts(
             reads_text = [] if part == DECODER else list(layers)
             wanted = draw(layers, bound, 1, sampling.seed, reads_text)
             position = partial(lambda part: (0, batch[part]), part)
-            collecting = collect(model.parts[part], layers, bound, 1, position, wanted)
+            summed = hessians.get(part, NO_HESSIANS)
+            collecting = collect(model.parts[part], layers, bound, 1, position, wanted, hessians=summed)
             statistics[part] = stack.enter_context(collecting)
         peaks = stack.enter_context(watch(networks))
         pipeline = pipeline_of(checkpoint, engines)

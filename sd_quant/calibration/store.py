@@ -90,7 +90,8 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
     """The tensors of an entry: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
 
-    ``peak|<part>|<place>`` is the largest magnitude of a part's activations, a number.
+    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers that read one tensor. ``peak|<part>|<place>`` is the
+    largest magnitude of a part's activations, a number.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in statistics.layers.items():
@@ -99,6 +100,12 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
             f"{layer.kind}|{name}|rows": layer.rows.values.contiguous(),
             f"{layer.kind}|{name}|priority": layer.rows.priority.contiguous(),
         }
+    readers: dict[int, list[str]] = {}
+    for name, layer in statistics.layers.items():
+        if layer.hessian is not None:
+            readers.setdefault(id(layer.hessian), []).append(name)
+    for names in readers.values():
+        tensors[f"hessian|{','.join(sorted(names))}|blocks"] = statistics.layers[names[0]].hessian.contiguous()
     for name, sample in statistics.calls.items():
         tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
     for part, peak in statistics.peaks.items():
@@ -121,4 +128,8 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
             statistics.calls[name] = sample
         else:
             statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample)
+    for key in tensors:
+        kind, names, _ = key.split("|")
+        for name in names.split(",") if kind == "hessian" else ():
+            statistics.layers[name].hessian = tensors[key]
     return statistics

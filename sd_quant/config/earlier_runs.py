@@ -44,6 +44,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "per_token": False,
         "rotation": 0,
         "weight_observer": "min_max",
+        "hessian": 0,
     },
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},

@@ -184,6 +184,7 @@ def check_recipe(quantize: Quantize) -> None:
     check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
     check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
     check_observers(quantize)
+    check_hessian(quantize)
 
 
 def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
@@ -224,10 +225,23 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     elif quantize.smoothing != "folded":
         yield "shared_branch", False, f"smoothing={quantize.smoothing} treats each layer's input as its own"
     if not any(FORMATS[pair.weight].searched for pair in (conv, linear)):
-        for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0)):
+        for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0), ("hessian", 0)):
             yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
     elif all(FORMATS[pair.weight].bits == 8 for pair in (conv, linear)):
         yield "scale_search", False, f"{label} has 8 bits for a weight, where another scale gains nothing"
+    if quantize.rounding != "gptq":
+        yield "hessian", 0, f"only quantize.rounding=gptq takes one, and it is {quantize.rounding}"
+
+
+def check_hessian(quantize: Quantize) -> None:
+    """Raises ConfigError for blocks of a Hessian that a rotation, or a format's blocks, would cross."""
+    weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
+    weights |= set(quantize.choices if quantize.chooses_bits else ())
+    groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
+    groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}
+    for because, group in groups.items():
+        expected = f"a multiple of {group}, because {because}"
+        check(not group or quantize.hessian % group == 0, "quantize.hessian", quantize.hessian, expected)
 
 
 def check_observers(quantize: Quantize) -> None:

@@ -10,21 +10,22 @@ that follow. With the inverse of the Hessian H = X^T X of the layer's inputs, an
 w_j to q_j changes w_k by -(w_j - q_j) U_jk / U_jj for all k > j. Compensation stays within ``COLUMNS`` inputs, which
 bounds time and memory: the Hessian of a whole convolution in SDXL would be 11520 x 11520.
 
-X are the sampled rows, fewer than the inputs, so H is damped far more than with a whole calibration set (0.01). The
-road not taken is to sum the Hessian over all rows during calibration: it gained another 0.5 dB at W4A16 on the shipped
-checkpoint, but takes 1.2 GB at full size in blocks of 256 inputs.
+X are the sampled rows, fewer than the inputs, so H is damped far more than with a whole calibration set. With
+``Recipe.hessian`` it is that of all rows, which calibration has summed in diagonal blocks (``hessians``); compensation
+then stays within these blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sd_quant.errors import SdQuantError
+from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.formats.blocks import per_number
+from sd_quant.quantization.hessians import blocks_of, diagonal_blocks
 from sd_quant.quantization.low_rank import low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Recipe
@@ -33,7 +34,8 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 COLUMNS = 2048
 STEP = 64  # inputs that are rounded before later ones are compensated, where the format has no blocks
-DAMPING = 1.0  # of the Hessian's mean diagonal
+DAMPING = 1.0  # of the mean diagonal, where the Hessian is that of the sampled rows
+WHOLE_DAMPING = 0.1  # where it is that of all rows; 0.01, as of GPTQ, gains less on images: docs/lab_notebook.md
 FEWEST_ROWS = 16
 
 ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales of blocks, and a global one [] if any
@@ -44,12 +46,13 @@ def with_rounded_weight(
 ) -> LayerAssignment:
     """``layer``, whose weight is of four bits or in blocks, with the codes and scales that the recipe chooses.
 
-    ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows.
+    ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows,
+    ConfigError when the statistics lack the Hessian that the recipe asks for.
     """
-    rows = smoothed_rows(layer, statistics)
-    if recipe.rounding == "gptq" and len(rows) < FEWEST_ROWS:
+    count = len(statistics.rows.values)
+    if recipe.rounding == "gptq" and count < FEWEST_ROWS:
         raise SdQuantError(
-            f"calibration has {len(rows)} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
+            f"calibration has {count} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
             "raise calib_size or set quantize.rounding=nearest"
         )
     fmt, residual = FORMATS[layer.format], rotated(rewritten(weight, layer).flatten(1), layer.rotation)
@@ -58,7 +61,7 @@ def with_rounded_weight(
         return chosen_scales(fmt, columns, layer.weight_amax, recipe)
 
     if recipe.rounding == "gptq":
-        return replace(layer, rounded=gptq(residual, rotated(rows, layer.rotation), fmt, scales_of))
+        return replace(layer, rounded=gptq(residual, hessians_of_layer(layer, statistics, recipe), fmt, scales_of))
     scales = scales_of(residual)
     return replace(layer, rounded=(fmt.quantize(residual, *scales), *scales))
 
@@ -131,17 +134,36 @@ def spread(of_block: Tensor, scale: Tensor) -> Tensor:
     return per_number(of_block, scale.shape[-1]) if of_block.ndim else of_block
 
 
-def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
-    """Codes [out, in] of ``weight`` fp32 [out, in] and their scales, for inputs like ``rows`` [n, in].
+def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recipe: Recipe) -> list[Tensor]:
+    """The damped Hessians of the inputs of a layer's codes, in diagonal blocks of inputs that follow each other.
 
+    Each is fp32 [n, n]. Raises ConfigError when the statistics lack the Hessian that the recipe asks for.
+    """
+    if not recipe.hessian:
+        rows = rotated(smoothed_rows(layer, statistics), layer.rotation)
+        return [damped_hessian(part) for part in rows.split(COLUMNS, dim=1)]
+    width = statistics.rows.values.shape[1]
+    if statistics.hessian is None or statistics.hessian.shape != blocks_of(width, recipe.hessian):
+        found = "no Hessian" if statistics.hessian is None else f"one in blocks of {statistics.hessian.shape[-1]}"
+        raise ConfigError(
+            f"quantize.hessian is {recipe.hessian}, and the statistics have {found} of layer {layer.name}; calibrate "
+            f"with quantize.hessian={recipe.hessian} and the same preset"
+        )
+    blocks = diagonal_blocks(statistics.hessian, width, layer.pre_quant_scale, layer.rotation)
+    return [damped(block, WHOLE_DAMPING) for block in blocks]
+
+
+def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
+    """Codes [out, in] of ``weight`` fp32 [out, in] and their scales.
+
+    ``hessians`` [n, n] are those of the inputs, in blocks of n that follow each other, which compensate for each other.
     The scales of a block are chosen after the compensation of all earlier inputs, those that a row has before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
-    known = scales_of(weight) if fmt.static_scale or fmt.row_scale else ()
-    for start in range(0, weight.shape[1], COLUMNS):
-        left = weight[:, start : start + COLUMNS].T.clone()  # [in, out], so that what is rounded together lies together
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped_hessian(rows[:, start : start + COLUMNS])))
-        factor = torch.linalg.cholesky(inverse, upper=True)
+    known, start = scales_of(weight) if fmt.static_scale or fmt.row_scale else (), 0
+    for hessian in hessians:
+        left = weight[:, start : start + len(hessian)].T.clone()  # [in, out]: what is rounded together lies together
+        factor = inverse_factor(hessian)
         for first in range(0, len(left), step):
             block, later = slice(first, first + step), slice(first + step, None)
             chosen = tuple(of_input(each, start + first, weight.shape[1]) for each in known) or scales_of(left[block].T)
@@ -149,8 +171,22 @@ def gptq(weight: Tensor, rows: Tensor, fmt: Format, scales_of: ScalesOf) -> tupl
             rounded, errors = round_block(left[block], factor[block, block], fmt, chosen)
             codes.append(rounded)
             left[later] -= factor[block, later].T @ errors
+        start += len(hessian)
     of_all = (torch.cat(each, 1) if each[0].ndim else each[0] for each in zip(*scales, strict=True))
     return (torch.cat(codes).T.contiguous(), *(known or of_all))
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of a damped Hessian [n, n].
+
+    Raises SdQuantError where it is not positive definite, which no sum of squares is.
+    """
+    try:
+        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    except torch.linalg.LinAlgError as error:
+        raise SdQuantError(
+            "the statistics hold a Hessian that is not positive definite, which no inputs have; collect them again"
+        ) from error
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -171,11 +207,15 @@ def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
 
 
 def damped_hessian(rows: Tensor) -> Tensor:
-    """The Hessian [in, in] of inputs ``rows`` [n, in], in units of its mean diagonal, plus the damping.
+    """The damped Hessian [in, in] of inputs ``rows`` [n, in]."""
+    return damped(rows.T @ rows, DAMPING)
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """``hessian`` [in, in] in units of its mean diagonal, plus the damping.
 
     An input that is always zero has only the damping, and compensates nothing.
     """
-    hessian = rows.T @ rows
-    hessian /= hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-    hessian.diagonal().add_(DAMPING)
+    hessian = hessian / hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    hessian.diagonal().add_(damping)
     return hessian

@@ -3,7 +3,8 @@
 They hold ranges for each denoising step, per channel for a linear and per prompt for a convolution, which suffices for
 every recipe, and a small sample of real inputs to measure errors on. A row of the sample is what one output element
 multiplies: a token for a linear, a padded patch for a convolution. Rows have random priorities, and those of lowest
-priority are kept, so statistics of disjoint prompts merge exactly, in any order.
+priority are kept, so statistics of disjoint prompts merge exactly, in any order. Hessians, which only a recipe with
+``hessian`` takes, are sums, and merge to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
 
 ROWS = 128  # rows kept of a layer's input
 CALLS = 8  # calls of the whole network whose inputs are kept
@@ -33,6 +36,7 @@ class LayerStatistics:
     kind: str  # "linear" or "conv"
     amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
+    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; one tensor for all layers that read one
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +92,17 @@ def lowest(samples: Sequence[Sample], limit: int) -> Sample:
 def merge(statistics: Sequence[Statistics]) -> Statistics:
     """The statistics of all prompts from those of disjoint sets of prompts."""
     names = dict.fromkeys(name for part in statistics for name in part.layers)
-    layers = {}
+    layers, sums = {}, dict[tuple[int, ...], Tensor]()  # by what is summed: a Hessian of several layers stays one
     for name in names:
         parts = [part.layers[name] for part in statistics if name in part.layers]
         prompts = max(len(part.amax) for part in parts)  # for a linear these are the steps, as many in every part
         padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
         rows = lowest([part.rows for part in parts], ROWS)
         layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
+        hessians = [part.hessian for part in parts if part.hessian is not None]
+        if len(hessians) == len(parts):
+            summed = tuple(map(id, hessians))
+            sums[summed] = layers[name].hessian = sums[summed] if summed in sums else reduce(torch.add, hessians)
     with_calls = [part.calls for part in statistics if part.calls]
     first = min(with_calls, key=lambda calls: min(float(each.priority.min()) for each in calls.values()), default={})
     alike = [calls for calls in with_calls if shapes_of(calls) == shapes_of(first)]  # texts may differ in length
@@ -113,9 +121,9 @@ def shapes_of(calls: Mapping[str, Sample]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sample.values.shape[1:]) for name, sample in calls.items()}
 
 
-def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int) -> int:
+def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int, hessians: Hessians = NO_HESSIANS) -> int:
     """An upper bound for the bytes of these layers' statistics, without the few whole calls."""
-    total = 0
+    total = hessian_bytes({name: width_of(layer) for name, layer in layers.items()}, hessians)
     for layer in layers.values():
         width = width_of(layer)
         amax = prompts * steps if layer_kind(layer) == "conv" else steps * width

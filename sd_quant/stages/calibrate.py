@@ -1,6 +1,7 @@
 """Calibration statistics: from the cache, a calibration here, or a file made elsewhere, of the denoiser alone."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -14,12 +15,22 @@ from sd_quant.calibration.parts import DECODER, calibrate_parts
 from sd_quant.config import Quantize, RecipeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser, roles_of_part
+from sd_quant.models.checkpoint import (
+    Checkpoint,
+    contracts_of,
+    denoiser_part,
+    empty_denoiser,
+    empty_part,
+    roles_of_part,
+)
+from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes, hessians_of
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.stages.generate import calibration_source_of
+from sd_quant.stages.load import Loaded
 
 LOG = logging.getLogger(__name__)
 LONG = 600  # seconds above which a calibration is announced with a warning
@@ -50,14 +61,16 @@ def statistics_of(
     )  # fmt: skip
     network = empty_denoiser(checkpoint)
     watched = [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)]
+    hessians = denoiser_hessians(checkpoint, roles, knobs)
     if knobs.calibration is not None:
         contract = denoiser_part(checkpoint).contract
         besides = {name: network.get_submodule(name) for name in watched}
         needed = {name: besides.pop(name) for name in names}
-        here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu")
+        here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu", hessians)
         return read_statistics(
-            input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides
-        )
+            input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides,
+            hessians,
+        )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in part_recipes.items() if recipe.needs_inputs]
     kept = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
@@ -75,19 +88,41 @@ def statistics_of(
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs, sampling.steps_taken),
         between_calls=between_calls,
+        hessians=hessians,
         **kept,
     )
     if calibrated:
         of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
         layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
+        summed = {part: part_hessians(checkpoint, part, part_recipes[part]) for part in calibrated}
         statistics.parts = calibrate_parts(
             model, layers, prompts, sampling, checkpoint_sha256=checkpoint_sha256, latents=latents, cache=cache,
-            accelerator=knobs.accelerator,
+            accelerator=knobs.accelerator, hessians=summed,
         )  # fmt: skip
         statistics.peaks = highest([statistics.peaks, *(each.peaks for each in statistics.parts.values())])
     if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
         LOG.warning("%s", warning)
     return statistics
+
+
+def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Quantize) -> Hessians:
+    """The Hessians of the denoiser's layers that calibration sums for these knobs."""
+    if not knobs.hessian:
+        return NO_HESSIANS
+    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    return hessians_of(roles, inputs, knobs, knobs.choices if knobs.chooses_bits else ())
+
+
+def bytes_of_hessians(loaded: Loaded) -> int:
+    """Bytes of the Hessians of the denoiser's layers that calibration sums."""
+    widths = {name: math.prod(shape[1:]) for name, shape in loaded.shapes.items()}
+    return hessian_bytes(widths, denoiser_hessians(loaded.checkpoint, loaded.roles, loaded.recipe))
+
+
+def part_hessians(checkpoint: Checkpoint, part: str, recipe: Recipe) -> Hessians:
+    """The Hessians of another part's layers that calibration sums for its recipe."""
+    roles = roles_of_part(checkpoint, part)
+    return hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), recipe)
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:

@@ -63,10 +63,10 @@ def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]
     return names
 
 
-def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Session], Needs], directory: Path) -> Loaded:
+def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded], Needs], directory: Path) -> Loaded:
     """Open the checkpoint and make all checks, as ``open_session``, those of the recipe before weights are read."""
     loaded = with_recipe(begin(model, infer, {"model": model, "infer": infer}), model, infer, quantize)
-    finish(loaded, needs, directory, finite=True)
+    finish(loaded, lambda _: needs(loaded), directory, finite=True)
     return loaded
 
 

@@ -25,7 +25,7 @@ from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
-from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.calibrate import bytes_of_hessians, statistics_of
 from sd_quant.stages.checks import check_request
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
@@ -48,7 +48,7 @@ from sd_quant.stages.job_folder import (
 )
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.levers import check_levers, compared, scheduled
-from sd_quant.stages.load import load
+from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
@@ -148,11 +148,12 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
         LOG.info("no plans are built: %s", refused)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
 
-    def needs(session: Session) -> Needs:
+    def needs(loaded: Loaded) -> Needs:
         plans = job.trt.library != "none"
         return run_needs(
-            session.parameters, session.stored_bytes, job.model, job.infer, job.quantize, plans, len(job.hand_over)
-        )
+            loaded.parameters, loaded.stored_bytes, job.model, job.infer, job.quantize, plans, len(job.hand_over),
+            bytes_of_hessians(loaded),
+        )  # fmt: skip
 
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
@@ -171,7 +172,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             statistics = statistics_of(
                 loaded.checkpoint, loaded.roles, job, sha256, between_calls=share, part_recipes=loaded.part_recipes
             )
-        chosen = choose(loaded, statistics, directory, step)
+        chosen, peaks = choose(loaded, statistics, directory, step), statistics.peaks
+        del statistics  # Hessians may take gigabytes
         assignment = chosen.assignment
         assignments = {loaded.denoiser: assignment, **chosen.parts}
         rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported
@@ -219,7 +221,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     results = Results(
         loaded,
         chosen,
-        statistics.peaks,
+        peaks,
         plan_reports,
         comparison,
         simulated,

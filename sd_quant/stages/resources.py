@@ -72,13 +72,20 @@ def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
     return part_needs(parameters, work) | Needs(gpu={"the simulation": memory_of_simulation(parameters, work)})
 
 
-def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize) -> Needs:
-    """Calibration with all parts but the VAE open, or nothing where statistics are given."""
+def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, hessians: int = 0) -> Needs:
+    """Calibration with all parts but the VAE open, or nothing where statistics are given.
+
+    ``hessians`` are the bytes of those that it sums: on the device once, in memory for the prompts before, for those of
+    this segment and for both, on the disk for each segment.
+    """
     if quantize.calibration is not None:
         return NOTHING
     pixels = quantize.batch_size * max(width * height for width, height in sizes_of(model))
-    needed = {"calibrate": memory_of_calibration(parameters, pixels)}
-    return Needs(needed, {} if quantize.accelerator == "cpu" else needed)
+    needed = memory_of_calibration(parameters, pixels)
+    gpu = {} if quantize.accelerator == "cpu" else {"calibrate": needed + hessians}
+    segments = 1 + sum(size < quantize.calib_size for size in quantize.snapshots) if hessians else 0
+    disk = {"statistics": segments * hessians} if hessians else {}
+    return Needs({"calibrate": needed + 3 * hessians}, gpu, disk)
 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
@@ -94,9 +101,11 @@ def run_needs(
     quantize: Quantize,
     plans: bool,
     targets: int,
+    hessians: int = 0,
 ) -> Needs:
     """All steps of ``quantize.py``; ``stored`` has the bytes of each part's unquantized weights.
 
+    ``hessians`` are the bytes of the Hessians that calibration sums.
     On the disk the denoiser, which is the first part, is counted as if nothing were quantized.
     """
     denoiser, every = next(iter(stored.values())), sum(stored.values())
@@ -109,7 +118,8 @@ def run_needs(
         "temporary files": denoiser,
     }
     images = simulation_needs(parameters, infer) | images_need(parameters, infer)  # whichever engine makes them
-    steps = calibration_needs(parameters, model, quantize) | (plans_need(parameters, every) if plans else NOTHING)
+    steps = calibration_needs(parameters, model, quantize, hessians)
+    steps |= plans_need(parameters, every) if plans else NOTHING
     return images | steps | Needs(disk=files)
 
 

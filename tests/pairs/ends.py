@@ -54,6 +54,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.shared_branch": ["false", "true"],
     "quantize.rounding": ["nearest", "gptq"],
     "quantize.scale_search": ["false", "true"],
+    "quantize.hessian": ["0", "64", "4096"],
     "trt.library": ["none", "tensorrt_rtx"],
     "trt.targets": ["null", "[SM89]", "[SM80,SM86,SM89,SM120,SM121]", "[SM120]"],
     "trt.static_batch": ["false", "true"],

@@ -63,7 +63,7 @@ IN_THIS_PROCESS = [
     Case("folding", [*ONE_STEP, "--repeats", "2"]),
     Case("peers", [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
                    "onnxruntime_percentile"]),
-    Case("overhead", [*ONE_STEP, "--batches", "1"]),
+    Case("overhead", [*ONE_STEP, "--batches", "1", "--hessian", "256"]),
     Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
     Case("shapes", [*ONE_STEP, "--images", "1", "--repeats", "2"]),
     Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),

@@ -12,6 +12,7 @@ from torch import nn
 from sd_quant.calibration.collected_elsewhere import differences, read_statistics
 from sd_quant.calibration.store import VERSION, Entries, content_digest
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import CONTRACT, LAYERS, ORIGIN, STEPS, assert_same, statistics
@@ -19,7 +20,18 @@ from .some_statistics import CONTRACT, LAYERS, ORIGIN, STEPS, assert_same, stati
 PROMPTS = ["a cat", "ein Kätzchen 🐈", "../../etc/passwd", "\x1b[2J", "a dog"]
 
 
-def written(folder: Path, *segments: tuple[int, int], **other: object) -> Path:
+SUMMED = Hessians(64, (("down.to_q",), ("down.conv1",)))
+
+
+def with_hessians(segment: range) -> Statistics:
+    found = statistics(segment)
+    for layer, width in ((found.layers["down.to_q"], 4), (found.layers["down.conv1"], 9)):
+        rows = layer.rows.values.float()
+        layer.hessian = (rows.T @ rows).view(1, width, width)
+    return found
+
+
+def written(folder: Path, *segments: tuple[int, int], statistics=statistics, **other: object) -> Path:
     """A cache folder with entries of these prompts."""
     entries = Entries(folder, ORIGIN | other, PROMPTS)
     for segment in segments:
@@ -27,8 +39,8 @@ def written(folder: Path, *segments: tuple[int, int], **other: object) -> Path:
     return entries.folder
 
 
-def shared(path: Path, calib_size: int = 2, layers=LAYERS, here=ORIGIN) -> Statistics:
-    return read_statistics(path, layers, CONTRACT, here, calib_size)
+def shared(path: Path, calib_size: int = 2, layers=LAYERS, here=ORIGIN, hessians=NO_HESSIANS) -> Statistics:
+    return read_statistics(path, layers, CONTRACT, here, calib_size, hessians=hessians)
 
 
 @pytest.fixture
@@ -79,6 +91,14 @@ def test_an_entry_of_other_sizes_than_the_first_holds_no_calls(tmp_path):
     entries.write(range(1), Statistics(first.layers, {}))
     with pytest.raises(ArtifactError, match="is of another UNet"):
         shared(entries.folder)
+
+
+@pytest.mark.parametrize("asked", [NO_HESSIANS, SUMMED])
+def test_hessians_are_read_whether_or_not_a_recipe_takes_them(tmp_path, asked):
+    folder = written(tmp_path, (0, 1), (1, 2), statistics=with_hessians, hessians={"block": 64, "of": "x"})
+    found = shared(folder, hessians=asked)
+    assert_same(found, merge([with_hessians(range(1)), with_hessians(range(1, 2))]))
+    assert found.layers["down.conv1"].hessian.shape == (1, 9, 9)
 
 
 # What is told
@@ -157,6 +177,45 @@ def test_nothing_is_there(tmp_path, exists):
     )
 
 
+@pytest.mark.parametrize(("block", "found"), [(0, "no Hessians"), (128, "Hessians in blocks of 128")])
+def test_statistics_without_the_hessians_of_the_recipe(tmp_path, block, found):
+    folder = written(tmp_path, (0, 2), **({"hessians": {"block": block, "of": "x"}} if block else {}))
+    assert refusal(ConfigError, folder, hessians=SUMMED) == (
+        f"{folder} holds statistics with {found} and quantize.hessian is 64; set quantize.hessian={block}, or collect "
+        "them with quantize.hessian=64"
+    )
+
+
+def test_statistics_with_the_hessians_of_other_layers(tmp_path):
+    folder = written(tmp_path, (0, 2), hessians={"block": 64, "of": "x"})
+    assert refusal(ConfigError, folder, hessians=SUMMED) == (
+        f"{folder} holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set "
+        "quantize.hessian=0, or collect them with the same quantize="
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("hessian|down.to_q|blocks", (2, 4, 4)),  # another shape
+        ("hessian|down.to_q,down.conv1|blocks", (1, 4, 4)),  # which cannot read one tensor
+        ("hessian|down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4)),
+        ("hessian|down.to_q", (1, 4, 4)),
+        ("hessian|down.to_q|rows", (1, 4, 4)),
+    ],
+)
+def test_a_hessian_that_no_layer_has(tmp_path, key, shape):
+    folder = written(tmp_path, (0, 2), hessians={"block": 64, "of": "x"})
+    entry = next(folder.iterdir())
+    forge(entry, load(entry.read_bytes()) | {key: torch.zeros(shape)})
+    assert "is of another UNet" in refusal(ArtifactError, folder)
+
+
+def test_a_hessian_of_an_entry_that_tells_of_none(entry):
+    forge(entry, load(entry.read_bytes()) | {"hessian|down.to_q|blocks": torch.zeros(1, 4, 4)})
+    assert "is of another UNet" in refusal(ArtifactError, entry)
+
+
 def test_entries_of_several_origins(tmp_path, folder):
     other = written(tmp_path, (0, 2), device="cpu")
     next(other.iterdir()).rename(folder / "other.safetensors")
@@ -228,6 +287,7 @@ def test_an_altered_description(entry):
 DEEP = "[" * 100_000
 NOTHING_SAMPLED = [None, 3, {"steps": 2}]
 CHANGES = [{"steps": 2.0}, {"guidance_scale": torch.nan}, {"height": "64"}, {"height": 8}, {"width": torch.inf}]
+IMPOSSIBLE_HESSIANS = [None, {}, {"block": 64.0}, {"block": 2**40}, {"block": -64}, {"block": 65}]
 PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"]), (0, 10**23, ["a cat", "a dog"])]
 
 
@@ -239,6 +299,7 @@ PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"
         {"origin": json.dumps({"form": VERSION, "sampling": ORIGIN["sampling"]})},
         *({"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": each})} for each in NOTHING_SAMPLED),
         *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in CHANGES),
+        *({"origin": json.dumps({"form": VERSION, **ORIGIN, "hessians": each})} for each in IMPOSSIBLE_HESSIANS),
         *({"prompts": text} for text in (DEEP, "null", '{"first": 0, "last": 1}')),
         *(
             {"prompts": json.dumps({"first": first, "last": last, "texts": texts})}

@@ -1,5 +1,6 @@
 """The statistics pass on the shipped checkpoint, two or three prompts and two steps at a time."""
 
+import json
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -26,6 +28,8 @@ from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.unet import layer_roles
 from sd_quant.places import HOME
+from sd_quant.quantization.hessians import Hessians, diagonal_blocks, hessians_of
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import assert_same
@@ -110,6 +114,53 @@ def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
     by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
     assert torch.equal(whole.layers[linear].amax, by_call.amax(0))
     assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
+
+
+def hessians_of_model(model, block: int) -> Hessians:
+    roles = layer_roles(model.modules["unet"])
+    inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    int4 = Pair("int4", None)
+    return hessians_of(
+        roles, inputs, Recipe(3.0, None, enable=Enable(int4, int4, None), rounding="gptq", hessian=block)
+    )
+
+
+def test_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
+    """Every reader of a shared input has that of its own, to rounding. Entries with and without do not mix."""
+    unet, wanted, seen = model.modules["unet"], hessians_of_model(model, 64), {}
+    assert {name for readers in wanted.readers for name in readers} == set(names)
+
+    def product(layer, inputs) -> torch.Tensor:
+        x = inputs[0].double()
+        if isinstance(layer, nn.Conv2d):
+            rows = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT.flatten(0, 1)
+        else:
+            rows = x.flatten(0, -2)
+        return rows.T @ rows
+
+    hooks = [
+        unet.get_submodule(name).register_forward_pre_hook(
+            lambda layer, inputs, name=name: seen.update({name: seen.get(name, 0) + product(layer, inputs)})
+        )
+        for name in names
+    ]
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=False)
+    for hook in hooks:
+        hook.remove()
+    statistics = collected(model, names, cache=tmp_path, snapshots=[2], hessians=wanted)
+    for name, layer in statistics.layers.items():
+        blocks = diagonal_blocks(layer.hessian, len(seen[name]), None, 0)
+        largest = seen[name].diagonal().max()
+        for index, block in enumerate(blocks):
+            part = slice(64 * index, 64 * (index + 1))
+            assert (block - seen[name][part, part]).abs().max() <= 1e-5 * largest, name
+        layer.hessian = None
+    assert_same(statistics, whole)
+    assert collected(model, names, cache=tmp_path).layers[name].hessian is None
+    assert collected(model, names, cache=tmp_path, hessians=wanted).layers[name].hessian is not None
+    other = Hessians(128, wanted.readers)
+    assert collected(model, names, cache=tmp_path, hessians=other).layers[name].hessian.shape[-1] != 64
+    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 3
 
 
 def test_layers_that_are_never_reached_are_told_of(model, names, monkeypatch, caplog):
@@ -229,8 +280,12 @@ def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
         (SHA256, names[1:], *given[2:]),
         *((*given[:2], replace(SAMPLING, **{field: other(field)}), "cpu") for field in SAMPLING_FIELDS),
         (*given[:3], "cuda"),
+        (*given, Hessians(64, (("a", "b"),))),
+        (*given, Hessians(64, (("a",), ("b",)))),
+        (*given, Hessians(128, (("a", "b"),))),
     ]
     expected = origin(*given)
+    assert len({json.dumps(origin(*other)) for other in changed}) == len(changed)
     assert origin(*given) == expected and all(origin(*other) != expected for other in changed)
     for how_much_is_kept in ("ROWS", "CALLS"):
         with monkeypatch.context() as patch:

@@ -73,6 +73,18 @@ def test_it_comes_back_bit_for_bit(kept, seed, rows, layers):
     assert_same(entries.read(SEGMENT), written)
 
 
+def test_a_hessian_that_layers_share_is_kept_once_and_shared_again(entries):
+    written = statistics(0, layers=2)
+    first, second = written.layers["down.0.to_q"], written.layers["down.1.to_q"]
+    first.hessian = second.hessian = torch.rand(1, 4, 4)
+    written.layers["down.0.conv1"].hessian = torch.rand(3, 4, 4)
+    entries.write(SEGMENT, written)
+    assert_same(found := entries.read(SEGMENT), written)
+    assert torch.equal(found.layers["down.1.to_q"].hessian, first.hessian)
+    assert found.layers["down.0.to_q"].hessian is found.layers["down.1.to_q"].hessian
+    assert found.layers["down.0.conv1"].hessian.shape == (3, 4, 4) and found.layers["down.1.conv1"].hessian is None
+
+
 def test_a_single_number_has_a_digest_whatever_its_stride():
     """As the range of a convolution has in a pass of one prompt and one step: a column of many."""
     column = torch.arange(26.0).view(1, 26)[:, 3]

@@ -6,6 +6,7 @@ import pytest
 
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
+from tests.presets import job as job_of_preset
 
 from .composition import JOBS
 
@@ -74,6 +75,8 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     },
     f"patterns by the name of a family: {NAMED}": {"quantize.exclude": [{"sdx": ["*"]}]},
     "nearest, because int8 has 8 bits for a weight": {"quantize.rounding": ["gptq"]},
+    "0, because int8 has 8 bits for a weight": {"quantize.hessian": [256]},
+    "0, or a multiple of 64 up to 4096": {"quantize.hessian": [-64, 32, 100, 4160]},
     "false, because int8 has 8 bits for a weight": {"quantize.scale_search": [True]},
     "0, because the ranges of rotated inputs were not calibrated": {"quantize.rotation": [64]},
     "0, because with quantize.rank=0 there is no low-rank branch to fit": {"quantize.branch_rounds": [3]},
@@ -165,3 +168,24 @@ def test_a_precision_of_files_that_nothing_has_is_refused(job, knobs, sentence):
         job("quantize", knobs)
     assert str(refusal.value) == sentence
     assert job("quantize", {"model.dtype": {"vae": "fp32"}, "infer.engine": "onnxruntime"})
+
+
+@pytest.mark.parametrize(
+    ("preset", "knobs", "sentence"),
+    [
+        (
+            "nvfp4",
+            {"quantize.rounding": "nearest"},
+            "0, because only quantize.rounding=gptq takes one, and it is nearest",
+        ),
+        ("convrot_w4a4", {}, "a multiple of 256, because quantize.rotation=256 rotates as many inputs together"),
+        ("q4_k_weight_only", {}, "a multiple of 256, because q4_k has blocks of as many inputs"),
+    ],
+)
+def test_a_hessian_that_does_not_fit_the_recipe_is_refused(preset, knobs, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        job_of_preset(
+            f"quantize={preset}", "quantize.hessian=64", *(f"{name}={value}" for name, value in knobs.items())
+        )
+    assert str(refusal.value) == f"quantize.hessian is 64, expected {sentence}"
+    assert job_of_preset(f"quantize={preset}", "quantize.hessian=256").quantize.hessian == 256

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.errors import SdQuantError
+from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.error_model import output_errors
 from sd_quant.quantization.formats import FORMATS
@@ -53,13 +53,21 @@ def branched(weight: Tensor, fmt: str, rotation: int) -> LayerAssignment:
 
 
 def rounded(
-    layer: LayerAssignment, weight: Tensor, rows: Tensor, rounding: str = "gptq", scale_search: bool = False, **given
-) -> LayerAssignment:
+    layer: LayerAssignment, weight: Tensor, rows: Tensor, rounding: str = "gptq", scale_search: bool = False,
+    hessian: Tensor | None = None, block: int = 0, **given,
+) -> LayerAssignment:  # fmt: skip
     pair = Pair(layer.format, None)
     enable = Enable(pair, pair, None)
-    recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, **given)
-    (layer,) = with_refined_branches([layer], [weight], statistics_of(rows), recipe)
-    return with_rounded_weight(layer, weight, statistics_of(rows), recipe)
+    recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, hessian=block, **given)
+    statistics = replace(statistics_of(rows), hessian=hessian)
+    (layer,) = with_refined_branches([layer], [weight], statistics, recipe)
+    return with_rounded_weight(layer, weight, statistics, recipe)
+
+
+def hessian_of(rows: Tensor, block: int) -> Tensor:
+    """The Hessian of rows [n, in] in blocks that divide the inputs."""
+    parts = rows.unflatten(1, (-1, block)).transpose(0, 1)
+    return parts.mT @ parts
 
 
 def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
@@ -194,9 +202,10 @@ def test_inputs_far_apart_do_not_make_up_for_each_other(monkeypatch):
     """A weight of more than ``COLUMNS`` inputs is rounded as two weights are."""
     monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", 128)
     weight, rows, fmt = drawn(4, 192), drawn(32, 192), FORMATS["int4"]
-    codes, scales = gptq(weight, rows, fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
+    codes, scales = rounded(row(weight, "int4"), weight, rows).rounded
     for part in (slice(128), slice(128, None)):
-        own, _ = gptq(weight[:, part], rows[:, part], fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
+        hessian = damped_hessian(rows[:, part])
+        own, _ = gptq(weight[:, part], [hessian], fmt, lambda columns: fmt.scales(columns, torch.ones(1)))
         assert torch.equal(codes[:, part], own)
     assert codes.shape == weight.shape and scales.shape == (4, 3)
 
@@ -226,3 +235,54 @@ def test_too_few_rows_are_refused():
     reason = f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
     with pytest.raises(SdQuantError, match=reason):
         rounded(row(weight, "int4"), weight, inputs(8))
+
+
+@pytest.mark.parametrize("rotation", [0, 16])
+@pytest.mark.parametrize("fmt", PLAIN)
+def test_with_the_hessian_of_the_sampled_rows_codes_are_those_of_the_rows(fmt, rotation, monkeypatch):
+    """With the same damping and blocks, smoothed, rotated and beside a branch, but for ties that fp32 decides."""
+    monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", 64)
+    monkeypatch.setattr("sd_quant.quantization.rounding.WHOLE_DAMPING", DAMPING)
+    weight, rows = drawn(OUTPUTS, INPUTS), inputs(128)
+    layer = branched(weight, fmt, rotation)
+    by_rows = rounded(layer, weight, rows, scale_search=True)
+    others = inputs(16, seed=9)  # of which only their number counts
+    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian_of(rows, 64), block=64)
+    numbers = [FORMATS[fmt].dequantize(*each.rounded) for each in (by_rows, by_hessian)]
+    assert torch.isclose(*numbers, rtol=1e-4).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("fmt", SEARCHED)
+def test_the_hessian_of_all_rows_errs_less_on_rows_that_nobody_has_seen(fmt):
+    weight, rows, others = drawn(OUTPUTS, WIDE), inputs(4000, size=WIDE), inputs(500, seed=2, size=WIDE)
+    layer = row(weight, fmt)
+    sampled = rounded(layer, weight, rows[:128], scale_search=True)
+    whole = rounded(layer, weight, rows[:128], scale_search=True, hessian=hessian_of(rows, WIDE), block=WIDE)
+    errors = [output_errors(each, weight, others, 1)[0] for each in (sampled, whole)]
+    assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize(("hessian", "found"), [(None, "no Hessian"), (torch.zeros(2, 64, 64), "one in blocks of 64")])
+def test_statistics_without_the_hessian_are_refused(hessian, found):
+    weight = drawn(4, INPUTS)
+    told = (
+        f"^quantize.hessian is 128, and the statistics have {found} of layer layer; calibrate with quantize.hessian=128"
+    )
+    with pytest.raises(ConfigError, match=told):
+        rounded(row(weight, "int4"), weight, inputs(32), hessian=hessian, block=128)
+
+
+def test_a_hessian_that_no_inputs_have_is_refused_in_a_sentence():
+    """As somebody may have forged it."""
+    weight, forged = drawn(4, INPUTS), torch.full((1, INPUTS, INPUTS), 2.0)
+    forged[0].fill_diagonal_(1.0)
+    with pytest.raises(SdQuantError, match="a Hessian that is not positive definite"):
+        rounded(row(weight, "int4"), weight, inputs(32), hessian=forged, block=INPUTS)
+
+
+def test_neither_hessians_nor_rows_are_changed():
+    weight, rows = drawn(4, INPUTS), inputs(32)
+    hessian = hessian_of(rows, INPUTS)
+    before = hessian.clone(), rows.clone()
+    rounded(row(weight, "int4", pre_quant_scale=drawn(INPUTS).exp()), weight, rows, hessian=hessian, block=INPUTS)
+    assert torch.equal(hessian, before[0]) and torch.equal(rows, before[1])

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from sd_quant.models.parts import SharedInput
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages import calibrate
-from sd_quant.stages.calibrate import announce_calibration
+from sd_quant.stages.calibrate import announce_calibration, bytes_of_hessians, denoiser_hessians
 from tests.presets import job
 
 NONE = Statistics({}, {})
@@ -38,6 +40,27 @@ def test_a_long_calibration_says_so_with_the_ways_out(caplog):
     assert all(way in text for way in ("calib_size=", "quantize.n_steps=", "on a GPU", "calibration="))
 
 
+def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others():
+    """Those that read one tensor together, an included linear among them; and their bytes."""
+    roles = {"time": "linear", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "last": "excluded"}
+    family = SimpleNamespace(shared_inputs=lambda names: [SharedInput(("to_q", "to_k")), SharedInput(("last",))])
+    checkpoint, shapes = (
+        SimpleNamespace(family=family),
+        {"conv": (8, 4, 3, 3), **dict.fromkeys(("to_q", "time"), (8, 300))},
+    )
+
+    def found(*overrides):
+        knobs = job("quant_level=1", *overrides).quantize
+        loaded = SimpleNamespace(checkpoint=checkpoint, roles=roles, shapes=shapes, recipe=knobs)
+        return denoiser_hessians(checkpoint, roles, knobs), bytes_of_hessians(loaded)
+
+    assert found() == (NO_HESSIANS, 0) == found("quantize=nvfp4")
+    expected = Hessians(256, (("to_q", "to_k"), ("time",), ("conv",)))
+    assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
+    budget = "quantize.budget=0.2", "quantize.choices=[int8,int4]"
+    assert found("quantize=q6_k_weight_only", "quantize.hessian=256", *budget)[0] == expected
+
+
 def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_else(monkeypatch, tmp_path):
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
     roles = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
@@ -46,7 +69,7 @@ def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_els
     monkeypatch.setattr(calibrate, "load_model", lambda _: None)
     monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names) or NONE)
     monkeypatch.setattr(
-        calibrate, "read_statistics", lambda _, layers, *rest: taken.update(needed=list(layers), besides=list(rest[-1]))
+        calibrate, "read_statistics", lambda _, layers, *rest: taken.update(needed=list(layers), besides=list(rest[-2]))
     )
     monkeypatch.setattr(calibrate, "denoiser_part", lambda _: SimpleNamespace(contract=None))
     monkeypatch.setattr(calibrate, "origin", lambda *_: {})

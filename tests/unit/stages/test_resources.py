@@ -64,6 +64,17 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
     assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
 
 
+def test_hessians_count_on_the_device_in_memory_and_for_each_snapshot_on_the_disk():
+    quantize = SimpleNamespace(
+        batch_size=1, calibration=None, accelerator="auto", calib_size=64, snapshots=[32, 64, 96]
+    )
+    made = images()
+    plain, summed = (run_needs(SDXL, STORED, made, made, quantize, False, 0, hessians) for hessians in (0, 10**9))
+    assert summed.memory["calibrate"] - plain.memory["calibrate"] == 3e9
+    assert summed.gpu["calibrate"] - plain.gpu["calibrate"] == 1e9
+    assert sum(summed.disk.values()) - sum(plain.disk.values()) == 2e9  # of prompts 1 to 32, and 33 to 64
+
+
 def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypatch):
     """Calibration takes most, 4 bytes of each of 3.39 B weights and the activations of guidance's two samples."""
     memory(100)

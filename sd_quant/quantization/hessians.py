@@ -1,0 +1,114 @@
+"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks.
+
+A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers. GPTQ compensates within blocks of inputs that
+follow each other, and needs the diagonal blocks alone: of 256 inputs, they take 1 kB for each input of a layer.
+
+Layers that read one tensor have one Hessian, which is summed where the first of them reads it. The rows of a linear are
+all tokens, those of a convolution padded patches, as they are sampled too: up to ``MOST_POSITIONS`` in an image and
+call, every k-th position, of which each step takes the next. Sums are fp32 in the order of calls: other batches, other
+segments and several processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_quant.models.parts import SharedInput
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.rotation import rotated
+
+MOST_POSITIONS = 1024  # of a convolution's outputs in an image and call
+ROWS_AT_ONCE = 2048  # that are copied to be multiplied
+LARGEST = 65504.0  # larger inputs are cut, as in the sample: fp16 has no larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class Hessians:
+    """Which Hessians calibration sums."""
+
+    block: int  # inputs of a diagonal block, at most
+    readers: tuple[tuple[str, ...], ...]  # the layers that read one tensor together, a convolution alone
+
+
+NO_HESSIANS = Hessians(0, ())
+
+
+def hessians_of(
+    roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe: Recipe, choices: Collection[str] = ()
+) -> Hessians:
+    """The Hessians that a recipe with GPTQ takes: of all layers whose weights it could round, at any ``quant_level``.
+
+    ``roles`` has the role of every layer, ``inputs`` are the shared inputs of linears. ``choices`` are formats that a
+    layer may have instead of the recipe's.
+    """
+    if not recipe.hessian or recipe.rounding != "gptq":
+        return NO_HESSIANS
+    names = [
+        name
+        for name, role in roles.items()
+        if role != "excluded" and any(FORMATS[fmt].searched for fmt in (recipe.formats_of(role).weight, *choices))
+    ]
+    together = [tuple(name for name in shared.readers if name in names) for shared in inputs]
+    shared = {name for readers in together for name in readers}
+    return Hessians(recipe.hessian, (*filter(None, together), *((name,) for name in names if name not in shared)))
+
+
+def blocks_of(width: int, block: int) -> tuple[int, int, int]:
+    """The shape of a Hessian of ``width`` inputs: (blocks, inputs of one, the same). Zeros fill up the last block."""
+    size = min(block, width)
+    return -(-width // size), size, size
+
+
+def hessian_bytes(widths: Mapping[str, int], hessians: Hessians) -> int:
+    """Bytes of these Hessians; ``widths`` has the inputs of one output of every layer, by name."""
+    shapes = [blocks_of(widths[readers[0]], hessians.block) for readers in hessians.readers]
+    return sum(4 * blocks * rows * columns for blocks, rows, columns in shapes)
+
+
+def add_rows(hessian: Tensor, layer: nn.Module, x: Tensor, step: int) -> None:
+    """Add X^T X of the rows of a layer's input to its ``hessian`` [blocks, n, n]; ``x`` [samples, ...] in one step."""
+    blocks, size, _ = hessian.shape
+    for some in rows_of(layer, x, step).split(ROWS_AT_ONCE):
+        rows = some.float().clamp(-LARGEST, LARGEST)
+        parts = F.pad(rows, (0, blocks * size - rows.shape[1])).view(len(rows), blocks, size)
+        hessian.baddbmm_(parts.permute(1, 2, 0), parts.transpose(0, 1))
+
+
+def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
+    """The rows [n, width] of the matrix that ``layer`` multiplies; of a convolution up to ``MOST_POSITIONS`` an image.
+
+    Where there are more, they are every k-th, from that on which ``step`` names.
+    """
+    if not isinstance(layer, nn.Conv2d):
+        return x.reshape(-1, x.shape[-1])
+    padded = F.pad(x, layer._reversed_padding_repeated_twice)
+    for axis, (kernel, stride, dilation) in enumerate(
+        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
+    ):
+        padded = padded.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    samples, channels, rows, columns, *kernel_size = padded.shape  # a view, of every patch
+    every = -(-rows * columns // MOST_POSITIONS)
+    if every == 1:
+        return padded.permute(0, 2, 3, 1, 4, 5).flatten(0, 2).flatten(1)
+    places = range(step % every, rows * columns, every)
+    taken = padded[:, :, [place // columns for place in places], [place % columns for place in places]]
+    return taken.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def diagonal_blocks(hessian: Tensor, width: int, factors: Tensor | None, rotation: int) -> list[Tensor]:
+    """The blocks of a Hessian of ``width`` inputs x, as it is of rotated inputs (x * factors) R, each fp32 [n, n].
+
+    ``factors`` [width] are of smoothing, None: there are none. R rotates groups of ``rotation`` inputs, which divides
+    the size of every block: R^T diag(factors) H diag(factors) R.
+    """
+    blocks = []
+    for index, block in enumerate(hessian):
+        inputs = slice(index * len(block), min((index + 1) * len(block), width))
+        block = block[: inputs.stop - inputs.start, : inputs.stop - inputs.start]
+        if factors is not None:
+            block = factors[inputs, None] * block * factors[inputs]
+        blocks.append(rotated(rotated(block, rotation).T, rotation))  # R and the block are symmetric
+    return blocks
