@@ -74,7 +74,8 @@ from sd_quant.text import one_line
 
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
-    "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "fit", "parts",
+    "format", "quant_level", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "fit",
+    "assignment", "parts",
     "calib_size", "n_steps",
 )  # fmt: skip
 ROUGHLY = 1e5  # bytes below which a card does not name a file
