@@ -3,8 +3,8 @@
     down_blocks.1.attentions.0.proj_in: fp16
     down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
 
-It is one mapping from a layer's name to a preset or ``fp16``, so that a line is what is edited. The road not taken is to
-list layers by preset: shorter, but a layer that is moved has to be cut and pasted.
+It is one mapping from a layer's name to a preset or ``fp16``, so that a line is what is edited. The road not taken is
+to list layers by preset: shorter, but a layer that is moved has to be cut and pasted.
 """
 
 import re
@@ -47,7 +47,7 @@ def text_of(labels: Mapping[str, str], knobs: Iterable[str]) -> str:
     return "\n".join([
         "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
         f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",
-        "# with the run's other knobs but keep, quantize.budget and fit. Layers without a line stay in fp16, and layers",
+        "# with the run's other knobs but keep, quantize.budget and fit. Layers without a line stay in fp16, and those",
         "# that read one input have one preset.",
         *paragraphs(labels),
         "",

@@ -50,7 +50,6 @@ BEFORE: dict[str, dict[str, object]] = {
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }
-FORMERLY = {"int8": "int8_weight_only"}  # choices of a budget that were formats of weights, by their preset
 MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the folder of a finished run
 DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
 
@@ -69,7 +68,7 @@ def completed(knobs: dict) -> dict:
     if "assignment" not in (knobs.get("quantize") or {}):  # choices were formats of weights alone
         chooses = recipe.get("budget") is not None or recipe.get("fit") is not None
         choices = recipe.get("choices") or []
-        recipe["choices"] = [FORMERLY.get(name, name) for name in choices] if chooses else []
+        recipe["choices"] = [f"{name}_weight_only" for name in choices] if chooses else []
     return before | knobs | sections
 
 

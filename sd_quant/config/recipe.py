@@ -17,7 +17,7 @@ from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Recipe, formats_used
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, Enable, Pair, Recipe, formats_used
 
 
 def presets() -> dict[str, Path]:
@@ -101,7 +101,7 @@ def part_presets() -> list[str]:
 
 
 def check_preset(knob: str, name: str, other: str = "") -> None:
-    """Raises ConfigError unless ``name`` is a preset that can be read; of a number format, with the presets that have it.
+    """Raises ConfigError unless ``name`` is a preset that can be read; of a format, with the presets that have it.
 
     ``other`` is what ``knob`` may be beside a preset.
     """
@@ -211,9 +211,12 @@ class Quantize(Recipe):
         """Return the recipes that a layer may have, by preset: this one alone, or those that a limit or a file mixes.
 
         Another preset's is its own, but for the level, the batches of the calibration, and attention, which is this
-        one's. Raises ConfigError for a file that cannot be read, or that quantizes nothing.
+        one's. Under a limit of bytes, one that only leaves the inputs alone that this one quantizes is not among them:
+        it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be read, or that quantizes nothing.
         """
-        labels = [self.format, *self.choices] if self.chooses_bits else [self.format]
+        labels = [self.format]
+        if self.chooses_bits:
+            labels += [label for label in self.choices if not self.same_weights_alone(label)]
         if self.assignment is not None:
             first: dict[str, str] = {}
             for name, label in labels_in(self.assignment).items():
@@ -224,6 +227,12 @@ class Quantize(Recipe):
                 check_preset(f"assignment of {name}", label, "fp16 or ")
             labels = list(first)
         return {label: self if label == self.format else self.beside(label) for label in labels}
+
+    def same_weights_alone(self, preset: str) -> bool:
+        """Whether another preset has the weights of this one, in as many bytes, and leaves inputs in high precision."""
+        own, other = self, self.beside(preset)
+        alone = Enable(Pair(own.enable.conv.weight, None), Pair(own.enable.linear.weight, None), None)
+        return (other.enable, other.rank, other.per_channel) == (alone, own.rank, own.per_channel)
 
     def patterns(self, knob: str, family: str) -> dict[str, list[str]]:
         """Return the patterns ``exclude`` or ``weights_alone`` of each preset that layers may have.

@@ -9,7 +9,7 @@ They do not quite add up, least where inputs are quantized: layers err on inputs
 errors of one preset are alike. So the choice is measured whole, and all layers of each preset in it; what these are off
 the sum of their parts is the preset's rate, by which its errors are multiplied for a second choice. Both, and each
 preset for all layers, are compared as they were measured. The road not taken is an integer program over pairs of layers
-(as in IQP of Deng et al. 2023), which requires the square of this many passes.
+(Deng et al. 2023), which requires the square of this many passes.
 
 Linears that read one tensor are smoothed together, so they take one preset together.
 """
@@ -179,7 +179,7 @@ def solve(
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
-    """The squared ``error`` of the units of a ``label`` together, by the sum of theirs alone; 1 where they have none."""
+    """The squared ``error`` of the units of a ``label`` together, by the sum of their own; 1 where they have none."""
     alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
     return error**2 / alone if alone and error else 1.0
 

@@ -71,8 +71,8 @@ class Fitted:
         )
         return (
             f"{entry[f'chosen_{self.unit}']} of {entry[f'limit_{self.unit}']} {self.unit}: {found} ({entry['taken']}); "
-            f"the output's error is {entry['measured_error']:.4g} measured whole, {entry['predicted_error']:.4g} by the "
-            f"sum of layers{f'; of the others: {others}' if others else ''}"
+            f"the output's error is {entry['measured_error']:.4g} measured whole, {entry['predicted_error']:.4g} by "
+            f"the sum of layers{f'; of the others: {others}' if others else ''}"
         )
 
 
@@ -166,6 +166,8 @@ def fit_budget(
     units, recipes = units_of(loaded), recipes_of(loaded)
     costs, sensitivities = costs_of(loaded, units, recipes), sensitivities_of(loaded, statistics)
     errors = {label: each.network_error for label, each in sensitivities.items()}
+    if left := set(loaded.recipe.choices) - loaded.offered.keys():
+        LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
     made: dict[tuple[str, ...], dict[str, LayerAssignment]] = {}  # the last, because one may be large
 
     def choice(names: tuple[str, ...], label: str, cost: int) -> Choice:

@@ -211,8 +211,7 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
     for sentence in sentences(entry):
         LOG.info("%s", sentence)
     chosen = {part: dict(assignment) for part, assignment in made[taken].items()}
-    labels = candidates[taken][loaded.denoiser]
-    return FittedPipeline(chosen.pop(loaded.denoiser), chosen, labels, entry)
+    return FittedPipeline(chosen.pop(loaded.denoiser), chosen, candidates[taken][loaded.denoiser], entry)
 
 
 def choosing(loaded: Loaded) -> Infer:

@@ -72,7 +72,7 @@ class Loaded(Session):
     def recipe_with(self, name: str, label: str) -> Recipe | None:
         """The recipe of a layer with the preset ``label``; None where it cannot have it, or there is no such preset."""
         offered = self.offered.get(label)
-        return offered and offered.own(name, self.roles[name], self.shapes[name])
+        return None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
