@@ -212,7 +212,8 @@ class Quantize(Recipe):
 
         Another preset's is its own, but for the level, the batches of the calibration, and attention, which is this
         one's. Under a limit of bytes, one that only leaves the inputs alone that this one quantizes is not among them:
-        it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be read, or that quantizes nothing.
+        it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be
+        read, or that quantizes nothing.
         """
         labels = [self.format]
         if self.chooses_bits:
