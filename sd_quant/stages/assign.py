@@ -177,6 +177,8 @@ def on_kept_calls(
     (output,) = part.outputs
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
-    return denoiser_of(checkpoint, part.module), lambda: torch.cat(
-        [guided(part(**call)[output].cpu(), guidance_scale) for call in calls]
-    )
+
+    def run() -> Tensor:
+        return torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls])
+
+    return denoiser_of(checkpoint, part.module), run

@@ -33,7 +33,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.fit": ["null", "1.052GB"],
     "quantize.resident": ["all", "one"],
-    "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
+    "quantize.choices": ["[int8_weight_only]", "[]", "[int4_w4a4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
     "quantize.n_steps": ["1", "2", "30"],
     "quantize.seed": ["0", "4294967295"],
     "quantize.snapshots": ["[]", "[1,1,1000000]"],
@@ -107,7 +107,7 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.alpha", "quantize.keep"),
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
-    *("quantize.calibration", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
+    *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
