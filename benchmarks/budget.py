@@ -1,9 +1,11 @@
-"""Formats under a budget of bytes: our choice for each layer against that of ModelOpt's ``auto_quantize``.
+"""Presets under a budget of bytes: our choice for each layer against ModelOpt's ``auto_quantize`` and one for all.
 
-Both choose between INT4 in blocks of 64, INT8 by channel and fp16 for the weights of all layers of level 3, rounded to
-nearest, with inputs in fp16. ModelOpt scores a format by the gradient of a loss (its default), here the squared
-distance to the network's output plus noise, on the calls on which our sensitivity is measured. Its choice is derived
-and simulated like ours, so images differ by the choice alone. Our budget is the bytes that ModelOpt's choice takes.
+There are two tables. In ``weights``, all choose between INT4 in blocks of 64, INT8 by channel and fp16 for the weights
+of all layers of level 3, with inputs in fp16. In ``inputs``, INT8 quantizes inputs too, with one range a tensor, and FP8
+of both is a fourth choice. Everything is rounded to nearest, and nothing is smoothed. ModelOpt scores a format by the
+gradient of a loss (its default), here the squared distance to the network's output plus noise, on the calls on which
+our sensitivity is measured. Its choice is derived and simulated like ours, so images differ by the choice alone. Our
+budget is the bytes that ModelOpt's choice takes; the best single format is that of all that fit, by the output's error.
 
     python benchmarks/budget.py --out outputs/benchmarks/budget.json
 """
@@ -11,7 +13,10 @@ and simulated like ours, so images differ by the choice alone. Our budget is the
 import contextlib
 import io
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,24 +27,48 @@ from quality import paired
 from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import Choice, choose, stored_bytes
+from sd_quant.quantization.budget import KEPT, Choice, Solved, solve, stored_bytes
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.stages.assign import measure_sensitivity
+from sd_quant.stages.assign import measure_sensitivity, measure_together
 from sd_quant.stages.open_parts import open_simulated
 
 
-def weights_alone(fmt: str) -> Recipe:
-    pair = Pair(fmt, None)
-    return Recipe(3.0, None, smoothing="none", enable=Enable(pair, pair, None), per_channel=fmt == "int8")
+@dataclass(frozen=True)
+class Format:
+    """A choice of both: our recipe, and the same in ModelOpt's configuration of quantizers."""
+
+    recipe: Recipe
+    weight: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+
+    def config(self) -> dict:
+        quantizers = {"weight": self.weight} | ({"input": self.inputs} if self.inputs else {})
+        named = [{"quantizer_name": f"*{name}_quantizer", "cfg": dict(cfg)} for name, cfg in quantizers.items()]
+        return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *named], "algorithm": "max"}
 
 
-RECIPES: dict[str, Recipe | None] = {"int4": weights_alone("int4"), "int8": weights_alone("int8"), "fp16": None}
+def recipe(weight: str, inputs: str | None = None) -> Recipe:
+    pair = Pair(weight, inputs)
+    return Recipe(3.0, None, smoothing="none", enable=Enable(pair, pair, None), per_channel=weight == "int8",
+                  collect_method="default")  # fmt: skip
+
+
+INT4 = Format(recipe("int4"), {"num_bits": 4, "block_sizes": {-1: 64}}, None)
+BY_CHANNEL, BY_TENSOR, E4M3 = (
+    {"num_bits": 8, "axis": 0},
+    {"num_bits": 8, "axis": None},
+    {"num_bits": (4, 3), "axis": None},
+)
+FORMATS: dict[str, dict[str, Format]] = {
+    "weights": {"int4": INT4, "int8": Format(recipe("int8"), BY_CHANNEL, None)},
+    "inputs": {
+        "int4": INT4, "int8": Format(recipe("int8", "int8"), BY_CHANNEL, BY_TENSOR),
+        "fp8": Format(recipe("fp8", "fp8"), E4M3, E4M3),
+    },
+}  # fmt: skip
+NAMES = {4: "int4", 8: "int8", (4, 3): "fp8"}  # by what ModelOpt calls bits
 LOUD = 1e5  # ModelOpt's solver has absolute tolerances, for which scores of 1e-8 are zero
-MODELOPT = {  # the same formats in ModelOpt's configuration
-    "int4": {"num_bits": 4, "block_sizes": {-1: 64}},
-    "int8": {"num_bits": 8, "axis": 0},
-}
 
 
 def calls_of(statistics: Statistics) -> list[dict[str, torch.Tensor]]:
@@ -47,7 +76,9 @@ def calls_of(statistics: Statistics) -> list[dict[str, torch.Tensor]]:
     return [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
 
 
-def modelopts_choice(subject: Subject, statistics: Statistics, effective_bits: float) -> dict[str, str]:
+def modelopts_choice(
+    subject: Subject, statistics: Statistics, formats: Mapping[str, Format], effective_bits: float
+) -> dict[str, str]:
     """The format that ``auto_quantize`` gives each layer."""
     import modelopt.torch.quantization as mtq
 
@@ -72,25 +103,63 @@ def modelopts_choice(subject: Subject, statistics: Statistics, effective_bits: f
         mtq.auto_quantize(
             unet,
             constraints={"effective_bits": effective_bits},
-            quantization_formats=[
-                {"quant_cfg": [{"quantizer_name": "*", "enable": False},
-                               {"quantizer_name": "*weight_quantizer", "cfg": cfg}], "algorithm": "max"}
-                for cfg in MODELOPT.values()
-            ],
+            quantization_formats=[each.config() for each in formats.values()],
             data_loader=calls, forward_step=forward, loss_func=loss, disabled_layers=left_out,
-            num_calib_steps=1, num_score_steps=len(calls),
+            num_calib_steps=len(calls), num_score_steps=len(calls),
         )  # fmt: skip
     chosen = {}
     for name in subject.names:
         quantizer = unet.get_submodule(name).weight_quantizer
-        chosen[name] = f"int{quantizer.num_bits}" if quantizer.is_enabled else "fp16"
+        chosen[name] = NAMES[quantizer.num_bits] if quantizer.is_enabled else KEPT
     return chosen
 
 
-def derived(subject: Subject, statistics: Statistics, chosen: dict[str, str]) -> dict[str, LayerAssignment]:
-    recipes = {name: recipe for name, fmt in chosen.items() if (recipe := RECIPES[fmt])}
-    kept = [name for name, fmt in chosen.items() if fmt == "fp16"]
-    return subject.assignment(statistics, weights_alone("int4"), kept, recipes=recipes)
+@dataclass(frozen=True)
+class Table:
+    """What one table compares: the layers of a subject in some formats."""
+
+    subject: Subject
+    statistics: Statistics
+    formats: Mapping[str, Format]
+
+    def derived(self, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
+        recipes = {name: self.formats[label].recipe for name, label in chosen.items() if label != KEPT}
+        kept = [name for name, label in chosen.items() if label == KEPT]
+        return self.subject.assignment(self.statistics, INT4.recipe, kept, recipes=recipes)
+
+    def measured(self) -> tuple[list[dict[str, Choice]], dict[str, float]]:
+        """What each layer costs and changes in each format, and what each format for all layers changes."""
+        subject, found = self.subject, {}
+        for label in self.formats:
+            assignment = self.derived(dict.fromkeys(subject.names, label))
+            found[label] = measure_sensitivity(subject.model.checkpoint, assignment, self.statistics, 0, GUIDANCE)
+        units = []
+        for name in subject.names:
+            shape, role = tuple(subject.model.modules["unet"].get_submodule(name).weight.shape), subject.roles[name]
+            unit = {
+                label: Choice(stored_bytes(shape, role, each.recipe), found[label].network_error[name] ** 2)
+                for label, each in self.formats.items()
+            }
+            units.append(unit | {KEPT: Choice(stored_bytes(shape, role, None), 0.0)})
+        return units, {label: each.curve[0]["relative_error"] for label, each in found.items()}
+
+    def together(self, labels: Sequence[str]) -> tuple[float, dict[str, float]]:
+        """What all layers change together, and those of each label."""
+        chosen = dict(zip(self.subject.names, labels, strict=True))
+        groups = {label: [name for name, own in chosen.items() if own == label] for label in self.formats}
+        groups = {label: names for label, names in groups.items() if names}
+        quantized = [name for names in groups.values() for name in names]
+        whole, *apart = measure_together(
+            self.subject.model.checkpoint, self.derived(chosen), self.statistics, GUIDANCE,
+            [quantized, *groups.values()],
+        )  # fmt: skip
+        return whole, dict(zip(groups, apart, strict=True))
+
+
+def best_single(solved: Solved) -> Sequence[str] | None:
+    """The labels of the best format for all layers that fits; None where none fits."""
+    alone = [each for name, each in solved.candidates.items() if name.startswith("all in ")]
+    return min(alone, key=lambda each: each.measured).labels if alone else None
 
 
 def main() -> None:
@@ -99,40 +168,46 @@ def main() -> None:
         "--bits", type=float, nargs="+", default=[5.5, 6.5, 8], help="effective ones, as ModelOpt counts"
     )
     arguments.add_argument("--images", type=int, default=64)
+    arguments.add_argument("--tables", nargs="+", choices=FORMATS, default=list(FORMATS))
     options = arguments.parse_args()
     subject = load(options.prompts)
-    checkpoint = subject.model.checkpoint
+    checkpoint, names = subject.model.checkpoint, subject.names
     statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
     reference = FullPrecision(subject, PROMPTS / "sdxl_mini_report.txt", options.images, options.steps)
-
-    def psnr(chosen: dict[str, str]) -> list[float]:
-        denoiser = open_simulated(checkpoint, derived(subject, statistics, chosen))
-        return reference.fidelity_of(denoiser)["psnr"]["values"]
-
-    def errors_with(fmt: str) -> dict[str, float]:
-        assignment = derived(subject, statistics, dict.fromkeys(subject.names, fmt))
-        return measure_sensitivity(checkpoint, assignment, statistics, 0, GUIDANCE).network_error
-
-    errors, seconds = timed(lambda: {fmt: errors_with(fmt) for fmt in MODELOPT})
-    shapes = {name: tuple(subject.model.modules["unet"].get_submodule(name).weight.shape) for name in subject.names}
-    offered = [
-        {fmt: Choice(stored_bytes(shapes[name], subject.roles[name], recipe),
-                     errors[fmt][name] ** 2 if recipe else 0.0)
-         for fmt, recipe in RECIPES.items()}
-        for name in subject.names
-    ]  # fmt: skip
     figures = []
-    print(f"our errors of {' and '.join(MODELOPT)}: {seconds:.0f} s")
-    for bits in options.bits:
-        theirs, seconds = timed(lambda bits=bits: modelopts_choice(subject, statistics, bits))
-        size = sum(unit[fmt].bytes for unit, fmt in zip(offered, theirs.values(), strict=True))
-        ours = dict(zip(subject.names, choose(offered, size), strict=True))
-        values = {"ours": psnr(ours), "modelopt": psnr(theirs)}
-        for who, chosen in (("ours", ours), ("modelopt", theirs)):
-            counts = {fmt: list(chosen.values()).count(fmt) for fmt in RECIPES}
-            print(f"effective bits {bits:g}, {size} bytes, {who:8} {fmean(values[who]):.2f} dB {counts}")
-        print(f"ours - modelopt: {paired(values['ours'], values['modelopt'])} dB; auto_quantize {seconds:.0f} s")
-        figures.append({"bits": bits, "bytes": size, "psnr": values, "ours": ours, "modelopt": theirs})
+    for title in options.tables:
+        table = Table(subject, statistics, FORMATS[title])
+
+        def psnr(labels: Sequence[str], table: Table = table) -> list[float]:
+            chosen = dict(zip(names, labels, strict=True))
+            return reference.fidelity_of(open_simulated(checkpoint, table.derived(chosen)))["psnr"]["values"]
+
+        (offered, uniform), seconds = timed(table.measured)
+        print(f"{title}: our errors of {', '.join(table.formats)}: {seconds:.0f} s")
+        for bits in options.bits:
+            theirs, seconds = timed(lambda bits=bits, table=table: modelopts_choice(
+                subject, statistics, table.formats, bits
+            ))  # fmt: skip
+            size = sum(unit[label].cost for unit, label in zip(offered, theirs.values(), strict=True))
+            solved = solve(offered, size, table.together, uniform)
+            first, taken = solved.candidates["by layer"], solved.candidates[solved.taken]
+            choices = {"ours": taken.labels, "by layer": first.labels, "modelopt": list(theirs.values())}
+            if (single := best_single(solved)) is not None:
+                choices["one format"] = single
+            made: dict[tuple[str, ...], list[float]] = {}
+            values = {}
+            for who, labels in choices.items():
+                made[tuple(labels)] = made.get(tuple(labels)) or psnr(labels)
+                values[who] = made[tuple(labels)]
+                counts = {label: list(labels).count(label) for label in (*table.formats, KEPT)}
+                print(f"effective bits {bits:g}, {size} bytes, {who:10} {fmean(values[who]):.2f} dB {counts}")
+            print(
+                f"taken: {solved.taken}; error of the output {taken.measured:.4g}; by layer {first.measured:.4g}, "
+                f"{first.predicted:.4g} by the sum of layers; auto_quantize {seconds:.0f} s"
+            )
+            for who in choices.keys() - {"ours"}:
+                print(f"ours - {who}: {paired(values['ours'], values[who])} dB")
+            figures.append({"table": title, "bits": bits, "bytes": size, "psnr": values, "labels": choices})
     report(options, {"budgets": figures})
 
 

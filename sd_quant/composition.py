@@ -35,7 +35,7 @@ LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is
 }
 SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
     *("quant_level", "attention", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
-    *("calibration", "fit"),
+    *("calibration", "fit", "assignment"),
     *("export", "unet_xl", "vae", "clip1", "clip2", "candidates"),
     *("out_path", "prompts", "num_samples", "steps", "scale", "seed", "num_warmup_runs"),
 }

@@ -299,7 +299,7 @@ class Quantized:
         """
         one_of(TARGETS).check("target", target)
         job = self.job
-        check_targets("target", [target], job.model.family, job.formats()["weights"], job.quantize)
+        check_targets("target", [target], job.model.family, job.formats()["weights"], job.quantize, job.mixed())
         check_consumers([target])
         check_servers([target], self.loaded.checkpoint)
         checkpoint, directory = self.loaded.checkpoint, output_path(folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from sd_quant.config.assignment_file import ASSIGNMENT
 from sd_quant.config.comparison import CacheFolder
 from sd_quant.config.images import LEVERS
 from sd_quant.config.main_job import QuantizeJob, RecipeJob
@@ -17,6 +18,7 @@ from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.knobs import read
 from sd_quant.places import input_path
+from sd_quant.report.record import at
 from sd_quant.text import one_line
 
 INTERPOLATION = "${"  # OmegaConf would resolve it, from variables of the environment too
@@ -45,6 +47,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "rotation": 0,
         "weight_observer": "min_max",
         "hessian": 0,
+        "assignment": None,
     },
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
@@ -63,6 +66,11 @@ def completed(knobs: dict) -> dict:
         "overwrite": False,
         "search": None,
     }
+    recipe = sections["quantize"]
+    if "assignment" not in (knobs.get("quantize") or {}):  # choices were formats of weights alone
+        chooses = recipe.get("budget") is not None or recipe.get("fit") is not None
+        choices = recipe.get("choices") or []
+        recipe["choices"] = [f"{name}_weight_only" for name in choices] if chooses else []
     return before | knobs | sections
 
 
@@ -99,7 +107,10 @@ def completed_knobs(run: str) -> dict:
     for name in MARKS:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
-    return plain_knobs(folder / "config.yaml", completed, "give another run")
+    knobs = plain_knobs(folder / "config.yaml", completed, "give another run")
+    if at(knobs, "quantize", "assignment") is not None:  # which the run has a copy of
+        knobs["quantize"]["assignment"] = str(folder / ASSIGNMENT)
+    return knobs
 
 
 def run_model(run: str) -> dict | None:

@@ -134,7 +134,7 @@ class HandOverJob:
 
     def check_files(self) -> None:
         job = recipe_of_run(self.run, self.cache)
-        check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize)
+        check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize, job.mixed())
         self.cache.check_files()
         check_consumers(self.targets())
 

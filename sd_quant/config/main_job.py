@@ -18,7 +18,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import Enable, Pair, formats_used, unheeded_knobs
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
 SEARCH = Limit(
@@ -53,11 +53,16 @@ class RecipeJob:
 
     def formats(self) -> dict[str, set[str]]:
         """The formats of all quantized parts, for their weights, inputs and attention."""
-        used = formats_used(self.quantize.enable, self.quantize.quant_level)
-        used["weights"] |= set(self.quantize.choices if self.quantize.chooses_bits else ())
-        for recipe in filter(None, map(part_recipe, (self.quantize.parts or {}).values())):
-            used = {where: formats | used[where] for where, formats in formats_used(recipe.enable, 3.0).items()}
-        return used
+        level, parts = self.quantize.quant_level, map(part_recipe, (self.quantize.parts or {}).values())
+        found = [formats_used(recipe.enable, level) for recipe in self.quantize.offered().values()]
+        found += [formats_used(recipe.enable, 3.0) for recipe in parts if recipe is not None]
+        attention = formats_used(self.quantize.enable, level)["attention"]
+        used = {where: set().union(*(each[where] for each in found)) for where in ("weights", "inputs")}
+        return used | {"attention": attention}
+
+    def mixed(self) -> list[Recipe]:
+        """The recipes of the presets that layers may have beside the job's own."""
+        return [recipe for label, recipe in self.quantize.offered().items() if label != self.quantize.format]
 
     def calibration_prompts(self) -> list[str]:
         """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table.
@@ -109,7 +114,9 @@ class QuantizeJob(RecipeJob):
         check(
             self.infer.reuse is None or self.quantize.calib_size > 1, "calib_size", self.quantize.calib_size, expected
         )
-        check_targets("hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize)
+        check_targets(
+            "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
+        )
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
@@ -195,14 +202,19 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     if runtime.file is None:
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
+        for label, recipe in quantize.offered().items():
+            expected = f"presets that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
+            knob = "quantize.choices" if quantize.assignment is None else "a label of assignment"
+            able = label == quantize.format or (torch_multiplies(recipe.enable) and recipe.rank == 0)
+            check(able, knob, label, expected)
         for part, preset in (quantize.parts or {}).items():
             found = part_recipe(preset)
             able = found is None or (torch_multiplies(found.enable) and found.rank == 0)
             expected = f"a preset that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
             check(able, f"quantize.parts.{part}", preset, expected)
-        codes = f"infer.engine={engine} multiplies codes with codes, and a budget leaves inputs in fp16"
+        codes = f"infer.engine={engine} multiplies codes with codes, and fit leaves inputs of other parts in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
-        check_unused(quantize, "quantize.", [("budget", None, codes), ("fit", None, codes), ("rank", 0, branch)])
+        check_unused(quantize, "quantize.", [("fit", None, codes), ("rank", 0, branch)])
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)

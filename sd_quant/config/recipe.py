@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import yaml
 
+from sd_quant.config.assignment_file import FP16, labels_in
 from sd_quant.config.sections import SEED
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of, read
@@ -16,7 +17,7 @@ from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, Recipe
+from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, Pair, Recipe, formats_used
 
 
 def presets() -> dict[str, Path]:
@@ -25,6 +26,7 @@ def presets() -> dict[str, Path]:
 
 
 GIVEN = re.compile(r"\$\{given:\$\{\w+\},([\w-]+)\}")  # a preset's value that the command line may replace
+ALPHA_OF = re.compile(r"\$\{alpha_of:.*[,:](auto|[\d.]+)\}+")  # its alpha, the last of the arguments
 MOST_LAYERS = 1000  # above the most that a family's denoiser has, SDXL's 760
 STATIC = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.static_scale])
 BY_FAMILY = Limit(
@@ -44,11 +46,10 @@ def bytes_in(size: int | str) -> int | None:
     return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
 
-def part_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset for another network than the denoiser: all of its layers, but no attention.
+def own_recipe(preset: str) -> Recipe | None:
+    """Return the recipe of a preset as it is where no other knob is given, at level 3.
 
-    Where the preset smooths, ``alpha`` is ``auto``, and factors are folded into norms and values alone: none is left to
-    be multiplied. None where the preset enables nothing that can be read.
+    None where the preset enables nothing, or has knobs that cannot be read.
     """
     knobs = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
     try:
@@ -57,16 +58,40 @@ def part_recipe(preset: str) -> Recipe | None:
         return None
     names = [field.name for field in dataclasses.fields(Recipe) if field.name in knobs]
     own: dict[str, Any] = {"per_channel": False, "smoothing": "none"} | {name: usual(knobs[name]) for name in names}
-    own |= {"quant_level": 3.0, "alpha": None, "enable": dataclasses.replace(enable, attention=None)}
-    recipe = Recipe(**own)
+    recipe = Recipe(**{"alpha": None} | own | {"quant_level": 3.0, "enable": enable})
+    return recipe if recipe.smoothing != "none" else dataclasses.replace(recipe, alpha=None)
+
+
+def part_recipe(preset: str) -> Recipe | None:
+    """Return the recipe of a preset for another network than the denoiser: all of its layers, but no attention.
+
+    Where the preset smooths, ``alpha`` is ``auto``, and factors are folded into norms and values alone: none is left to
+    be multiplied. None where the preset enables nothing that can be read.
+    """
+    own = own_recipe(preset)
+    if own is None:
+        return None
+    recipe = dataclasses.replace(own, alpha=None, enable=dataclasses.replace(own.enable, attention=None))
     if recipe.needs_inputs and recipe.smoothing != "none":
         return dataclasses.replace(recipe, smoothing="folded", alpha="auto")
     return dataclasses.replace(recipe, smoothing="none")
 
 
+def patterns_of(preset: str, knob: str) -> dict[str, list[str]]:
+    """Return the patterns of layers in the file of a preset, by family: its ``exclude`` or ``weights_alone``."""
+    return yaml.safe_load(presets()[preset].read_text(encoding="utf-8")).get(knob) or {}
+
+
 def usual(value: object) -> object:
-    """Return what a preset's knob is where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``."""
-    found = GIVEN.fullmatch(value) if isinstance(value, str) else None
+    """Return what a preset's knob is where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``.
+
+    The alpha of ``${alpha_of:${alpha},${quantize.smoothing},auto}`` is ``auto``, or a number in its place.
+    """
+    if not isinstance(value, str):
+        return value
+    if found := ALPHA_OF.fullmatch(value):
+        return found[1] if found[1] == "auto" else float(found[1])
+    found = GIVEN.fullmatch(value)
     return value if found is None else found[1]
 
 
@@ -75,6 +100,28 @@ def part_presets() -> list[str]:
     return [name for name in presets() if part_recipe(name) is not None]
 
 
+def check_preset(knob: str, name: str, other: str = "") -> None:
+    """Raises ConfigError unless ``name`` is a preset that can be read; of a format, with the presets that have it.
+
+    ``other`` is what ``knob`` may be beside a preset.
+    """
+    known = part_presets()
+    having = [each for each in known if (own := own_recipe(each)) and name in formats_used(own.enable, 3.0)["weights"]]
+    hint = f"; {name} is a format, of {' and '.join(having)}" if having else ""
+    if name in FORMATS and not having:
+        hint = f"; {name} is a format that no preset has: write one, as docs/formats.md says"
+    check(name in known, knob, name, f"{other}one of {', '.join(known)}{hint}")
+
+
+class OfPresets(Limit):
+    """Each item is a preset that can be read, see ``check_preset``."""
+
+    def check(self, knob: str, value: object) -> None:
+        for name in value if isinstance(value, list) else [value]:
+            check_preset(knob, str(name))
+
+
+PRESETS = OfPresets(lambda names: True, lambda: f"one of {', '.join(part_presets())}")
 TEXT_ENCODERS = "text_encoders"  # in ``quantize.parts``: every text encoder that has no preset of its own
 OF_PARTS = Limit(
     lambda parts: set(parts.values()) <= set(part_presets()),
@@ -136,8 +183,13 @@ class Quantize(Recipe):
     ]
     choices: Annotated[
         list[str],
-        one_of(FORMATS, each=True),
-        "with a budget or fit: other formats of a layer's weights, beside high precision",
+        PRESETS,
+        "with a budget or fit: other presets that a layer may have, weights and inputs, beside high precision",
+    ]
+    assignment: Annotated[
+        str | None,
+        Called("assignment"),
+        "file with the preset of each layer, as a run leaves it; null: the preset, or a limit, decides",
     ]
     n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
     calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
@@ -155,6 +207,57 @@ class Quantize(Recipe):
     def chooses_bits(self) -> bool:
         """Whether a limit of bytes decides which format each layer gets."""
         return self.budget is not None or self.fit is not None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether layers may have different presets, by a limit or a file."""
+        return self.chooses_bits or self.assignment is not None
+
+    def offered(self) -> dict[str, Recipe]:
+        """Return the recipes that a layer may have, by preset: this one alone, or those that a limit or a file mixes.
+
+        Another preset's is its own, but for the level, the batches of the calibration, and attention, which is this
+        one's. Under a limit of bytes, one that only leaves the inputs alone that this one quantizes is not among them:
+        it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be
+        read, or that quantizes nothing.
+        """
+        labels = [self.format]
+        if self.chooses_bits:
+            labels += [label for label in self.choices if not self.same_weights_alone(label)]
+        if self.assignment is not None:
+            first: dict[str, str] = {}
+            for name, label in labels_in(self.assignment).items():
+                first.setdefault(label, name)
+            first.pop(FP16, None)
+            check(bool(first), "assignment", self.assignment, "a file that gives a layer a preset")
+            for label, name in first.items():
+                check_preset(f"assignment of {name}", label, "fp16 or ")
+            labels = list(first)
+        return {label: self if label == self.format else self.beside(label) for label in labels}
+
+    def same_weights_alone(self, preset: str) -> bool:
+        """Whether another preset has the weights of this one, in as many bytes, and leaves inputs in high precision."""
+        own, other = self, self.beside(preset)
+        alone = Enable(Pair(own.enable.conv.weight, None), Pair(own.enable.linear.weight, None), None)
+        return (other.enable, other.rank, other.per_channel) == (alone, own.rank, own.per_channel)
+
+    def patterns(self, knob: str, family: str) -> dict[str, list[str]]:
+        """Return the patterns ``exclude`` or ``weights_alone`` of each preset that layers may have.
+
+        Another preset's are those of its file.
+        """
+        own = getattr(self, knob)
+        return {
+            label: list((own if label == self.format else patterns_of(label, knob)).get(family, ()))
+            for label in self.offered()
+        }
+
+    def beside(self, preset: str) -> Recipe:
+        """Return the recipe of another preset for layers of the same denoiser."""
+        own = own_recipe(preset)
+        assert own is not None  # it was checked
+        enable = dataclasses.replace(own.enable, attention=None)
+        return dataclasses.replace(own, quant_level=self.quant_level, batch_size=self.batch_size, enable=enable)
 
 
 def with_attention(quantize: Quantize) -> Quantize:
@@ -183,6 +286,7 @@ def check_recipe(quantize: Quantize) -> None:
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
     check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
+    quantize.offered()
     check_observers(quantize)
     check_hessian(quantize)
 
@@ -192,6 +296,9 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
     if quantize.quant_level < 4:
         yield "attention", None, f"quant_level={quantize.quant_level:g} leaves attention's products alone, 4 does not"
+    if quantize.assignment is not None:
+        for knob, idle in (("keep", 0), ("budget", None), ("fit", None)):
+            yield knob, idle, f"assignment={quantize.assignment} decides for each layer"
     if quantize.budget is not None:
         yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
     if quantize.fit is None:

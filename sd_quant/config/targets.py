@@ -3,7 +3,7 @@
 Which of its layers a target holds is decided with the assignment, in ``interchange.holding``.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -60,8 +60,27 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
     }
 
 
-def check_targets(knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held) -> None:
-    """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats."""
+def check_targets(
+    knob: str,
+    targets: list[str],
+    family: str,
+    weights: Collection[str],
+    recipe: Held,
+    mixed: Sequence[Held] = (),
+) -> None:
+    """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
+
+    Where layers may have ``mixed`` recipes instead, the target has to hold one of all of them; the others' layers stay
+    in high precision there.
+    """
+    conv = family in UNETS
+
+    def holds_one(target: ForeignFormat) -> bool:
+        of_family = target.families is None or family in target.families
+        facts = [needs({own.enable.linear.weight}, own.enable.conv.weight if conv else None, own) for own in mixed]
+        return of_family and any(all(holds(target) for holds in each.values()) for each in facts)
+
+    targets = [name for name in targets if not holds_one(TARGETS[name])]
     facts = {
         family: lambda target: target.families is None or family in target.families,
         **needs(weights, recipe.enable.conv.weight if family in UNETS else None, recipe),  # transformers have linears

@@ -31,10 +31,13 @@ REASONS = 2  # the commonest, which a refusal gives; of layers the first
 def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
     """The rows of ``assignment`` as ``target`` holds them.
 
-    Raises ConfigError when it holds none of the quantized layers, they have a branch that it cannot hold, or one is not
+    Where a recipe mixes presets, layers with a branch that the target cannot hold stay in high precision. Raises
+    ConfigError when it holds none of the quantized layers, all linears have a branch that it cannot hold, or one is not
     quantized that it computes quantized alone.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
+    if not target.low_rank and any(is_plain_linear(layer) for layer in rows.values()):  # of several presets
+        rows = {name: without_branch(layer, target) for name, layer in rows.items()}
     check_quantized(rows, target)  # before those that are joined with it take the blame
     for names in joined_in(rows, target):
         rows |= {row.name: row for row in joined([rows[name] for name in names], target)}
@@ -59,6 +62,16 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
         )
     check_quantized(rows, target)
     return rows
+
+
+def is_plain_linear(layer: LayerAssignment) -> bool:
+    """Whether a layer is a quantized linear without a branch."""
+    return layer.format is not None and layer.low_rank is None and len(layer.weight_shape) == 2
+
+
+def without_branch(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
+    """The row, in high precision if it has a branch."""
+    return layer if layer.low_rank is None else not_held(layer, f"{target.name} holds no low-rank branch")
 
 
 def check_quantized(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:

@@ -1,14 +1,20 @@
-"""Bits under a budget: the formats of layers with which the network errs least within a given number of bytes.
+"""Presets under a limit: those of layers with which the network errs least within a given cost, such as bytes.
 
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
-``simulation.sensitivity``. Then every layer takes one of several formats in a multiple-choice knapsack problem
+``simulation.sensitivity``. Then every layer takes one of several presets in a multiple-choice knapsack problem
 (Kellerer et al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. The road
 not taken is a price per byte (Lagrangian relaxation): nearly as good, but it leaves up to a layer's bytes unused.
 
-Linears that read one tensor are smoothed together, so they take one format together.
+They do not quite add up, least where inputs are quantized: layers err on inputs that earlier layers have changed, and
+errors of one preset are alike. So the choice is measured whole, and all layers of each preset in it; what these are off
+the sum of their parts is the preset's rate, by which its errors are multiplied for a second choice. Both, and each
+preset for all layers, are compared as they were measured. The road not taken is an integer program over pairs of layers
+(Deng et al. 2023), which requires the square of this many passes.
+
+Linears that read one tensor are smoothed together, so they take one preset together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -20,14 +26,38 @@ from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 HALF = 2  # bytes of a number in fp16
+KEPT = "unquantized"  # the label of layers in high precision
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Size and error of a unit of layers in one of its candidate formats."""
+    """Cost and error of a unit of layers with one of the presets that it may have."""
 
-    bytes: int
+    cost: int  # bytes, nanoseconds, or whatever the limit is of
     squared_error: float  # of the network's output, relative to its norm
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Labels of all units, and what they cost and change."""
+
+    labels: Sequence[str]  # of each unit
+    cost: int
+    predicted: float  # relative error of the network's output, if squared errors of units add up
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The candidates of a limit by name, with the rates by which errors were corrected."""
+
+    candidates: Mapping[str, Candidate]
+    rates: Mapping[str, float]  # by label: the squared error of its units together, by the sum of theirs alone
+
+    @property
+    def taken(self) -> str:
+        """The name of the candidate that errs least, as measured; of equals the first."""
+        return min(self.candidates, key=lambda name: self.candidates[name].measured)
 
 
 def with_weights(recipe: Recipe, fmt: str) -> Recipe:
@@ -77,20 +107,20 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
 
 
 def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: int) -> list[str] | None:
-    """The name of each part's one choice, with the least sum of squared errors within ``limit`` bytes; None: none fits.
+    """The name of each part's one choice, with the least sum of squared errors within ``limit``; None: none fits.
 
     All combinations are tried, of a few choices for a few parts.
     """
     fitting = []
     for names in product(*parts):
         taken = [part[name] for part, name in zip(parts, names, strict=True)]
-        if sum(choice.bytes for choice in taken) <= limit:
+        if sum(choice.cost for choice in taken) <= limit:
             fitting.append((sum(choice.squared_error for choice in taken), list(names)))
     return min(fitting)[1] if fitting else None
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
-    """The name of each unit's choice, with the least sum of squared errors within ``limit`` bytes.
+    """The name of each unit's choice, with the least sum of squared errors within the ``limit`` of costs.
 
     The smallest choices have to fit.
     """
@@ -99,7 +129,7 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
 
     flat = [(index, name) for index, unit in enumerate(units) for name in unit]
     errors = np.array([units[index][name].squared_error for index, name in flat])
-    sizes = np.array([units[index][name].bytes for index, name in flat])
+    sizes = np.array([units[index][name].cost for index, name in flat])
     one_each = np.arange(len(units))[:, None] == [index for index, _ in flat]
     with without_output():  # HiGHS prints names of its own functions
         found = milp(
@@ -110,3 +140,53 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
             options={"mip_rel_gap": 0},
         )
     return [name for (_, name), taken in zip(flat, found.x, strict=True) if taken > 0.5]
+
+
+def solve(
+    units: Sequence[Mapping[str, Choice]],
+    limit: int,
+    measure: Callable[[Sequence[str]], tuple[float, Mapping[str, float]]],
+    uniform: Mapping[str, float],
+) -> Solved:
+    """Choose a label for each unit within the ``limit`` of costs, by errors that are corrected and then measured.
+
+    ``measure`` returns the relative error of the network's output with these labels of all units, and by label that of
+    its units together, all others in high precision. ``uniform`` has the error of each label for all units that may
+    have it. Choices include ``KEPT``; the smallest ones have to fit.
+    """
+
+    def candidate(labels: Sequence[str], measured: float) -> Candidate:
+        picked = [unit[label] for unit, label in zip(units, labels, strict=True)]
+        predicted = sum(each.squared_error for each in picked) ** 0.5
+        return Candidate(labels, sum(each.cost for each in picked), predicted, measured)
+
+    first = choose(units, limit)
+    whole, by_label = measure(first)
+    candidates = {"by layer": candidate(first, whole)}
+    everywhere = {label: [label if label in unit else KEPT for unit in units] for label in uniform}
+    rates = {
+        label: rate_of(units, first, label, by_label[label])
+        if label in by_label
+        else rate_of(units, everywhere[label], label, uniform[label])
+        for label in uniform
+    }
+    second = choose([corrected(unit, rates) for unit in units], limit)
+    if second != first:
+        candidates["corrected"] = candidate(second, measure(second)[0])
+    alone = {f"all in {label}": candidate(everywhere[label], uniform[label]) for label in uniform}
+    candidates |= {name: each for name, each in alone.items() if each.cost <= limit}
+    return Solved(candidates, rates)
+
+
+def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
+    """The squared ``error`` of the units of a ``label`` together, by the sum of their own; 1 where they have none."""
+    alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
+    return error**2 / alone if alone and error else 1.0
+
+
+def corrected(unit: Mapping[str, Choice], rates: Mapping[str, float]) -> dict[str, Choice]:
+    """The choices of a unit with the errors of each label multiplied by its rate."""
+    return {
+        label: replace(choice, squared_error=choice.squared_error * rates.get(label, 1.0))
+        for label, choice in unit.items()
+    }

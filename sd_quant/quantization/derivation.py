@@ -36,6 +36,7 @@ def derive(
     recipes: Mapping[str, Recipe] = {},
     gain_of: Callable[[str], Tensor | None] = lambda name: None,
     advance: Callable[[], object] = lambda: None,
+    kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
@@ -43,8 +44,9 @@ def derive(
     of the norm of an attention's queries or keys (None: there is no such norm); the weights of one shared input are in
     memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the heads of its attentions
     by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
-    ``recipes`` overrides the recipe of some layers, alike for all readers of a shared input. ``advance`` is called once
-    for every layer, and again when its codes have been chosen.
+    ``recipes`` overrides the recipe of some layers, alike for all quantized readers of a shared input unless none of
+    their recipes folds. ``kept_because`` is the reason of those kept. ``advance`` is called once for every layer, and
+    again when its codes have been chosen.
     Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,
     ConfigError when no layer is left to quantize.
     """
@@ -54,7 +56,7 @@ def derive(
         if reason is None and is_excluded(name, exclude):
             reason = "excluded by the preset"
         if reason is None and name in kept:
-            reason = "among the most sensitive layers"
+            reason = kept_because
         if reason is None and name not in statistics:
             raise SdQuantError(
                 f"layer {name} was never reached during calibration, so it has no range to quantize with"
@@ -65,11 +67,17 @@ def derive(
         assignment[name] = layer
         if name not in readers:
             advance()
-    for shared in SMOOTHINGS[recipe.smoothing](inputs):
-        own = recipes.get(shared.readers[0], recipe)
-        assignment |= assign_linears(shared, assignment, weight_of, bias_of, statistics, own)
-        for _ in shared.readers:
-            advance()
+
+    def own_recipe(readers: Sequence[str]) -> Recipe:
+        quantized = [name for name in readers if assignment[name].reason is None]
+        return recipes.get((quantized or readers)[0], recipe)
+
+    for each in inputs:
+        for shared in SMOOTHINGS[own_recipe(each.readers).smoothing]([each]):
+            own = own_recipe(shared.readers)
+            assignment |= assign_linears(shared, assignment, weight_of, bias_of, statistics, own)
+            for _ in shared.readers:
+                advance()
     if recipe.quant_level and not any(layer.format for layer in assignment.values()):
         raise ConfigError(
             f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "

@@ -23,9 +23,21 @@ def check_layers(
     ``roles`` has the role of every layer, ``shapes`` the shape of its weight, both by name. ``attentions`` are the
     names of attentions that can be quantized. ``exclude`` and ``recipes`` as in ``derivation.derive``.
     """
+    for name in check_selection(roles, recipe, attentions, exclude):
+        if found := misfit(name, roles[name], shapes[name], recipes.get(name, recipe)):
+            raise ConfigError("; ".join(found))
+
+
+def check_selection(
+    roles: Mapping[str, str], recipe: Recipe, attentions: Collection[str] = (), exclude: Collection[str] = ()
+) -> list[str]:
+    """The layers that the recipe's level selects and ``exclude`` leaves. Raises ConfigError when there are none.
+
+    Arguments as in ``check_layers``.
+    """
     level = recipe.quant_level
     if level == 0:
-        return
+        return []
     selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
     if not selected:
         raise ConfigError(
@@ -38,11 +50,7 @@ def check_layers(
         )
     if level >= 4 and not attentions:
         raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
-    for name in selected:
-        if is_excluded(name, exclude):
-            continue
-        if found := misfit(name, roles[name], shapes[name], recipes.get(name, recipe)):
-            raise ConfigError("; ".join(found))
+    return [name for name in selected if not is_excluded(name, exclude)]
 
 
 def check_part(

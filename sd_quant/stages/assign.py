@@ -1,11 +1,11 @@
 """The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
@@ -17,7 +17,14 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.sensitivity_plot import plot_sensitivity
-from sd_quant.simulation.sensitivity import Sensitivity, curve_points, guided, sensitivity_of, sensitivity_rows
+from sd_quant.simulation.sensitivity import (
+    Sensitivity,
+    curve_points,
+    errors_together,
+    guided,
+    sensitivity_of,
+    sensitivity_rows,
+)
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 
@@ -25,14 +32,18 @@ UNREAD = "never reached in calibration"  # a network that was observed has layer
 
 
 def assign(
-    loaded: Loaded, statistics: Statistics, kept: Collection[str] = (), recipes: Mapping[str, Recipe] = {}
+    loaded: Loaded,
+    statistics: Statistics,
+    kept: Collection[str] = (),
+    recipes: Mapping[str, Recipe] = {},
+    kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
-    weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
-    recipes = {name: loaded.own(name, recipes.get(name, recipe)) for name in (*recipes, *loaded.weights_alone)}
-    rounds = 2 if recipe.chooses_codes(recipe.enable.linear.weight) else 1
+    weights, recipe, roles = denoiser_weights(loaded.checkpoint), loaded.recipe, loaded.roles
+    recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
+    searched = [name for name, role in roles.items() if searches(recipes.get(name, recipe), role)]
 
-    with progress(rounds * len(loaded.roles), "assign") as advance:
+    with progress(len(roles) + len(searched), "assign") as advance:
         return derive(
             loaded.roles,
             lambda name: weights[f"{name}.weight"],
@@ -46,7 +57,13 @@ def assign(
             recipes,
             optional(weights, "weight"),
             advance,
+            kept_because,
         )
+
+
+def searches(recipe: Recipe, role: str) -> bool:
+    """Whether a recipe chooses the codes of layers of this role."""
+    return recipe.chooses_codes(recipe.formats_of(role).weight)
 
 
 def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor | None]:
@@ -130,16 +147,38 @@ def measure_sensitivity(
     guidance_scale: float,
 ) -> Sensitivity:
     """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics."""
-    part = open_simulated(checkpoint, assignment)
-    simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
-    inputs = {name: sample.values for name, sample in statistics.calls.items()}
-    calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    simulated, run = on_kept_calls(checkpoint, assignment, statistics, guidance_scale)
     layers = [layer.name for layer in assignment.values() if layer.format]
     with progress(1 + len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
-        return sensitivity_of(
-            simulated,
-            lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls]),
-            layers,
-            kept,
-            advance,
-        )
+        return sensitivity_of(simulated, run, layers, kept, advance)
+
+
+def measure_together(
+    checkpoint: Checkpoint,
+    assignment: Mapping[str, LayerAssignment],
+    statistics: Statistics,
+    guidance_scale: float,
+    groups: Sequence[Sequence[str]],
+) -> list[float]:
+    """Measure what each of the ``groups`` of quantized layers does together, on the calls of ``measure_sensitivity``.
+
+    Layers of no group stay in high precision.
+    """
+    simulated, run = on_kept_calls(checkpoint, assignment, statistics, guidance_scale)
+    with progress(1 + len(groups), "sensitivity, together") as advance:
+        return errors_together(simulated, run, groups, advance)
+
+
+def on_kept_calls(
+    checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], statistics: Statistics, guidance_scale: float
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The simulated denoiser, and a function that returns its outputs after guidance for the calls that were kept."""
+    part = open_simulated(checkpoint, assignment)
+    (output,) = part.outputs
+    inputs = {name: sample.values for name, sample in statistics.calls.items()}
+    calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+
+    def run() -> Tensor:
+        return torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls])
+
+    return denoiser_of(checkpoint, part.module), run

@@ -1,19 +1,21 @@
-"""The choice of the assignment: by the recipe, by a budget, or by the recipe with the most sensitive layers kept."""
+"""The choice of the assignment: by the recipe, a file, a limit, or the recipe with the most sensitive layers kept."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
+from sd_quant.files import write_text
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
-from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget
+from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
-from sd_quant.stages.load import Loaded
+from sd_quant.stages.load import Loaded, units_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Chosen:
     sensitivity: Sensitivity | None  # with quantize.keep
     fitted: Fitted | None  # with quantize.budget
     pipeline: FittedPipeline | None = None  # with quantize.fit
+    given: bool = False  # with assignment: a file has decided
 
 
 def rows_of_layers(
@@ -38,7 +41,9 @@ def rows_of_layers(
 def choose(
     loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
 ) -> Chosen:
-    """Choose the assignment, in stages that ``step`` times. Writes ``layers.csv``, ``ranges.csv`` and the measurements.
+    """Choose the assignment, in stages that ``step`` times.
+
+    Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
 
     Raises ConfigError for a budget that cannot be met.
     """
@@ -46,7 +51,12 @@ def choose(
     if loaded.recipe.fit is not None:
         with step("fit"):
             whole = fit_pipeline(loaded, statistics, directory)
-        return written(Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
+        return written(loaded, Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
+    if loaded.labels is not None:
+        with step("assign"):
+            assignment = assign_chosen(loaded, statistics, loaded.labels, "left in high precision by the assignment")
+            parts = assign_parts(loaded, statistics.parts)
+        return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):
         limit = bytes_to_share(loaded)
         fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
@@ -56,11 +66,21 @@ def choose(
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
             assignment = assign(loaded, statistics, kept)
-    return written(Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
+    return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
 
 
-def written(chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
-    """Write the choice's tables of layers and ranges to ``directory``, and return it."""
+def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
+    """The preset of each layer of the denoiser that may be quantized, or fp16, in the network's order."""
+    mixed = chosen.fitted.labels if chosen.fitted else chosen.pipeline.labels if chosen.pipeline else loaded.labels
+    found = {name for unit in units_of(loaded) for name in unit}
+    labels = {name: (mixed or {}).get(name, loaded.recipe.format) for name in loaded.roles if name in found}
+    return {name: label if chosen.assignment[name].format is not None else FP16 for name, label in labels.items()}
+
+
+def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
+    """Write the choice's labels and its tables of layers and ranges to ``directory``, and return it."""
+    knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
+    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), knobs))
     write_csv(rows_of_layers(chosen.assignment, chosen.parts), directory / "layers.csv")
     write_csv(ranges_by_step(chosen.assignment, statistics.layers), directory / "ranges.csv")
     return chosen

@@ -1,64 +1,105 @@
-"""A format for each layer, so that the denoiser's weights take no more bytes than ``quantize.budget``."""
+"""A preset for each layer, so that the denoiser's weights take no more bytes than ``quantize.budget``.
+
+What a choice costs is said by one function of the units, labels and recipes (``byte_costs``), and the limit is of its
+unit: another cost needs another such function and nothing else here.
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import HALF, Choice, choose, stored_bytes, with_weights
-from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import is_excluded
-from sd_quant.quantization.smoothing import SMOOTHINGS
+from sd_quant.quantization.budget import HALF, KEPT, Candidate, Choice, Solved, solve, stored_bytes
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
-from sd_quant.stages.assign import assign, measure_sensitivity
-from sd_quant.stages.load import Loaded
+from sd_quant.simulation.sensitivity import Sensitivity
+from sd_quant.stages.assign import assign, measure_sensitivity, measure_together
+from sd_quant.stages.load import Loaded, units_of
 
 LOG = logging.getLogger(__name__)
-FP32, KEPT = 4, "unquantized"  # bytes of a number, and the label of a layer in high precision
+FP32 = 4  # bytes of a number
+LEFT = "left in high precision by the budget"
+Units = Sequence[tuple[str, ...]]  # layers that have one label together
+Recipes = Mapping[str, Recipe | None]  # by label; None: high precision
+CostsOf = Callable[[Loaded, Units, Recipes], list[dict[str, int]]]  # of each unit by label, of those that it may have
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The chosen assignment, with its expected bytes and error."""
+    """The chosen assignment, with the costs and errors of all candidates."""
 
     assignment: dict[str, LayerAssignment]
-    limit_bytes: int  # of all weights of the denoiser
-    chosen_bytes: int
-    predicted_error: float  # of the network's output, relative to its norm
-    layers: dict[str, int]  # how many have each format
+    labels: dict[str, str]  # of each layer that may be quantized
+    solved: Solved
+    layers: Mapping[str, Mapping[str, int]]  # by candidate: how many layers have each label
+    limit: int
+    fixed: int  # the cost of what is never quantized
+    unit: str  # of costs
 
-    def entry(self) -> dict:
+    def entry(self) -> dict[str, Any]:
         """The record's entry."""
-        return {name: getattr(self, name) for name in ("limit_bytes", "chosen_bytes", "predicted_error", "layers")}
+        taken = self.solved.taken
+        found = {name: self.entry_of(name, each) for name, each in self.solved.candidates.items()}
+        return {
+            f"limit_{self.unit}": self.fixed + self.limit,
+            **found[taken],
+            "taken": taken,
+            "rates": dict(self.solved.rates),
+            "candidates": found,
+        }
+
+    def entry_of(self, name: str, candidate: Candidate) -> dict[str, Any]:
+        return {
+            f"chosen_{self.unit}": self.fixed + candidate.cost,
+            "predicted_error": candidate.predicted,
+            "measured_error": candidate.measured,
+            "layers": dict(self.layers[name]),
+        }
+
+    def sentence(self) -> str:
+        """What was chosen, against what, in words."""
+        entry = self.entry()
+        found = ", ".join(f"{count} in {label}" for label, count in entry["layers"].items())
+        others = "; ".join(
+            f"{name} {each['measured_error']:.4g}"
+            for name, each in entry["candidates"].items()
+            if name != entry["taken"]
+        )
+        return (
+            f"{entry[f'chosen_{self.unit}']} of {entry[f'limit_{self.unit}']} {self.unit}: {found} ({entry['taken']}); "
+            f"the output's error is {entry['measured_error']:.4g} measured whole, {entry['predicted_error']:.4g} by "
+            f"the sum of layers{f'; of the others: {others}' if others else ''}"
+        )
 
 
 def recipes_of(loaded: Loaded) -> dict[str, Recipe | None]:
-    """The recipes that a layer may have, by the format's name; None: it stays in fp16."""
-    recipe = loaded.recipe
-    others = {fmt: with_weights(recipe, fmt) for fmt in recipe.choices if fmt != recipe.format}
-    return {recipe.format: recipe, **others, KEPT: None}
+    """The recipes that a layer may have, by the preset's name; None: it stays in fp16."""
+    return {**{label: offered.recipe for label, offered in loaded.offered.items()}, KEPT: None}
 
 
-def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
-    """The quantized layers in groups that share a format: those that are smoothed together, each other one alone."""
-    quantized = {
-        name
-        for name, role in loaded.roles.items()
-        if reason_kept(role, loaded.recipe.quant_level) is None and not is_excluded(name, loaded.exclude)
-    }
-    convolutions = [(name,) for name, role in loaded.roles.items() if role == "conv"]
-    together = [shared.readers for shared in SMOOTHINGS[loaded.recipe.smoothing](loaded.shared_inputs)]
-    units = [tuple(name for name in unit if name in quantized) for unit in (*convolutions, *together)]
-    return [unit for unit in units if unit]
-
-
-def bytes_of(loaded: Loaded, names: tuple[str, ...], recipe: Recipe | None) -> int:
-    """Bytes of these layers by a recipe."""
-    own = {name: recipe and loaded.own(name, recipe) for name in names}
+def bytes_of(loaded: Loaded, names: tuple[str, ...], label: str) -> int:
+    """Bytes of these layers with a label; in fp16 where they cannot have it."""
+    own = {name: loaded.recipe_with(name, label) for name in names}
     return sum(stored_bytes(loaded.shapes[name], loaded.roles[name], own[name]) for name in names)
+
+
+def byte_costs(loaded: Loaded, units: Units, recipes: Recipes) -> list[dict[str, int]]:
+    """Bytes of each unit by label, without labels that none of its layers can have."""
+    return [{label: bytes_of(loaded, unit, label) for label in labels_for(loaded, unit, recipes)} for unit in units]
+
+
+def labels_for(loaded: Loaded, unit: tuple[str, ...], labels: Recipes) -> list[str]:
+    """The labels that a layer of the ``unit`` can have; its others then stay in fp16."""
+    return [label for label in labels if label == KEPT or any(loaded.recipe_with(name, label) for name in unit)]
+
+
+def fixed_bytes(loaded: Loaded) -> int:
+    """Bytes of what is never quantized, norms and embeddings among them, in fp16."""
+    return HALF * loaded.parameters[loaded.denoiser] - sum(bytes_of(loaded, unit, KEPT) for unit in units_of(loaded))
 
 
 def bytes_to_share(loaded: Loaded) -> int | None:
@@ -70,69 +111,115 @@ def bytes_to_share(loaded: Loaded) -> int | None:
     budget, parameters = loaded.recipe.budget, loaded.parameters[loaded.denoiser]
     if budget is None:
         return None
-    units, recipes = units_of(loaded), recipes_of(loaded)
-    fixed = HALF * parameters - sum(bytes_of(loaded, unit, None) for unit in units)
-    least = fixed + sum(min(bytes_of(loaded, unit, recipe) for recipe in recipes.values()) for unit in units)
+    units, recipes, fixed = units_of(loaded), recipes_of(loaded), fixed_bytes(loaded)
+    least = fixed + sum(min(costs.values()) for costs in byte_costs(loaded, units, recipes))
     limit = budget if isinstance(budget, int) else int(budget * FP32 * parameters)
     if not least <= limit < HALF * parameters:
-        formats, share = " or ".join(name for name, recipe in recipes.items() if recipe), least / parameters / FP32
+        presets, share = " or ".join(name for name, recipe in recipes.items() if recipe), least / parameters / FP32
         raise ConfigError(
             f"quantize.budget is {budget}, expected from {least} bytes (a share of {share:.4f}), the least with "
-            f"{formats}, to {HALF * parameters - 1}, below which something has to be quantized"
+            f"{presets}, to {HALF * parameters - 1}, below which something has to be quantized"
         )
     return limit - fixed
 
 
+def sensitivities_of(loaded: Loaded, statistics: Statistics) -> dict[str, Sensitivity]:
+    """The sensitivity of all layers that can have a label, by label."""
+    found, names = {}, [name for unit in units_of(loaded) for name in unit]
+    for label in loaded.offered:
+        assignment = assign_chosen(loaded, statistics, dict.fromkeys(names, label))
+        found[label] = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
+    return found
+
+
 def errors_of(loaded: Loaded, statistics: Statistics) -> dict[str, dict[str, float]]:
     """Relative errors of the denoiser's output by the label of a recipe and by the one layer that it quantizes."""
-    errors = {}
-    for label, recipe in recipes_of(loaded).items():
-        if recipe is not None:
-            assignment = assign(loaded, statistics, recipes=dict.fromkeys(loaded.roles, recipe))
-            sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
-            errors[label] = sensitivity.network_error
-    return errors
+    return {label: each.network_error for label, each in sensitivities_of(loaded, statistics).items()}
 
 
-def assign_chosen(loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
-    """Derive the assignment of the denoiser with the ``chosen`` label of each layer."""
-    recipes = recipes_of(loaded)
-    kept = [name for name, label in chosen.items() if label == KEPT]
-    own = {name: recipe for name, label in chosen.items() if (recipe := recipes[label])}
-    return assign(loaded, statistics, kept, own)
+def assign_chosen(
+    loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str], because: str = LEFT
+) -> dict[str, LayerAssignment]:
+    """Derive the assignment of the denoiser with the ``chosen`` label of each layer; ``because`` of it others are left.
 
-
-def fit_budget(loaded: Loaded, statistics: Statistics, limit: int, directory: Path) -> Fitted:
-    """The assignment with which the network's output changes least within ``limit`` bytes for the quantized layers.
-
-    Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each format, and which it got.
+    A layer that cannot have its label stays in fp16.
     """
-    units, recipes, errors = units_of(loaded), recipes_of(loaded), errors_of(loaded, statistics)
+    own = {name: recipe for name, label in chosen.items() if (recipe := loaded.recipe_with(name, label))}
+    return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, because)
 
-    def choice(unit: tuple[str, ...], label: str) -> Choice:
-        squared = sum(errors[label][name] ** 2 for name in unit) if label in errors else 0.0
-        return Choice(bytes_of(loaded, unit, recipes[label]), squared)
 
-    offered = [{label: choice(unit, label) for label in recipes} for unit in units]
-    taken = choose(offered, limit)
-    chosen = {name: label for unit, label in zip(units, taken, strict=True) for name in unit}
-    picked = [unit[label] for unit, label in zip(offered, taken, strict=True)]
+def fit_budget(
+    loaded: Loaded,
+    statistics: Statistics,
+    limit: int,
+    directory: Path,
+    costs_of: CostsOf = byte_costs,
+    fixed: int | None = None,
+    unit: str = "bytes",
+) -> Fitted:
+    """The assignment with which the network's output changes least within the ``limit`` for the quantized layers.
+
+    ``costs_of`` says what each unit of layers costs with each label; ``fixed`` is the cost of what is never quantized
+    (None: its bytes). Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which
+    it got.
+    """
+    units, recipes = units_of(loaded), recipes_of(loaded)
+    costs, sensitivities = costs_of(loaded, units, recipes), sensitivities_of(loaded, statistics)
+    errors = {label: each.network_error for label, each in sensitivities.items()}
+    if left := set(loaded.recipe.choices) - loaded.offered.keys():
+        LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
+    made: dict[tuple[str, ...], dict[str, LayerAssignment]] = {}  # the last, because one may be large
+
+    def choice(names: tuple[str, ...], label: str, cost: int) -> Choice:
+        squared = sum(errors[label].get(name, 0.0) ** 2 for name in names) if label in errors else 0.0
+        return Choice(cost, squared)
+
+    def named(labels: Sequence[str]) -> dict[str, str]:
+        pairs = [(name, label) for names, label in zip(units, labels, strict=True) for name in names]
+        return {name: label if loaded.recipe_with(name, label) else KEPT for name, label in pairs}
+
+    def measure(labels: Sequence[str]) -> tuple[float, dict[str, float]]:
+        by_layer = named(labels)
+        made.clear()
+        made[tuple(labels)] = assignment = assign_chosen(loaded, statistics, by_layer)
+        groups = {label: [name for name, own in by_layer.items() if own == label] for label in errors}
+        groups = {label: names for label, names in groups.items() if names}
+        quantized = [name for names in groups.values() for name in names]
+        whole, *apart = measure_together(
+            loaded.checkpoint, assignment, statistics, loaded.guidance_scale, [quantized, *groups.values()]
+        )
+        return whole, dict(zip(groups, apart, strict=True))
+
+    offered = [
+        {label: choice(names, label, cost) for label, cost in own.items()}
+        for names, own in zip(units, costs, strict=True)
+    ]
+    uniform = {label: each.curve[0]["relative_error"] for label, each in sensitivities.items()}
+    solved = solve(offered, limit, measure, uniform)
+    labels = solved.candidates[solved.taken].labels
+    chosen = named(labels)
     write_csv([row(loaded, name, chosen[name], errors) for name in chosen], directory / "budget.csv")
-    fixed = HALF * loaded.parameters[loaded.denoiser] - sum(unit[KEPT].bytes for unit in offered)
     fitted = Fitted(
-        assign_chosen(loaded, statistics, chosen),
-        fixed + limit,
-        fixed + sum(each.bytes for each in picked),
-        sum(each.squared_error for each in picked) ** 0.5,
-        {label: list(chosen.values()).count(label) for label in recipes},
-    )  # fmt: skip
-    found = ", ".join(f"{count} in {label}" for label, count in fitted.layers.items())
-    LOG.info("%d of %d bytes: %s", fitted.chosen_bytes, fitted.limit_bytes, found)
+        made.get(tuple(labels)) or assign_chosen(loaded, statistics, chosen),
+        chosen,
+        solved,
+        {
+            name: {label: list(named(each.labels).values()).count(label) for label in recipes}
+            for name, each in solved.candidates.items()
+        },
+        limit,
+        fixed_bytes(loaded) if fixed is None else fixed,
+        unit,
+    )
+    LOG.info("%s", fitted.sentence())
     return fitted
 
 
-def row(loaded: Loaded, name: str, chosen: str, errors: dict[str, dict[str, float]]) -> dict[str, object]:
+def row(loaded: Loaded, name: str, chosen: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
     """The row of ``budget.csv``."""
-    sizes = {f"bytes_{label}": bytes_of(loaded, (name,), recipe) for label, recipe in recipes_of(loaded).items()}
-    costs = {f"network_error_{label}": by_layer[name] for label, by_layer in errors.items()}
-    return {"name": name, "role": loaded.roles[name], "chosen": chosen} | sizes | costs
+    sizes = {
+        f"bytes_{label}": bytes_of(loaded, (name,), label) if label == KEPT or loaded.recipe_with(name, label) else None
+        for label in recipes_of(loaded)
+    }
+    changes = {f"network_error_{label}": by_layer.get(name) for label, by_layer in errors.items()}
+    return {"name": name, "role": loaded.roles[name], "chosen": chosen} | sizes | changes

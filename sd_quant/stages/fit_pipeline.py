@@ -37,16 +37,16 @@ from sd_quant.models.parts import exported, network_in
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import Choice, choose, choose_uniform, stored_bytes, with_weights
+from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, stored_bytes, with_weights
 from sd_quant.quantization.formats import divides
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import curve_points, sensitivity_of
 from sd_quant.stages.assign import assign_nearest, layers_of
-from sd_quant.stages.fit_budget import KEPT, assign_chosen, bytes_of, errors_of, recipes_of, units_of
+from sd_quant.stages.fit_budget import assign_chosen, byte_costs, errors_of, recipes_of
 from sd_quant.stages.generate import generate, sampling_of
-from sd_quant.stages.load import Loaded
+from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
 from sd_quant.stages.variants import Assignments, torch_variant
@@ -117,6 +117,7 @@ class FittedPipeline:
 
     assignment: dict[str, LayerAssignment]
     parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
+    labels: dict[str, str]  # of the denoiser's layers
     entry: dict[str, Any]
 
 
@@ -124,11 +125,10 @@ def offers_of(loaded: Loaded) -> dict[str, Offer]:
     """The offer of each part, the denoiser first; a part that is not exported has no layers to quantize."""
     recipe, stored, recipes = loaded.recipe, loaded.stored_bytes, recipes_of(loaded)
     units = units_of(loaded)
-    sizes: list[dict[str, int]]
-    sizes = [{label: bytes_of(loaded, unit, each) for label, each in recipes.items()} for unit in units]
+    sizes = byte_costs(loaded, units, recipes)
     offers = {loaded.denoiser: Offer(loaded.denoiser, units, recipes, sizes, stored[loaded.denoiser])}
     nearest = replace(recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
-    formats = dict.fromkeys([recipe.enable.linear.weight, *recipe.choices])
+    formats = dict.fromkeys(each.recipe.enable.linear.weight for each in loaded.offered.values())
     alone: dict[str, Recipe | None] = {fmt: with_weights(nearest, fmt) for fmt in formats}
     alone[KEPT] = None
     for part in loaded.parts:
@@ -162,12 +162,12 @@ def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
     )
     if not max(least) <= wanted < max(whole):
         index = least.index(max(least))
-        formats = " or ".join(dict.fromkeys([loaded.recipe.format, *loaded.recipe.choices]))
+        formats = " or ".join(loaded.offered)
         raise ConfigError(
             f"fit is {loaded.recipe.fit}, expected from {math.ceil(least[index])} bytes, which "
             f"{', '.join(together[index])} take at least: {(least[index] - beside[index]) / GB:.2f} GB of weights in "
             f"{formats}, {beside[index] / GB:.2f} GB for a call and the process; to {math.ceil(max(whole)) - 1}, below "
-            "which something has to be quantized. quantize.choices adds formats of fewer bits, smaller images take "
+            "which something has to be quantized. quantize.choices adds presets of fewer bits, smaller images take "
             "less for a call, and quantize.resident=one counts one part at a time"
         )
     return [Group(parts, more, int(wanted - more)) for parts, more in zip(together, beside, strict=True)]
@@ -211,7 +211,7 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
     for sentence in sentences(entry):
         LOG.info("%s", sentence)
     chosen = {part: dict(assignment) for part, assignment in made[taken].items()}
-    return FittedPipeline(chosen.pop(loaded.denoiser), chosen, entry)
+    return FittedPipeline(chosen.pop(loaded.denoiser), chosen, candidates[taken][loaded.denoiser], entry)
 
 
 def choosing(loaded: Loaded) -> Infer:
@@ -317,13 +317,16 @@ def choices_of(offer: Offer, errors: Errors, rate: float, some: bool) -> list[di
     """
     choices = [
         {
-            label: Choice(size, rate * sum(errors[label][name] ** 2 for name in unit) if label != KEPT else 0.0)
+            label: Choice(
+                size, rate * sum(errors[label].get(name, 0.0) ** 2 for name in unit) if label != KEPT else 0.0
+            )
             for label, size in sizes.items()
         }
         for unit, sizes in zip(offer.units, offer.sizes, strict=True)
     ]
     if some:
-        del min(choices, key=lambda choice: choice[offer.smallest].squared_error)[KEPT]
+        able = [choice for choice in choices if offer.smallest in choice]
+        del min(able, key=lambda choice: choice[offer.smallest].squared_error)[KEPT]
     return choices
 
 

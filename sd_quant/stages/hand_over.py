@@ -75,7 +75,7 @@ from sd_quant.text import one_line
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
     "format", "quant_level", "attention", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "fit",
-    "parts", "calib_size", "n_steps",
+    "assignment", "parts", "calib_size", "n_steps",
 )  # fmt: skip
 ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser

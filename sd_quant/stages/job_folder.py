@@ -44,6 +44,8 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
         inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
+    if job.quantize.assignment is not None:
+        inputs["assignment"] = input_path(job.quantize.assignment)
     return inputs | job.infer.inputs()
 
 
@@ -60,7 +62,10 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 def kept_knobs(job: QuantizeJob) -> dict:
     """The knobs for commands that run later and in another folder: paths of the model's files are made absolute."""
-    return dataclasses.asdict(job) | {"model": kept_model(job.model)}
+    knobs = dataclasses.asdict(job) | {"model": kept_model(job.model)}
+    if job.quantize.assignment is not None:
+        knobs["quantize"]["assignment"] = lasting(job.quantize.assignment)
+    return knobs
 
 
 def kept_model(model: Model) -> dict:

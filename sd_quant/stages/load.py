@@ -5,17 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_quant.config import Infer, Model, Quantize
-from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe
+from sd_quant.config.assignment_file import FP16, labels_in
+from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import check
+from sd_quant.knobs import check, near
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
-from sd_quant.quantization.budget import inputs_left_alone, with_weights
+from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import check_layers, check_part, is_excluded
+from sd_quant.quantization.recipe_check import check_layers, check_part, check_selection, is_excluded, misfit
+from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
 from sd_quant.stages.session import Session, begin, finish
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A preset that layers may have: where a limit or a file mixes several."""
+
+    recipe: Recipe
+    exclude: Collection[str] = ()  # patterns of the layers that cannot have it
+    weights_alone: Collection[str] = ()  # the linears of which it quantizes the weight alone
+
+    def own(self, name: str, role: str, shape: tuple[int, ...]) -> Recipe | None:
+        """The recipe of a layer: without its inputs where the weight alone is quantized; None: it cannot have it."""
+        recipe = inputs_left_alone(self.recipe) if name in self.weights_alone else self.recipe
+        return None if is_excluded(name, self.exclude) or misfit(name, role, shape, recipe) else recipe
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class Loaded(Session):
     infer: Infer  # the images that are made, whose guidance scale calibration takes too
     part_presets: Mapping[str, str]  # of other parts than the denoiser that are quantized by ``quantize.parts``
     part_recipes: Mapping[str, Recipe]  # of the same parts
+    offered: Mapping[str, Offered]  # presets that layers may have, by name
+    labels: Mapping[str, str] | None  # what ``assignment`` gives layers, presets or fp16; None without that file
 
     @property
     def guidance_scale(self) -> float:
@@ -50,6 +68,11 @@ class Loaded(Session):
     def own(self, name: str, recipe: Recipe) -> Recipe:
         """The ``recipe`` of the layer of this name: without its inputs where the weight alone is quantized."""
         return inputs_left_alone(recipe) if name in self.weights_alone else recipe
+
+    def recipe_with(self, name: str, label: str) -> Recipe | None:
+        """The recipe of a layer with the preset ``label``; None where it cannot have it, or there is no such preset."""
+        offered = self.offered.get(label)
+        return None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
@@ -83,21 +106,63 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     excluded = [name for name in linears if roles[name] == "excluded"]
     roles |= dict.fromkeys(matched("include", recipe.include.get(family, ()), excluded), "linear")
     exclude = list(recipe.exclude.get(family, ()))
+    if recipe.mixes:  # what the preset itself excludes may have another
+        exclude = [
+            pattern for pattern in exclude if pattern not in patterns_of(recipe.format, "exclude").get(family, ())
+        ]
     if recipe.exclude_text:
         exclude += read_the_text(checkpoint, roles)
     alone = frozenset(matched("weights_alone", recipe.weights_alone.get(family, ()), linears))
-    alternatives = [with_weights(recipe, fmt) for fmt in recipe.choices] if recipe.chooses_bits else []
-    for each in (recipe, *alternatives):
-        check_layers(roles, shapes, each, attentions, exclude, dict.fromkeys(alone, inputs_left_alone(each)))
+    offered = offered_in(recipe, family, linears, alone)
+    if recipe.mixes:
+        check_offered(offered, check_selection(roles, recipe, attentions, exclude), roles, shapes)
+    else:
+        check_layers(roles, shapes, recipe, attentions, exclude, dict.fromkeys(alone, inputs_left_alone(recipe)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
     presets = presets_of_parts(session, recipe.parts or {})
     others = recipes_of_parts(session, presets)
     loaded = Loaded(
-        checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others
+        checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others, offered,
+        None if recipe.assignment is None else labels_in(recipe.assignment),
     )  # fmt: skip
-    check_readers(loaded)
+    for each in offered.values():
+        check_readers(loaded, each.weights_alone)
+    check_labels(loaded)
     return loaded
+
+
+def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:
+    """The presets that layers may have; of the job's own the weights of the linears ``alone`` are quantized alone.
+
+    What a preset excludes it still quantizes where a file names it.
+    """
+    excluded, patterns = recipe.patterns("exclude", family), recipe.patterns("weights_alone", family)
+    return {
+        label: Offered(
+            each,
+            () if recipe.assignment is not None else excluded[label],
+            alone if label == recipe.format else [name for name in linears if is_excluded(name, patterns[label])],
+        )
+        for label, each in recipe.offered().items()
+    }
+
+
+def check_offered(
+    offered: Mapping[str, Offered],
+    names: Collection[str],
+    roles: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raises ConfigError for a preset that none of the layers ``names`` can have."""
+    for label, each in offered.items():
+        if names and not any(each.own(name, roles[name], shapes[name]) for name in names):
+            reasons = (misfit(name, roles[name], shapes[name], each.recipe) for name in names)
+            because = next((reason[0] for reason in reasons if reason), "its file excludes all of them")
+            raise ConfigError(
+                f"{label} is a choice, and none of the {len(names)} layers that quant_level selects can have it "
+                f"({because}); leave it out"
+            )
 
 
 def presets_of_parts(session: Session, given: Mapping[str, str]) -> dict[str, str]:
@@ -134,12 +199,55 @@ def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> lis
     return [name for name in names if is_excluded(name, patterns)]
 
 
-def check_readers(loaded: Loaded) -> None:
+def check_readers(loaded: Loaded, weights_alone: Collection[str]) -> None:
     """Raises ConfigError when linears that share an input disagree on whether it is quantized."""
     for shared in loaded.shared_inputs:
-        alone = [name for name in shared.readers if name in loaded.weights_alone]
+        alone = [name for name in shared.readers if name in weights_alone]
         if alone and len(alone) < len(shared.readers):
-            other = next(name for name in shared.readers if name not in loaded.weights_alone)
+            other = next(name for name in shared.readers if name not in weights_alone)
             raise ConfigError(
                 f"quantize.weights_alone matches {alone[0]} and not {other}, which reads the same input; match both"
+            )
+
+
+def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
+    """The quantized layers in groups that share a preset: those that are smoothed together, each other one alone."""
+    folds = any(offered.recipe.smoothing == "folded" for offered in loaded.offered.values())
+    quantized = {
+        name
+        for name, role in loaded.roles.items()
+        if reason_kept(role, loaded.recipe.quant_level) is None and not is_excluded(name, loaded.exclude)
+    }
+    convolutions = [(name,) for name, role in loaded.roles.items() if role == "conv"]
+    together = [shared.readers for shared in SMOOTHINGS["folded" if folds else "none"](loaded.shared_inputs)]
+    units = [tuple(name for name in unit if name in quantized) for unit in (*convolutions, *together)]
+    return [unit for unit in units if unit]
+
+
+def check_labels(loaded: Loaded) -> None:
+    """Raises ConfigError for a label of ``assignment`` that its layer cannot have, or for a layer that is unknown."""
+    labels, level = loaded.labels or {}, loaded.recipe.quant_level
+    for name, label in labels.items():
+        if name not in loaded.roles:
+            raise ConfigError(
+                f"assignment names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
+            )
+        if label == FP16:
+            continue
+        reason = reason_kept(loaded.roles[name], level)
+        if reason is None and is_excluded(name, loaded.exclude):
+            reason = "quantize.exclude matches it, or exclude_text"
+        if reason is not None:
+            raise ConfigError(
+                f"assignment gives {name} {label}, expected fp16 or no line, because it is kept: {reason}"
+            )
+        if found := misfit(name, loaded.roles[name], loaded.shapes[name], loaded.offered[label].recipe):
+            raise ConfigError(f"assignment gives {name} {label}, expected fp16 or another preset, because {found[0]}")
+    for unit in units_of(loaded):
+        given = {label: name for name in unit if (label := labels.get(name, FP16)) != FP16}
+        if len(given) > 1:
+            told = " and ".join(f"{name} {label}" for label, name in given.items())
+            raise ConfigError(
+                f"assignment gives {told}, which read one input, so that one preset smooths it; give {', '.join(unit)} "
+                "one preset, or fp16"
             )

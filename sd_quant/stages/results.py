@@ -148,10 +148,10 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
     if chosen.sensitivity:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:
-        return {"curve": None, "reason": "quantize.budget chose the formats", "budget": chosen.fitted.entry()}
+        return {"curve": None, "reason": "quantize.budget chose the presets", "budget": chosen.fitted.entry()}
     if chosen.pipeline:
         return {"curve": None, "reason": "fit chose the formats", "fit": chosen.pipeline.entry}
-    return {"curve": None, "reason": "keep is 0"}
+    return {"curve": None, "reason": "assignment decides" if chosen.given else "keep is 0"}
 
 
 def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:

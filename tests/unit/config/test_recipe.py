@@ -37,8 +37,9 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
         ("nvfp4", {"quant_level": 4, "attention": "nvfp4"}, "attention is nvfp4, expected one of int8, fp8"),
         ("svdquant_w4a4", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because svdquant"),
         ("nvfp4", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, such as"),
-        ("int8", {"budget": 0.4, "infer.engine": "torch_native"}, "quantize.budget is 0.4, expected null, because "
-         "infer.engine=torch_native multiplies codes with codes"),
+        ("int8", {"budget": 0.4, "choices": ["nvfp4"], "infer.engine": "torch_native"}, "quantize.choices is nvfp4, "
+         "expected presets that infer.engine=torch_native multiplies, such as int8"),
+        ("int8", {"choices": ["q4_k"]}, "quantize.choices is q4_k, expected one of convrot_w4a4, "),
         ("int8", {"fit": "1GB", "infer.engine": "torch_native"}, "fit is 1GB, expected null, because infer.engine"),
         ("int8", {"fit": "1GB", "keep": 2}, "keep is 2, expected 0, because fit=1GB chooses the formats of all"),
         ("int8", {"fit": "1GB", "budget": 0.4}, "quantize.budget is 0.4, expected null, because fit=1GB chooses"),
@@ -212,3 +213,62 @@ def test_a_knob_that_changes_nothing_is_refused_where_it_is_given(given, knobs, 
     with pytest.raises(ConfigError, match=f"{given} was given and changes nothing, because {because}"):
         check_heeded(job("int8", knobs), ["quant_level", given])
     check_heeded(job("int8", {"judge.candidates": ["a.gguf"], "trt.library": "tensorrt_rtx"}), [given])
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("q4_k", "; q4_k is a format, of q4_k_weight_only"),
+        ("int4_in_int8", "; int4_in_int8 is a format, of convrot_w4a8"),
+        ("q5_1", "; q5_1 is a format that no preset has: write one, as docs/formats.md says"),
+        ("int3", "svdquant_w4a4"),
+    ],
+)
+def test_a_format_alone_is_no_choice_and_the_presets_that_have_it_are_named(name, end):
+    with pytest.raises(ConfigError) as refusal:
+        job("int8", {"choices": [name]})
+    assert str(refusal.value).endswith(end)
+
+
+def test_another_preset_is_offered_as_it_is_where_no_knob_is_given():
+    """Its own smoothing, rank and rounding; the level, and the batches of calibration, are the job's."""
+    found = job("int8", {"budget": 0.3, "quant_level": 4, "alpha": 0.3, "batch_size": 2, "choices": ["svdquant_w4a4",
+                "nemo", "int8"]}).quantize.offered()  # fmt: skip
+    assert list(found) == ["int8", "svdquant_w4a4", "nemo"] and found["int8"].alpha == 0.3
+    for preset in ("svdquant_w4a4", "nemo"):
+        own = job(preset, {"quant_level": 3}).quantize
+        expected = {"enable": dataclasses.replace(own.enable, attention=None), "quant_level": 4.0, "batch_size": 2}
+        for field in dataclasses.fields(Recipe):
+            wanted = expected.get(field.name, getattr(own, field.name))
+            assert getattr(found[preset], field.name) == wanted, field.name
+
+
+def test_formats_of_all_choices_are_formats_of_the_job():
+    knobs = {"choices": ["fp8_per_row", "svdquant_w4a16"], "quant_level": 4}
+    assert job("int8", knobs).formats()["weights"] == {"int8"}, "without a limit there is no choice"
+    found = job("int8", knobs | {"budget": 0.3}).formats()
+    assert found == {"weights": {"int8", "fp8", "int4"}, "inputs": {"int8", "fp8"}, "attention": {"int8"}}
+    assert job("int8", knobs | {"budget": 0.3, "choices": ["mxfp8"]}).trt.library == "none", "no plan has it"
+
+
+def test_weights_alone_for_as_many_bytes_are_no_choice():
+    """They would take every layer, and nothing would be multiplied in eight bits."""
+    offered = {preset: list(job(preset, {"budget": 0.3}).quantize.offered()) for preset in ("int8", "svdquant_w4a16")}
+    assert offered == {"int8": ["int8"], "svdquant_w4a16": ["svdquant_w4a16", "int8_weight_only"]}
+
+
+def test_a_file_decides_alone(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("conv: nvfp4\nout: fp16\n")
+    found = job("int8", {"assignment": str(file)})
+    assert found.formats() == {"weights": {"nvfp4"}, "inputs": {"nvfp4"}, "attention": set()}
+    for knob, value in (("keep", 2), ("quantize.budget", 0.3), ("fit", "1GB")):
+        with pytest.raises(ConfigError, match=f"^{knob} is {value}, expected .*, because assignment=.* decides for"):
+            job("int8", {"assignment": str(file), knob.removeprefix("quantize."): value})
+    for text, sentence in (
+        ("conv: fp16", "expected a file that gives a layer a preset"),
+        ("conv: int4", "assignment of conv is int4, expected fp16 or one of .*; int4 is a format, of convrot_w4a4 and"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=sentence):
+            job("int8", {"assignment": str(file)})

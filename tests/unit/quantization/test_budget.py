@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sd_quant.quantization.budget import Choice, choose, choose_uniform, stored_bytes, with_weights
+from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, solve, stored_bytes, with_weights
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 INT4 = Recipe(3.0, None, enable=Enable(Pair("int4", None), Pair("int4", "int4"), None), rank=8, per_channel=False)
@@ -25,30 +25,103 @@ def drawn(seed: int) -> list[dict[str, Choice]]:
 @pytest.mark.parametrize("seed, share", enumerate([0.25, 0.3, 0.5, 0.9, 0.25, 0.3, 0.5, 0.9]))
 def test_no_other_choice_is_better(seed, share):
     units = drawn(seed)
-    limit = int(share * sum(unit["fp16"].bytes for unit in units)) + 1
+    limit = int(share * sum(unit["fp16"].cost for unit in units)) + 1
     combinations = itertools.product(*units)
     best = min(
         sum(unit[name].squared_error for unit, name in zip(units, names, strict=True))
         for names in combinations
-        if sum(unit[name].bytes for unit, name in zip(units, names, strict=True)) <= limit
+        if sum(unit[name].cost for unit, name in zip(units, names, strict=True)) <= limit
     )
     chosen = [unit[name] for unit, name in zip(units, choose(units, limit), strict=True)]
-    assert sum(each.bytes for each in chosen) <= limit
+    assert sum(each.cost for each in chosen) <= limit
     assert sum(each.squared_error for each in chosen) == pytest.approx(best, rel=1e-5, abs=1e-12)
 
 
 def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
     units = [unit for seed in range(60) for unit in drawn(seed)]
     for name in ("int4", "fp16"):
-        assert choose(units, sum(unit[name].bytes for unit in units)) == [name] * len(units)
+        assert choose(units, sum(unit[name].cost for unit in units)) == [name] * len(units)
     assert choose([{"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}], 10) == ["int8"]  # no unit has an error
+
+
+def made_up(seed: int, rates: dict[str, float]):
+    """Units of labels "a", of half the cost, "b" and ``KEPT``; a function that measures; and errors of all in one.
+
+    Squared errors of a label's units together are its rate times their sum.
+    """
+    given = random.Random(seed)
+    units = []
+    for _ in range(6):
+        size, error = given.randint(50, 500), given.uniform(0.1, 1)
+        units.append({"a": Choice(size, error), "b": Choice(2 * size, error / given.uniform(1.1, 3)),
+                      KEPT: Choice(4 * size, 0.0)})  # fmt: skip
+
+    def measure(labels):
+        pairs = list(zip(units, labels, strict=True))
+        squares = {
+            name: rate * sum(unit[name].squared_error for unit, own in pairs if own == name)
+            for name, rate in rates.items() if name in labels
+        }  # fmt: skip
+        return sum(squares.values()) ** 0.5, {name: square**0.5 for name, square in squares.items()}
+
+    return units, measure, {name: measure([name] * len(units))[0] for name in rates}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_together(seed):
+    """Then no other choice is better, measured whole, as trying all of them shows."""
+    rates = {"a": 3.0, "b": 0.5}
+    units, measure, uniform = made_up(seed, rates)
+    limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
+    found = solve(units, limit, measure, uniform)
+    assert found.rates == pytest.approx(rates)
+    combinations = itertools.product(*units)
+    fitting = [
+        labels for labels in combinations
+        if sum(unit[name].cost for unit, name in zip(units, labels, strict=True)) <= limit
+    ]  # fmt: skip
+    best, taken = min(measure(labels)[0] for labels in fitting), found.candidates[found.taken]
+    assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels)[0])
+    assert taken.cost == sum(unit[name].cost for unit, name in zip(units, taken.labels, strict=True)) <= limit
+
+
+def test_a_correction_gains_something():
+    gains = []
+    for seed in range(6):
+        units, measure, uniform = made_up(seed, {"a": 3.0, "b": 0.5})
+        found = solve(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, uniform)
+        first = found.candidates["by layer"]
+        gains.append(first.measured - found.candidates[found.taken].measured)
+        parts = sum(unit[name].squared_error for unit, name in zip(units, first.labels, strict=True))
+        assert first.predicted == pytest.approx(parts**0.5)
+    assert min(gains) >= 0 and max(gains) > 0.01
+
+
+def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
+    units = [{"a": Choice(1, 1.0), "b": Choice(1, 1.1)}, {"a": Choice(1, 1.1), "b": Choice(2, 1.0)}]
+    whole = {("a", "a"): 2.1**0.5, ("b", "b"): 2.1**0.5}
+
+    def measure(labels):
+        return whole.get(tuple(labels), 9.0), dict.fromkeys(labels, 1.0)
+
+    found = solve(units, 3, measure, {"a": 2.1**0.5, "b": 2.1**0.5})
+    assert found.candidates["by layer"].labels == ["a", "b"] and found.taken == "all in a"
+    assert "all in b" in found.candidates, "it costs 3"
+    assert "all in b" not in solve(units, 2, measure, {"a": 1.0, "b": 1.0}).candidates
+
+
+def test_a_unit_that_cannot_have_a_label_stays_as_it_is_in_that_candidate():
+    units, measure, uniform = made_up(1, {"a": 1.0, "b": 1.0})
+    del units[2]["a"]
+    found = solve(units, sum(unit[KEPT].cost for unit in units), measure, uniform | {"a": 0.1})
+    assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
 
 
 def test_one_choice_for_each_of_a_few_parts():
     parts = drawn(3)[:3]
-    least = sum(part["int4"].bytes for part in parts)
+    least = sum(part["int4"].cost for part in parts)
     assert choose_uniform(parts, least) == ["int4"] * 3 and choose_uniform(parts, least - 1) is None
-    room = least + min(part["int8"].bytes - part["int4"].bytes for part in parts)
+    room = least + min(part["int8"].cost - part["int4"].cost for part in parts)
     assert choose_uniform(parts, room).count("int8") == 1
 
 

@@ -38,11 +38,12 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
         attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
         own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
-    _, weight_of, _, _, inputs, kept, heads, exclude, bias_of, recipes, gain_of, _ = stage.assign(
-        loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": "its own"}
+    own = Recipe(3.0, 0.5)
+    _, weight_of, _, _, inputs, kept, heads, exclude, bias_of, recipes, gain_of, _, because = stage.assign(
+        loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": own}, "a file says so"
     )
     assert weight_of("to_q") is weights["to_q.weight"]
     assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
     assert gain_of("norm_q") is weights["norm_q.weight"] and gain_of("norm_k") is None
     assert (inputs, kept, heads, exclude) == (["to_q"], ["mid"], {"attn": Heads(64)}, ["up*"])
-    assert recipes == {"to_q": ("to_q", "its own"), "to_k": ("to_k", loaded.recipe)}
+    assert recipes == {"to_q": own, "to_k": ("to_k", loaded.recipe)} and because == "a file says so"

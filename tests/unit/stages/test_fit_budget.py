@@ -6,12 +6,20 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import sd_quant
+from sd_quant.config.assignment_file import labels_in
 from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization.budget import inputs_left_alone, stored_bytes, with_weights
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.budget import stored_bytes
 from sd_quant.quantization.low_rank import rank_of
+from sd_quant.simulation.sensitivity import Sensitivity
+from sd_quant.stages import choose, load
 from sd_quant.stages import fit_budget as stage
+from sd_quant.stages.load import Loaded, Offered
+from tests.pipelines import sd15_of_one_level
 from tests.presets import recipe_of
 
 SHAPES = {"conv": (64, 64, 3, 3), "first": (64, 4, 3, 3)} | dict.fromkeys(("q", "k", "out", "proj"), (64, 64))
@@ -20,19 +28,25 @@ INPUTS = [SharedInput(("q", "k"), "norm"), SharedInput(("out",)), SharedInput(("
 QUANTIZED = ("conv", "q", "k", "out")
 NORMS = 5000
 PARAMETERS = NORMS + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())
+INT4, INT8 = "svdquant_w4a16", "int8_weight_only"
 
 
 RECIPE = cache(recipe_of)
 
 
-def loaded(alone: tuple[str, ...] = (), budget: float | None = None) -> SimpleNamespace:
-    """``proj`` is excluded by the preset, ``first`` by its role; of ``alone`` the weights alone are quantized."""
-    recipe = replace(RECIPE("svdquant_w4a16", "quant_level=3", "alpha=0.5"), budget=budget)
-    return SimpleNamespace(
+def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
+    """``proj`` is excluded, ``first`` by its role; of ``alone`` the first preset quantizes the weights alone.
+
+    The first preset itself excludes the layers ``exclude``, which can have the second.
+    """
+    recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
+    given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
-        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0,
-        own=lambda name, recipe: inputs_left_alone(recipe) if name in alone else recipe,
+        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None,
+        offered={INT4: Offered(recipe, exclude, alone), INT8: Offered(recipe.beside(INT8))},
     )  # fmt: skip
+    given.recipe_with = lambda name, label: Loaded.recipe_with(given, name, label)
+    return given
 
 
 def least(given: SimpleNamespace) -> int:
@@ -43,12 +57,34 @@ def least(given: SimpleNamespace) -> int:
 
 def test_a_layer_whose_weight_alone_is_quantized_has_no_branch():
     branch = 2 * rank_of(loaded().recipe.rank, SHAPES["out"]) * sum(SHAPES["out"])
-    sizes = [stage.bytes_of(given, ("out",), given.recipe) for given in (loaded(), loaded(alone=("out",)))]
+    sizes = [stage.bytes_of(given, ("out",), INT4) for given in (loaded(), loaded(alone=("out",)))]
     assert branch > 0 and sizes[0] - sizes[1] == branch
 
 
 def test_readers_of_one_input_choose_together_and_what_is_excluded_does_not():
     assert stage.units_of(loaded()) == [("conv",), ("q", "k"), ("out",)]
+
+
+def test_readers_of_one_input_choose_together_if_any_preset_folds_and_apart_if_none_does():
+    """Also where the job's own preset smooths nothing."""
+    given = loaded()
+    given.offered = {INT8: given.offered[INT8]}
+    assert stage.units_of(given) == [("conv",), ("q",), ("k",), ("out",)]
+    given.offered = {INT8: given.offered[INT8], "int8": Offered(given.recipe.beside("int8"))}
+    assert stage.units_of(given) == [("conv",), ("q", "k"), ("out",)]
+
+
+def test_a_preset_is_no_choice_of_layers_that_it_excludes_or_whose_inputs_it_does_not_divide():
+    given = loaded(exclude=("k", "out"))
+    given.shapes = SHAPES | {"conv": (64, 6, 3, 3)}  # INT4 has blocks of 64
+    units = stage.units_of(given)
+    costs = dict(zip(units, stage.byte_costs(given, units, stage.recipes_of(given)), strict=True))
+    labels = {unit: list(own) for unit, own in costs.items()}
+    assert labels == {
+        ("conv",): [INT8, "unquantized"], ("q", "k"): [INT4, INT8, "unquantized"], ("out",): [INT8, "unquantized"]
+    }  # fmt: skip
+    half = stored_bytes(SHAPES["k"], "qkv", None)
+    assert costs["q", "k"][INT4] == stored_bytes(SHAPES["q"], "qkv", given.recipe) + half, "k stays in fp16"
 
 
 def test_what_a_budget_leaves_for_layers():
@@ -64,48 +100,221 @@ def test_what_a_budget_leaves_for_layers():
 @pytest.mark.parametrize("budget", [1, 0.01, 2 * PARAMETERS])
 def test_a_budget_that_cannot_be_met_or_asks_for_nothing_is_refused_with_the_nearest_that_can(budget):
     given = loaded(budget=budget)
-    with pytest.raises(ConfigError) as caught:
-        stage.bytes_to_share(given)
     share = least(given) / PARAMETERS / 4
-    assert str(caught.value) == (
+    with pytest.raises(ConfigError) as refusal:
+        stage.bytes_to_share(given)
+    assert str(refusal.value) == (
         f"quantize.budget is {budget}, expected from {least(given)} bytes (a share of {share:.4f}), the least with "
-        f"svdquant_w4a16 or int8, to {2 * PARAMETERS - 1}, below which something has to be quantized"
+        f"{INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
     )
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=f"expected from {least(given)} bytes"):
         stage.bytes_to_share(loaded(budget=least(given) - 1))
 
 
-def test_the_layers_that_err_most_get_more_bits(monkeypatch, tmp_path):
-    """With room for two linears in INT8: those that read one input take it together, or not at all."""
-    errors = {
-        "svdquant_w4a16": {"conv": 1e-3, "q": 0.3, "k": 1e-3, "out": 0.2},
-        "int8": {"conv": 1e-4, "q": 0.02, "k": 1e-4, "out": 0.01},
-    }
-    derived = []
+ERRORS = {
+    INT4: {"conv": 1e-3, "q": 0.3, "k": 1e-3, "out": 0.2},
+    INT8: {"conv": 1e-4, "q": 0.02, "k": 1e-4, "out": 0.01},
+}
 
-    def assign(_, statistics, kept=(), recipes=None):
-        derived.append((kept, recipes))
+
+@pytest.fixture
+def derived(monkeypatch) -> list[tuple]:
+    """What is derived; errors of layers add up but for those of INT8 together, which are ten times as large."""
+    found = []
+
+    def assign(_, statistics, kept, recipes, because):
+        found.append((kept, recipes, because))
         return recipes
 
+    def label_of(recipe) -> str:
+        return INT8 if recipe.enable.linear.weight == "int8" else INT4
+
     def measure(_, recipes, *rest):
-        label = "int8" if recipes["q"].enable.linear.weight == "int8" else "svdquant_w4a16"
-        return SimpleNamespace(network_error=errors[label])
+        label = label_of(recipes["q"])
+        own = {name: ERRORS[label][name] for name in recipes}
+        return Sensitivity(own, [{"kept": 0, "relative_error": sum(error**2 for error in own.values()) ** 0.5}])
+
+    def together(_, recipes, statistics, scale, groups):
+        squares = {name: ERRORS[label_of(own)][name] ** 2 for name, own in recipes.items()}
+        rates = {name: 100 if label_of(own) == INT8 else 1 for name, own in recipes.items()}
+        return [sum(rates[name] * squares[name] for name in group) ** 0.5 for group in groups]
 
     monkeypatch.setattr(stage, "assign", assign)
     monkeypatch.setattr(stage, "measure_sensitivity", measure)
+    monkeypatch.setattr(stage, "measure_together", together)
+    return found
+
+
+def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
+    """With room for two linears in INT8: those that read one input take it together, or not at all.
+
+    Together they err ten times as much as apart. Still no other choice that fits is better.
+    """
     recipe = loaded().recipe
-    int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, with_weights(recipe, "int8")))
+    int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
     limit = stage.bytes_to_share(given)
     fitted = stage.fit_budget(given, None, limit, tmp_path)
-    assert fitted.layers == {"svdquant_w4a16": 2, "int8": 2, "unquantized": 0}
-    kept, recipes = derived[-1]
-    assert kept == [] and {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
-    assert fitted.predicted_error == pytest.approx((1e-6 + 0.02**2 + 1e-8 + 0.2**2) ** 0.5)
-    assert fitted.limit_bytes == given.recipe.budget == fitted.chosen_bytes + 100
+    found = fitted.entry()
+    assert found["layers"] == {INT4: 2, INT8: 2, "unquantized": 0}
+    kept, recipes, because = derived[-1]
+    assert kept == ["first", "proj"] and because == stage.LEFT
+    assert {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
+    first = found["candidates"]["by layer"]
+    assert first["predicted_error"] == pytest.approx((1e-6 + 0.02**2 + 1e-8 + 0.2**2) ** 0.5)
+    assert first["measured_error"] == pytest.approx((1e-6 + 100 * (0.02**2 + 1e-8) + 0.2**2) ** 0.5)
+    assert found["rates"] == pytest.approx({INT4: 1, INT8: 100})
+    assert found["limit_bytes"] == given.recipe.budget == first["chosen_bytes"] + 100
     with (tmp_path / "budget.csv").open(newline="") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert {name: row["chosen"] for name, row in rows.items()} == {
-        "conv": "svdquant_w4a16", "q": "int8", "k": "int8", "out": "svdquant_w4a16",
+    assert {name: row["chosen"] for name, row in rows.items()} == {"conv": INT4, "q": INT8, "k": INT8, "out": INT4}
+    assert rows["q"][f"network_error_{INT8}"] == "0.02" and int(rows["q"]["bytes_unquantized"]) == 2 * 64 * 64
+
+
+def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(derived, tmp_path, caplog):
+    """With room for all in INT8, where the sum of layers is for it, and its whole error is not."""
+    recipe = loaded().recipe
+    int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
+    given = loaded(budget=least(loaded()) + 3 * (int8 - int4))
+    with caplog.at_level("INFO"):
+        fitted = stage.fit_budget(given, None, stage.bytes_to_share(given), tmp_path)
+    found = fitted.entry()
+    assert found["candidates"]["by layer"]["layers"] == {INT4: 1, INT8: 3, "unquantized": 0}
+    assert found["taken"] == min(found["candidates"], key=lambda name: found["candidates"][name]["measured_error"])
+    assert found["measured_error"] == found["candidates"][found["taken"]]["measured_error"]
+    assert caplog.messages[-1] == fitted.sentence() and f"({found['taken']})" in caplog.messages[-1]
+
+
+def test_other_costs_than_bytes_need_another_function_alone(derived, tmp_path):
+    given = loaded(budget=0.9)
+    wanted = {
+        ("conv",): {INT4: 3, INT8: 1, "unquantized": 9}, ("q", "k"): {INT8: 1, "unquantized": 5},
+        ("out",): {INT4: 2, "unquantized": 9},
     }  # fmt: skip
-    assert rows["q"]["network_error_int8"] == "0.02" and int(rows["q"]["bytes_unquantized"]) == 2 * 64 * 64
+    fitted = stage.fit_budget(
+        given, None, 5, tmp_path, lambda _, units, recipes: [wanted[unit] for unit in units], fixed=100, unit="ns"
+    )
+    found = fitted.entry()
+    assert found["limit_ns"] == 105 and found["chosen_ns"] == 104 and "limit_bytes" not in found
+    assert fitted.labels == {"conv": INT8, "q": INT8, "k": INT8, "out": INT4}
+
+
+# A tiny network
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> sd_quant.Model:
+    sd15_of_one_level(folder := tmp_path_factory.mktemp("sd15"))
+    return sd_quant.open("sd15", folder, width=64, height=64)
+
+
+@pytest.fixture(scope="module")
+def statistics(model) -> sd_quant.Statistics:
+    found = model.calibrate(["a rocket"], n_steps=2)
+    found.calls = {name: replace(sample, values=sample.values[:1]) for name, sample in found.calls.items()}
+    return found
+
+
+def same(found: dict[str, LayerAssignment], expected: dict[str, LayerAssignment]) -> bool:
+    """Whether assignments are equal bit for bit, but for the reasons why layers are left."""
+
+    def equal(one, other) -> bool:
+        if isinstance(one, tuple):
+            return isinstance(other, tuple) and all(map(equal, one, other))
+        return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+    names = [name for name in LayerAssignment.__slots__ if name != "reason"]
+    return found.keys() == expected.keys() and all(
+        equal(getattr(layer, name), getattr(expected[key], name)) for key, layer in found.items() for name in names
+    )
+
+
+@pytest.fixture
+def left(monkeypatch) -> list[str]:
+    """The files of labels that are written."""
+    found, write = [], choose.text_of
+    monkeypatch.setattr(choose, "text_of", lambda *given: found.append(write(*given)) or found[-1])
+    return found
+
+
+KNOBS = {"quant_level": 2, "alpha": 0.7}
+
+
+@pytest.mark.soak
+def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model, statistics, tmp_path, left):
+    """Of INT8 with folded smoothing and NVFP4 with chosen codes; the budget is half-way between both."""
+    job = model.job("int8", {**KNOBS, "budget": 1, "choices": ["nvfp4"]})
+    given = load.with_recipe(model.session, job.model, job.infer, job.quantize)
+    costs = stage.byte_costs(given, stage.units_of(given), stage.recipes_of(given))
+    ends = [sum(own.get(label, own["unquantized"]) for own in costs) for label in ("int8", "nvfp4")]
+    budget = stage.fixed_bytes(given) + sum(ends) // 2
+    made = model.quantize(statistics, "int8", budget=budget, choices=["nvfp4"], **KNOBS).assignment
+    assert {layer.format for layer in made.values()} >= {"int8", "nvfp4"}
+    (tmp_path / "a.yaml").write_text(left[-1])
+    again = model.quantize(statistics, "int8", assignment=str(tmp_path / "a.yaml"), **KNOBS)
+    assert left[-1] == left[-2] and same(again.assignment, made)
+
+
+@pytest.mark.slow
+def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(model, statistics, tmp_path, left):
+    plain = model.quantize(statistics, "int8", **KNOBS).assignment
+    (tmp_path / "a.yaml").write_text(left[-1])
+    knobs = {**KNOBS, "assignment": str(tmp_path / "a.yaml")}
+    assert same(model.quantize(statistics, "int8", **knobs).assignment, plain)
+    assert set(labels_in(knobs["assignment"]).values()) == {"int8"}
+    (tmp_path / "a.yaml").write_text(left[-1].replace("conv1: int8", "conv1: int4_w4a4", 1))
+    changed = model.quantize(statistics, "int8", **knobs).assignment
+    (name,) = [name for name, layer in changed.items() if layer.format != plain[name].format]
+    assert (changed[name].format, changed[name].activation_format) == ("int4", None) and name.endswith("conv1")
+    assert same(changed | {name: plain[name]}, plain)
+
+
+ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
+
+
+@pytest.fixture(scope="module")
+def with_file(model, tmp_path_factory) -> Loaded:
+    """A job whose file gives a layer each of three presets."""
+    file = tmp_path_factory.mktemp("file") / "a.yaml"
+    conv, other = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
+    file.write_text(f"{TO_Q}: int8\n{conv}: svdquant_w4a4\n{other}: q4_k_weight_only")
+    job = model.job("nvfp4", {"quant_level": 3, "assignment": str(file)})
+    return load.with_recipe(model.session, job.model, job.infer, job.quantize)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ({f"{ATTENTION}.to_p": "int8"}, "^assignment names .*to_p, which is no layer .*did you mean .*attn1.to_"),
+        ({"time_embedding.linear_1": "int8"}, "^assignment gives time_embedding.linear_1 int8, .*excluded by the mod"),
+        ({TO_Q: "svdquant_w4a4", TO_K: "int8"},
+         f"^assignment gives {TO_Q} svdquant_w4a4 and {TO_K} int8, which read one input, .*; give {TO_Q}, {TO_K}, "),
+    ],
+)  # fmt: skip
+def test_labels_that_layers_cannot_have_are_refused(with_file, labels, sentence):
+    load.check_labels(replace(with_file, labels={TO_Q: "int8", TO_K: "fp16"}))
+    with pytest.raises(ConfigError, match=sentence):
+        load.check_labels(replace(with_file, labels=labels))
+
+
+@pytest.mark.slow
+def test_blocks_that_do_not_divide_a_layer_and_what_is_excluded_or_of_another_level_are_refused(with_file):
+    given = replace(with_file, labels={TO_Q: "q4_k_weight_only"}, shapes=with_file.shapes | {TO_Q: (64, 24)})
+    with pytest.raises(ConfigError, match="q4_k_weight_only, expected fp16 or another preset, because .*do not divide"):
+        load.check_labels(given)
+    for change in ({"exclude": ["*.to_q"]}, {"recipe": replace(with_file.recipe, quant_level=2.0)}):
+        with pytest.raises(
+            ConfigError, match="to_q int8, expected fp16 or no line, because it is kept: .*(excl|level 2)"
+        ):
+            load.check_labels(replace(with_file, labels={TO_Q: "int8"}, **change))
+
+
+@pytest.mark.slow
+def test_a_layer_in_fp16_beside_readers_that_are_smoothed_takes_their_factors_alone(with_file, statistics):
+    made = stage.assign_chosen(with_file, statistics, {TO_Q: "fp16", TO_K: "int8", f"{ATTENTION}.to_v": "int8"})
+    rows = [made[f"{ATTENTION}.to_{end}"] for end in "qkv"]
+    assert [row.format for row in rows] == [None, "int8", "int8"] and rows[1].folded_into
+    assert torch.equal(rows[0].pre_quant_scale, rows[1].pre_quant_scale)
+    assert sum(layer.format is not None for layer in made.values()) == 2

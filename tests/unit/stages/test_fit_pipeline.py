@@ -107,7 +107,7 @@ def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
         assert str(refusal.value).startswith(
             f"fit is {size}, expected from {math.ceil(beside + least)} bytes, which unet_xl, vae, clip1, clip2 take at"
         )
-        assert f"svdquant_w4a4 or int8, {beside / 1e9:.2f} GB for a call" in str(refusal.value)
+        assert f"svdquant_w4a4 or int8_weight_only, {beside / 1e9:.2f} GB for a call" in str(refusal.value)
         assert f"to {math.ceil(beside + whole) - 1}, below which" in str(refusal.value)
     apart = replace(given, recipe=replace(given.recipe, fit="1.04GB", resident="one"))
     one_by_one = stage.groups_of(apart, offers)

@@ -1,0 +1,61 @@
+"""The file ``assignment.yaml``: the preset of each layer, which a run leaves and ``assignment=`` takes back.
+
+    down_blocks.1.attentions.0.proj_in: fp16
+    down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
+
+It is one mapping from a layer's name to a preset or ``fp16``, so that a line is what is edited. The road not taken is
+to list layers by preset: shorter, but a layer that is moved has to be cut and pasted.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+import yaml
+
+from sd_quant.errors import ConfigError
+from sd_quant.files import read_regular
+from sd_quant.files.archive import MAX_TEXT
+from sd_quant.files.plain_yaml import load_yaml
+from sd_quant.places import existing_file
+from sd_quant.text import one_line
+
+ASSIGNMENT = "assignment.yaml"  # in the folder of a run
+FP16 = "fp16"  # the label of a layer that is not quantized
+BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a paragraph has in common
+
+
+def labels_in(path: str) -> dict[str, str]:
+    """Return the label of each layer in the file at ``path``. Raises ConfigError unless it has texts by name."""
+    file, expected = existing_file("assignment", path), "a mapping from names of layers to presets or fp16"
+    try:
+        content = load_yaml(read_regular(file, MAX_TEXT))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"assignment is {path}, which cannot be read ({one_line(error, 200)}), expected {expected}"
+        ) from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(f"assignment is {path}, which has no layers, expected {expected}")
+    for name, label in content.items():
+        if not isinstance(name, str) or not isinstance(label, str):
+            raise ConfigError(f"assignment gives {str(name)[:80]!r} {str(label)[:80]!r}, expected {expected}")
+    return content
+
+
+def text_of(labels: Mapping[str, str], knobs: Iterable[str]) -> str:
+    """Return the file's text: a header that says how to give it back with these ``knobs``, and a paragraph a block."""
+    return "\n".join([
+        "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
+        f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",
+        "# with the run's other knobs but keep, quantize.budget and fit. Layers without a line stay in fp16, and those",
+        "# that read one input have one preset.",
+        *paragraphs(labels),
+        "",
+    ])  # fmt: skip
+
+
+def paragraphs(labels: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each layer, and an empty one in front of each block of the network."""
+    for _, names in groupby(labels, lambda name: found[0] if (found := BLOCK.match(name)) else name):
+        yield ""
+        yield from (f"{name}: {labels[name]}" for name in names)
