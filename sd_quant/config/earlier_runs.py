@@ -37,6 +37,8 @@ BEFORE: dict[str, dict[str, object]] = {
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
+        "budget_ms": None,
+        "times": None,
         "include": {},
         "weights_alone": {},
         "parts": None,

@@ -13,7 +13,8 @@ A layer alone finds its input and its weight in the caches more often than in a 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -74,8 +75,8 @@ class Alone:
         if not call.geometry:
             return nn.Linear(call.inputs, call.outputs, call.bias)
         stride, padding, dilation, groups = call.geometry
-        channels, kernel = call.weight_shape[1] * groups, call.weight_shape[2:]
-        return nn.Conv2d(channels, call.outputs, kernel, stride, padding, dilation, groups, call.bias)
+        _, inputs, height, width = call.weight_shape
+        return nn.Conv2d(inputs * groups, call.outputs, (height, width), stride, padding, dilation, groups, call.bias)
 
     def module(self, with_layer: bool = True) -> Copies:
         """The graph as a module, in fp32."""
@@ -91,10 +92,10 @@ class Alone:
         """A row for each copy; none for an unquantized layer."""
         if arithmetic is None:
             return {}
-        weights = {f"layers.{index}": layer.weight for index, layer in enumerate(module.layers)}
-        return {name: stand_in(name, self.call, arithmetic, weight) for name, weight in weights.items()}
+        names = [f"layers.{index}" for index in range(self.copies)]
+        return {name: stand_in(name, self.call, arithmetic, module.get_parameter(f"{name}.weight")) for name in names}
 
-    def write(self, path, arithmetic: Arithmetic | None, with_layer: bool = True) -> None:
+    def write(self, path: Path, arithmetic: Arithmetic | None, with_layer: bool = True) -> None:
         """Write the graph as an ONNX file."""
         module = self.module(with_layer)
         state = module.state_dict()
@@ -131,7 +132,7 @@ def measured_seconds(
         engines |= {way: opens(alone, way, True) for way in arithmetics}
         inputs = alone.inputs(engines[WITHOUT])
         names = {str(index): key for index, key in enumerate(engines)}
-        calls = {name: lambda engine=engines[key]: engine(**inputs) for name, key in names.items()}
+        calls = {name: partial(engines[key], **inputs) for name, key in names.items()}
         clocks = dict.fromkeys(calls, clock_of(engines[WITHOUT].device))
         stopping = Stopping(FEWEST_ROUNDS, 0, seconds * len(engines))
         samples = measure_together(calls, WARMUP, stopping, clocks).samples

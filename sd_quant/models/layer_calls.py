@@ -59,18 +59,22 @@ class WatchingProducts(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in (F.linear, F.conv2d):
-            given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
+            given = dict(
+                zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False)
+            )
             given |= kwargs or {}
             weight = given["weight"]
             if name := self.names.get(id(weight)):
                 usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
                 geometry = tuple(given.get(key, value) for key, value in usual.items()) if weight.ndim > 2 else ()
-                shapes = (tuple(each.shape) for each in (given["input"], result, weight))
-                self.calls[name].append(LayerCall(*shapes, given.get("bias") is not None, geometry))
+                bias, shapes = given.get("bias") is not None, (given["input"].shape, result.shape, weight.shape)
+                self.calls[name].append(LayerCall(*map(tuple, shapes), bias, geometry))  # type: ignore[call-arg]
         return result
 
 
-def layer_calls(checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[LayerCall, ...]]:
+def layer_calls(
+    checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[LayerCall, ...]]:
     """The calls of each Linear and Conv2d of a part in one call with inputs of these ``shapes``, on the meta device.
 
     Layers that are not called are absent. Raises whatever the network's code raises where it reads numbers.

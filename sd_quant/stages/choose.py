@@ -11,8 +11,9 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
-from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget
+from sd_quant.stages.fit_budget import Fitted, bytes_to_share, fit_budget, recipes_of, units_of
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
+from sd_quant.stages.layer_times import Times, times_of_job
 from sd_quant.stages.load import Loaded
 
 
@@ -36,13 +37,21 @@ def rows_of_layers(
 
 
 def choose(
-    loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
+    loaded: Loaded,
+    statistics: Statistics,
+    directory: Path,
+    step: Callable[[str], AbstractContextManager],
+    times: Times | None = None,
 ) -> Chosen:
     """Choose the assignment, in stages that ``step`` times. Writes ``layers.csv``, ``ranges.csv`` and the measurements.
 
-    Raises ConfigError for a budget that cannot be met.
+    ``times`` are those of ``quantize.budget_ms``, where they are known already. Raises ConfigError for a budget that
+    cannot be met.
     """
     sensitivity = None
+    if loaded.recipe.budget_ms is not None:  # SEAM: give them to fit_budget as costs, with the limit budget_ms / 1000
+        times = times or times_of_job(loaded, recipes_of(loaded), units_of(loaded), directory)
+        raise NotImplementedError("the choice of formats by times of layers")
     if loaded.recipe.fit is not None:
         with step("fit"):
             whole = fit_pipeline(loaded, statistics, directory)

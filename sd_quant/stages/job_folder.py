@@ -44,6 +44,8 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
         inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
+    if job.quantize.times_file is not None:
+        inputs["times"] = input_path(job.quantize.times_file)
     return inputs | job.infer.inputs()
 
 

@@ -32,7 +32,7 @@ from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import KeptOutputs, compare_images, framework_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
 from sd_quant.stages.export_trt import check_gpu, plans_beside
-from sd_quant.stages.fit_budget import bytes_to_share
+from sd_quant.stages.fit_budget import bytes_to_share, recipes_of, units_of
 from sd_quant.stages.fit_pipeline import check_fit
 from sd_quant.stages.hand_over import check_servers, hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
@@ -47,6 +47,7 @@ from sd_quant.stages.job_folder import (
     remove_leftovers,
 )
 from sd_quant.stages.latency import compare_latency
+from sd_quant.stages.layer_times import times_of_job
 from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import load
 from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
@@ -157,6 +158,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
+        times = times_of_job(loaded, recipes_of(loaded), units_of(loaded), directory)  # while nothing runs beside it
         check_fit(loaded)
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
@@ -171,7 +173,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             statistics = statistics_of(
                 loaded.checkpoint, loaded.roles, job, sha256, between_calls=share, part_recipes=loaded.part_recipes
             )
-        chosen = choose(loaded, statistics, directory, step)
+        chosen = choose(loaded, statistics, directory, step, times)
         assignment = chosen.assignment
         assignments = {loaded.denoiser: assignment, **chosen.parts}
         rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported

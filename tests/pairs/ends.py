@@ -31,6 +31,8 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.parts": ["null", "{clip1:int8,vae:int8_weight_only}"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
+    "quantize.budget_ms": ["null", "1000.0", "0.0001"],
+    "quantize.times": ["null", "measured", "h100", "b200"],
     "quantize.fit": ["null", "1.052GB"],
     "quantize.resident": ["all", "one"],
     "quantize.choices": ["[int8]", "[]", "[int4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
