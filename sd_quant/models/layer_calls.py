@@ -67,8 +67,8 @@ class WatchingProducts(TorchFunctionMode):
             if name := self.names.get(id(weight)):
                 usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
                 geometry = tuple(given.get(key, value) for key, value in usual.items()) if weight.ndim > 2 else ()
-                bias, shapes = given.get("bias") is not None, (given["input"].shape, result.shape, weight.shape)
-                self.calls[name].append(LayerCall(*map(tuple, shapes), bias, geometry))  # type: ignore[call-arg]
+                x, y, w = (tuple(each.shape) for each in (given["input"], result, weight))
+                self.calls[name].append(LayerCall(x, y, w, given.get("bias") is not None, geometry))
         return result
 
 

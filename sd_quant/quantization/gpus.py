@@ -2,8 +2,8 @@
 
 The peaks are dense ones, without sparsity and with sums in fp32, as NVIDIA's data sheets have them (A100 80 GB, H100,
 H200 and HGX B200, all SXM, and L40S; where a sheet has sparse figures alone, half of them) and its white papers of the
-GeForce GPUs (Ada, RTX Blackwell). What a product reaches of them is estimated: on Hopper for fp16
-and FP8 by cuBLASLt and INT8 by a Triton kernel, elsewhere by COMMON. LAUNCH is a guess too.
+GeForce GPUs (Ada, RTX Blackwell). What a product reaches of them is estimated: on Hopper for fp16 and FP8 by cuBLASLt
+and for INT8 by a Triton kernel, which an H100 has run; elsewhere COMMON, which nothing has. LAUNCH is a guess too.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,6 +49,6 @@ def check_gpu_multiplies(name: str, formats: Collection[str], knob: str) -> None
         have = GPUS[name].compute_capability
         lacking = [each for each in sorted(formats) if FORMATS[each].min_compute_capability > have]
         raise ConfigError(
-            f"{knob} is {name}, of compute capability {have / 10:g}, expected a GPU that has {' and '.join(lacking)}: "
+            f"{knob} is {name}, of compute capability {have / 10:.1f}, expected a GPU that has {' and '.join(lacking)}: "
             f"{', '.join(able)}; choose one of these, or leave these formats out"
         )

@@ -1,0 +1,56 @@
+"""The sum of the times of layers, each measured alone, beside the time of the whole network in the same engine.
+
+    python benchmarks/layer_times.py
+
+The shipped checkpoint's UNet, unquantized and with the default recipe at level 3. ``quantize.budget_ms`` is about the
+sum; what a network takes beside these layers is attention, norms and layers that stay in high precision. The last line
+has what quantizing saves: by the sum, and of the whole.
+"""
+
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from common import job_with, load, parser, report
+from graphs import UNQUANTIZED, export
+
+from sd_quant.config.recipe import MEASURED
+from sd_quant.inference.timed_calls import part_call
+from sd_quant.metrics.latency import Stopping, in_a_row, measure_together, wall_clock
+from sd_quant.stages.generate import sampling_of
+from sd_quant.stages.layer_times import layer_times, samples_of
+from sd_quant.stages.load import with_recipe
+from sd_quant.stages.open_parts import open_file
+from sd_quant.stages.session import open_unchecked
+
+
+def main() -> None:
+    arguments = parser(__doc__, prompts=8)
+    arguments.add_argument("--seconds", type=float, default=10, help="for the whole networks (%(default)s)")
+    options = arguments.parse_args()
+    job = job_with("int8", "quant_level=3", "infer=openvino")
+    loaded = with_recipe(open_unchecked(job.model), job.model, job.infer, job.quantize)
+    labels = {UNQUANTIZED: None, "int8": job.quantize}
+    subject = load(options.prompts)
+    statistics = subject.statistics(subject.sampling(options.steps, batch_size=8))
+    assignments = {UNQUANTIZED: {}, "int8": subject.assignment(statistics, job.quantize)}
+    contract, sampling = loaded.parts[loaded.denoiser].contract, sampling_of(job.infer)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {
+            name: open_file(path, job.infer) for name, path in export(subject, assignments, Path(folder)).items()
+        }
+        calls = {name: part_call(engine, contract, samples_of(loaded), sampling) for name, engine in engines.items()}
+        clocks = dict.fromkeys(calls, in_a_row(wall_clock, sampling.steps))
+        samples = measure_together(calls, 2, Stopping(5, 1e-9, options.seconds), clocks).samples
+    whole = {name: median(each) for name, each in samples.items()}
+    alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, labels, MEASURED).items()}
+    print("| | sum of layers alone, ms | whole network, ms | ratio |\n|---|---|---|---|")
+    for name in labels:
+        print(f"| {name} | {alone[name]:.2f} | {whole[name]:.2f} | {alone[name] / whole[name]:.2f} |")
+    saved = [each[UNQUANTIZED] - each["int8"] for each in (alone, whole)]
+    print(f"| saved | {saved[0]:.2f} | {saved[1]:.2f} | {saved[0] / saved[1]:.2f} |")
+    report(options, {"alone": alone, "whole": whole})
+
+
+if __name__ == "__main__":
+    main()
