@@ -2,6 +2,8 @@
 
     python benchmarks/layer_times.py
 
+Whole networks are timed before and after the layers, whose machine may not be the same a minute later.
+
 The shipped checkpoint's UNet, unquantized and with the default recipe at level 3. ``quantize.budget_ms`` is about the
 sum; what a network takes beside these layers is attention, norms and layers that stay in high precision. The last line
 has what quantizing saves: by the sum, and of the whole.
@@ -41,14 +43,18 @@ def main() -> None:
         }
         calls = {name: part_call(engine, contract, samples_of(loaded), sampling) for name, engine in engines.items()}
         clocks = dict.fromkeys(calls, in_a_row(wall_clock, sampling.steps))
-        samples = measure_together(calls, 2, Stopping(5, 1e-9, options.seconds), clocks).samples
-    whole = {name: median(each) for name, each in samples.items()}
-    alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, labels, MEASURED).items()}
+        stopping = Stopping(5, 1e-9, options.seconds / 2)
+        before = measure_together(calls, 2, stopping, clocks).samples
+        alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, labels, MEASURED).items()}
+        after = measure_together(calls, 2, stopping, clocks).samples
+    whole = {name: median([*before[name], *after[name]]) for name in calls}
     print("| | sum of layers alone, ms | whole network, ms | ratio |\n|---|---|---|---|")
     for name in labels:
         print(f"| {name} | {alone[name]:.2f} | {whole[name]:.2f} | {alone[name] / whole[name]:.2f} |")
     saved = [each[UNQUANTIZED] - each["int8"] for each in (alone, whole)]
     print(f"| saved | {saved[0]:.2f} | {saved[1]:.2f} | {saved[0] / saved[1]:.2f} |")
+    drift = {name: median(after[name]) / median(before[name]) for name in calls}
+    print("whole networks took after the layers " + ", ".join(f"{each:.2f}x" for each in drift.values()) + " as long")
     report(options, {"alone": alone, "whole": whole})
 
 

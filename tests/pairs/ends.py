@@ -104,6 +104,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
 }
 DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a row has one of them at most
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
+    "quantize.budget_ms",
     *("hand_over", "export.dtype"),
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job

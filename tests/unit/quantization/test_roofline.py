@@ -22,7 +22,8 @@ def test_many_rows_take_the_time_of_their_operations():
     assert predicted_seconds(GPUS["h200"], LARGE, fp8) == pytest.approx(launch + operations / (0.66 * 1979e12))
     assert predicted_seconds(GPUS["rtx_4090"], LARGE, fp8) == pytest.approx(launch + operations / (COMMON * 330.3e12))
     assert predicted_seconds(GPUS["b200"], LARGE, Arithmetic("nvfp4", "nvfp4", False)) == pytest.approx(
-        launch + operations / (COMMON * 9000e12), rel=0.5  # where bytes may take longer
+        launch + operations / (COMMON * 9000e12),
+        rel=0.5,  # where bytes may take longer
     )
 
 
