@@ -2,7 +2,8 @@
 
     python benchmarks/layer_times.py
 
-Whole networks are timed before and after the layers, whose machine may not be the same a minute later.
+A whole network's time is that of the processor, divided by the threads: other jobs of the machine interrupt a call of
+milliseconds and hardly ever one of microseconds. Whole networks are timed before and after the layers.
 
 The shipped checkpoint's UNet, unquantized and with the default recipe at level 3. ``quantize.budget_ms`` is about the
 sum; what a network takes beside these layers is attention, norms and layers that stay in high precision. The last line
@@ -10,6 +11,8 @@ has what quantizing saves: by the sum, and of the whole.
 """
 
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -17,13 +20,21 @@ from common import job_with, load, parser, report
 from graphs import UNQUANTIZED, export
 
 from sd_quant.config.recipe import MEASURED
+from sd_quant.devices import threads
 from sd_quant.inference.timed_calls import part_call
-from sd_quant.metrics.latency import Stopping, in_a_row, measure_together, wall_clock
+from sd_quant.metrics.latency import Stopping, in_a_row, measure_together
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.layer_times import layer_times, samples_of
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_file
 from sd_quant.stages.session import open_unchecked
+
+
+def processor_clock(call: Callable[[], object]) -> float:
+    """Milliseconds of a call on the processor, of all threads together, divided by the engines' threads."""
+    start = time.process_time()
+    call()
+    return 1000 * (time.process_time() - start) / threads()
 
 
 def main() -> None:
@@ -42,7 +53,7 @@ def main() -> None:
             name: open_file(path, job.infer) for name, path in export(subject, assignments, Path(folder)).items()
         }
         calls = {name: part_call(engine, contract, samples_of(loaded), sampling) for name, engine in engines.items()}
-        clocks = dict.fromkeys(calls, in_a_row(wall_clock, sampling.steps))
+        clocks = dict.fromkeys(calls, in_a_row(processor_clock, sampling.steps))
         stopping = Stopping(5, 1e-9, options.seconds / 2)
         before = measure_together(calls, 2, stopping, clocks).samples
         alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, labels, MEASURED).items()}

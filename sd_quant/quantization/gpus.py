@@ -3,7 +3,7 @@
 The peaks are dense ones, without sparsity and with sums in fp32, as NVIDIA's data sheets have them (A100 80 GB, H100,
 H200 and HGX B200, all SXM, and L40S; where a sheet has sparse figures alone, half of them) and its white papers of the
 GeForce GPUs (Ada, RTX Blackwell). What a product reaches of them is estimated: on Hopper for fp16 and FP8 by cuBLASLt
-and for INT8 by a Triton kernel, which an H100 has run; elsewhere COMMON, which nothing has. LAUNCH is a guess too.
+and for INT8 by a Triton kernel; elsewhere COMMON, which is a guess, as LAUNCH is.
 """
 
 from collections.abc import Collection, Mapping
