@@ -40,8 +40,9 @@ def processor_clock(call: Callable[[], object]) -> float:
 def main() -> None:
     arguments = parser(__doc__, prompts=8)
     arguments.add_argument("--seconds", type=float, default=10, help="for the whole networks (%(default)s)")
+    arguments.add_argument("--level", type=float, default=3, help="what is quantized, as quant_level (%(default)s)")
     options = arguments.parse_args()
-    job = job_with("int8", "quant_level=3", "infer=openvino")
+    job = job_with("int8", f"quant_level={options.level:g}", "infer=openvino")
     loaded = with_recipe(open_unchecked(job.model), job.model, job.infer, job.quantize)
     labels = {UNQUANTIZED: None, "int8": job.quantize}
     subject = load(options.prompts)

@@ -49,6 +49,6 @@ def check_gpu_multiplies(name: str, formats: Collection[str], knob: str) -> None
         have = GPUS[name].compute_capability
         lacking = [each for each in sorted(formats) if FORMATS[each].min_compute_capability > have]
         raise ConfigError(
-            f"{knob} is {name}, of compute capability {have / 10:.1f}, expected a GPU that has {' and '.join(lacking)}: "
-            f"{', '.join(able)}; choose one of these, or leave these formats out"
+            f"{knob} is {name}, of compute capability {have / 10:.1f}, expected a GPU that has "
+            f"{' and '.join(lacking)}: {', '.join(able)}; choose one of these, or leave these formats out"
         )

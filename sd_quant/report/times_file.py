@@ -46,7 +46,7 @@ class Layer:
 def write_times(timed: Iterable[tuple[str, Layer, float]], conditions: Conditions, path: Path) -> None:
     """Write the label, the layer and the seconds of each row, with the ``conditions``, to ``path``."""
     rows = [
-        {"layer": layer.layer, "label": label, "computes": layer.computes, "microseconds": 1e6 * seconds}
+        {"layer": layer.layer, "label": label, "computes": layer.computes, "microseconds": f"{1e6 * seconds:.12g}"}
         | {"rows": layer.rows, "weight_shape": layer.weight_shape} | asdict(conditions)
         for label, layer, seconds in timed
     ]  # fmt: skip

@@ -49,7 +49,8 @@ def choose(
     cannot be met.
     """
     sensitivity = None
-    if loaded.recipe.budget_ms is not None:  # SEAM: give them to fit_budget as costs, with the limit budget_ms / 1000
+    if loaded.recipe.budget_ms is not None:  # SEAM: fit_budget with the costs time_costs(times, units)
+        # and the limit budget_ms / 1000 seconds; nothing that is never quantized counts
         times = times or times_of_job(loaded, recipes_of(loaded), units_of(loaded), directory)
         raise NotImplementedError("the choice of formats by times of layers")
     if loaded.recipe.fit is not None:

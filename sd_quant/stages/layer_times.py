@@ -225,14 +225,12 @@ def conditions_of(loaded: Loaded) -> Conditions:
     )
 
 
-def times_of_job(loaded: Loaded, labels: Labels, units: Collection[Sequence[str]], directory: Path) -> Times | None:
-    """The times by which ``quantize.budget_ms`` is met; None without it. Measured ones are written to ``directory``.
+def times_of_job(loaded: Loaded, labels: Labels, units: Collection[Sequence[str]], directory: Path) -> Times:
+    """The times by which ``quantize.budget_ms`` is met, if it is given. Measured ones are written to ``directory``.
 
     Raises as ``layer_times``, and ConfigError for a budget that cannot be met or in which nothing has to be quantized.
     """
     recipe = loaded.recipe
-    if recipe.budget_ms is None:
-        return None
     source = recipe.times or MEASURED
     times = layer_times(loaded, labels, source)
     if source == MEASURED:
@@ -243,9 +241,14 @@ def times_of_job(loaded: Loaded, labels: Labels, units: Collection[Sequence[str]
     return times
 
 
+def time_costs(times: Times, units: Collection[Sequence[str]]) -> list[dict[str, float]]:
+    """Seconds of each of the ``units`` of layers by label: what a choice costs."""
+    return [{label: sum(layers[name] for name in unit) for label, layers in times.items()} for unit in units]
+
+
 def least_seconds(times: Times, units: Collection[Sequence[str]]) -> float:
     """The least time in which the ``units``, each by one label, are computed."""
-    return sum(min(sum(layers[name] for name in unit) for layers in times.values()) for unit in units)
+    return sum(min(costs.values()) for costs in time_costs(times, units))
 
 
 def check_time_limit(budget_ms: float, labels: Labels, times: Times, units: Collection[Sequence[str]]) -> None:

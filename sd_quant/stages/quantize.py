@@ -158,7 +158,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-        times = times_of_job(loaded, recipes_of(loaded), units_of(loaded), directory)  # while nothing runs beside it
+        timed = job.quantize.budget_ms is not None  # now, while nothing runs beside it
+        times = times_of_job(loaded, recipes_of(loaded), units_of(loaded), directory) if timed else None
         check_fit(loaded)
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
