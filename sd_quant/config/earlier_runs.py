@@ -18,7 +18,6 @@ from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.knobs import read
 from sd_quant.places import input_path
-from sd_quant.report.record import at
 from sd_quant.text import one_line
 
 INTERPOLATION = "${"  # OmegaConf would resolve it, from variables of the environment too
@@ -39,6 +38,8 @@ BEFORE: dict[str, dict[str, object]] = {
     "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
+        "budget_ms": None,
+        "times": None,
         "include": {},
         "weights_alone": {},
         "parts": None,
@@ -108,8 +109,13 @@ def completed_knobs(run: str) -> dict:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
     knobs = plain_knobs(folder / "config.yaml", completed, "give another run")
-    if at(knobs, "quantize", "assignment") is not None:  # which the run has a copy of
-        knobs["quantize"]["assignment"] = str(folder / ASSIGNMENT)
+    recipe = knobs["quantize"]
+    limits = {name: None for name in ("budget", "budget_ms") if recipe.get(name) is not None}
+    if recipe.get("assignment") is not None or (limits and (folder / ASSIGNMENT).is_file()):
+        recipe |= limits | {
+            "times": None,
+            "assignment": str(folder / ASSIGNMENT),
+        }  # what was chosen is not measured again
     return knobs
 
 

@@ -33,7 +33,7 @@ KEPT = "unquantized"  # the label of layers in high precision
 class Choice:
     """Cost and error of a unit of layers with one of the presets that it may have."""
 
-    cost: int  # bytes, nanoseconds, or whatever the limit is of
+    cost: float  # bytes, nanoseconds, or whatever the limit is of
     squared_error: float  # of the network's output, relative to its norm
 
 
@@ -42,7 +42,7 @@ class Candidate:
     """Labels of all units, and what they cost and change."""
 
     labels: Sequence[str]  # of each unit
-    cost: int
+    cost: float
     predicted: float  # relative error of the network's output, if squared errors of units add up
     measured: float
 
@@ -106,7 +106,7 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
     )
 
 
-def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: int) -> list[str] | None:
+def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: float) -> list[str] | None:
     """The name of each part's one choice, with the least sum of squared errors within ``limit``; None: none fits.
 
     All combinations are tried, of a few choices for a few parts.
@@ -119,7 +119,7 @@ def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: int) -> list[st
     return min(fitting)[1] if fitting else None
 
 
-def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
+def choose(units: Sequence[Mapping[str, Choice]], limit: float) -> list[str]:
     """The name of each unit's choice, with the least sum of squared errors within the ``limit`` of costs.
 
     The smallest choices have to fit.
@@ -144,7 +144,7 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: int) -> list[str]:
 
 def solve(
     units: Sequence[Mapping[str, Choice]],
-    limit: int,
+    limit: float,
     measure: Callable[[Sequence[str]], tuple[float, Mapping[str, float]]],
     uniform: Mapping[str, float],
 ) -> Solved:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
@@ -15,6 +16,7 @@ from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
+from sd_quant.stages.layer_times import Times, time_costs, times_of_job
 from sd_quant.stages.load import Loaded, units_of
 
 
@@ -25,7 +27,7 @@ class Chosen:
     assignment: dict[str, LayerAssignment]
     parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
     sensitivity: Sensitivity | None  # with quantize.keep
-    fitted: Fitted | None  # with quantize.budget
+    fitted: Fitted | None  # with quantize.budget or budget_ms
     pipeline: FittedPipeline | None = None  # with quantize.fit
     given: bool = False  # with assignment: a file has decided
 
@@ -39,13 +41,18 @@ def rows_of_layers(
 
 
 def choose(
-    loaded: Loaded, statistics: Statistics, directory: Path, step: Callable[[str], AbstractContextManager]
+    loaded: Loaded,
+    statistics: Statistics,
+    directory: Path,
+    step: Callable[[str], AbstractContextManager],
+    times: Times | None = None,
 ) -> Chosen:
     """Choose the assignment, in stages that ``step`` times.
 
     Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
 
-    Raises ConfigError for a budget that cannot be met.
+    ``times`` are those of ``quantize.budget_ms``, where they are known already. Raises ConfigError for a budget that
+    cannot be met.
     """
     sensitivity = None
     if loaded.recipe.fit is not None:
@@ -58,8 +65,7 @@ def choose(
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):
-        limit = bytes_to_share(loaded)
-        fitted = None if limit is None else fit_budget(loaded, statistics, limit, directory)
+        fitted = within_limit(loaded, statistics, directory, times)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
         parts = assign_parts(loaded, statistics.parts)
     if loaded.kept:
@@ -67,6 +73,15 @@ def choose(
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
             assignment = assign(loaded, statistics, kept)
     return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
+
+
+def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, times: Times | None) -> Fitted | None:
+    """The choice within ``quantize.budget`` or ``quantize.budget_ms``; None without such a limit."""
+    if (limit_ms := loaded.recipe.budget_ms) is not None:
+        times = times or times_of_job(loaded, directory)
+        return fit_budget(loaded, statistics, limit_ms, directory, partial(time_costs, times), 0, "ms")
+    limit = bytes_to_share(loaded)
+    return None if limit is None else fit_budget(loaded, statistics, limit, directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

@@ -25,7 +25,9 @@ FP32 = 4  # bytes of a number
 LEFT = "left in high precision by the budget"
 Units = Sequence[tuple[str, ...]]  # layers that have one label together
 Recipes = Mapping[str, Recipe | None]  # by label; None: high precision
-CostsOf = Callable[[Loaded, Units, Recipes], list[dict[str, int]]]  # of each unit by label, of those that it may have
+CostsOf = Callable[
+    [Loaded, Units, Recipes], Sequence[Mapping[str, float]]
+]  # of each unit by label, of those that it may have
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Fitted:
     labels: dict[str, str]  # of each layer that may be quantized
     solved: Solved
     layers: Mapping[str, Mapping[str, int]]  # by candidate: how many layers have each label
-    limit: int
-    fixed: int  # the cost of what is never quantized
+    limit: float
+    fixed: float  # the cost of what is never quantized
     unit: str  # of costs
 
     def entry(self) -> dict[str, Any]:
@@ -151,10 +153,10 @@ def assign_chosen(
 def fit_budget(
     loaded: Loaded,
     statistics: Statistics,
-    limit: int,
+    limit: float,
     directory: Path,
     costs_of: CostsOf = byte_costs,
-    fixed: int | None = None,
+    fixed: float | None = None,
     unit: str = "bytes",
 ) -> Fitted:
     """The assignment with which the network's output changes least within the ``limit`` for the quantized layers.
@@ -170,7 +172,7 @@ def fit_budget(
         LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
     made: dict[tuple[str, ...], dict[str, LayerAssignment]] = {}  # the last, because one may be large
 
-    def choice(names: tuple[str, ...], label: str, cost: int) -> Choice:
+    def choice(names: tuple[str, ...], label: str, cost: float) -> Choice:
         squared = sum(errors[label].get(name, 0.0) ** 2 for name in names) if label in errors else 0.0
         return Choice(cost, squared)
 

@@ -66,6 +66,7 @@ IN_THIS_PROCESS = [
     Case("overhead", [*ONE_STEP, "--batches", "1", "--hessian", "256"]),
     Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
     Case("shapes", [*ONE_STEP, "--images", "1", "--repeats", "2"]),
+    Case("layer_times", [*ONE_STEP, "--seconds", "0", "--level", "1"]),
     Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
     Case("saturation", [*ONE_STEP, "--repeats", "2"]),
     Case("parts", TWO_IMAGES),
