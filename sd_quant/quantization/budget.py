@@ -33,7 +33,7 @@ KEPT = "unquantized"  # the label of layers in high precision
 class Choice:
     """Cost and error of a unit of layers with one of the presets that it may have."""
 
-    cost: float  # bytes, nanoseconds, or whatever the limit is of
+    cost: float  # bytes, milliseconds, or whatever the limit is of
     squared_error: float  # of the network's output, relative to its norm
 
 
@@ -43,7 +43,7 @@ class Candidate:
 
     labels: Sequence[str]  # of each unit
     cost: float
-    predicted: float  # relative error of the network's output, if squared errors of units add up
+    predicted: float  # error of images, if squared errors of units add up, each times its label's rate
     measured: float
 
 
@@ -145,35 +145,33 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: float) -> list[str]:
 def solve(
     units: Sequence[Mapping[str, Choice]],
     limit: float,
-    measure: Callable[[Sequence[str]], tuple[float, Mapping[str, float]]],
+    measure: Callable[[Sequence[str]], float],
+    apart: Callable[[Sequence[str]], Mapping[str, float]],
     uniform: Mapping[str, float],
 ) -> Solved:
     """Choose a label for each unit within the ``limit`` of costs, by errors that are corrected and then measured.
 
-    ``measure`` returns the relative error of the network's output with these labels of all units, and by label that of
-    its units together, all others in high precision. ``uniform`` has the error of each label for all units that may
-    have it. Choices include ``KEPT``; the smallest ones have to fit.
+    ``measure`` returns the error with these labels of all units, in a unit that all labels share; ``apart``, called
+    behind it for the same labels, by label that of its units together, all others in high precision. ``uniform`` has
+    the error of each label for all units that may have it. Choices include ``KEPT``; the smallest ones have to fit.
     """
 
-    def candidate(labels: Sequence[str], measured: float) -> Candidate:
-        picked = [unit[label] for unit, label in zip(units, labels, strict=True)]
+    def candidate(priced: Sequence[Mapping[str, Choice]], labels: Sequence[str], measured: float) -> Candidate:
+        picked = [unit[label] for unit, label in zip(priced, labels, strict=True)]
         predicted = sum(each.squared_error for each in picked) ** 0.5
         return Candidate(labels, sum(each.cost for each in picked), predicted, measured)
 
-    first = choose(units, limit)
-    whole, by_label = measure(first)
-    candidates = {"by layer": candidate(first, whole)}
     everywhere = {label: [label if label in unit else KEPT for unit in units] for label in uniform}
-    rates = {
-        label: rate_of(units, first, label, by_label[label])
-        if label in by_label
-        else rate_of(units, everywhere[label], label, uniform[label])
-        for label in uniform
-    }
-    second = choose([corrected(unit, rates) for unit in units], limit)
+    rates = {label: rate_of(units, labels, label, uniform[label]) for label, labels in everywhere.items()}
+    priced = [corrected(unit, rates) for unit in units]
+    alone = {f"all in {label}": candidate(priced, everywhere[label], uniform[label]) for label in uniform}
+    first = choose(priced, limit)
+    candidates = {"by layer": candidate(priced, first, measure(first))}
+    rates |= {label: rate_of(units, first, label, error) for label, error in apart(first).items()}
+    priced = [corrected(unit, rates) for unit in units]
+    second = choose(priced, limit)
     if second != first:
-        candidates["corrected"] = candidate(second, measure(second)[0])
-    alone = {f"all in {label}": candidate(everywhere[label], uniform[label]) for label in uniform}
+        candidates["corrected"] = candidate(priced, second, measure(second))
     candidates |= {name: each for name, each in alone.items() if each.cost <= limit}
     return Solved(candidates, rates)
 

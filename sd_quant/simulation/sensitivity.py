@@ -73,7 +73,15 @@ def sensitivity_of(
     ``run`` returns the output of the network that contains the model, for the sampled inputs. ``advance`` is called
     after each of the ``1 + len(layers) + len(curve_points(...))`` measurements. Afterwards all layers are quantized.
     """
-    switch = switch_of(simulated, layers)
+    quantizers = {}
+    for name in layers:
+        layer = simulated.get_submodule(name)
+        quantizers[name] = [each for each in (layer.input_quantizer, layer.weight_quantizer) if each.is_enabled]
+
+    def switch(names: Sequence[str], on: bool) -> None:
+        for quantizer in (quantizer for name in names for quantizer in quantizers[name]):
+            quantizer.enable() if on else quantizer.disable()
+
     switch(layers, False)
     expected = run()
     advance()
@@ -93,45 +101,6 @@ def sensitivity_of(
         advance()
     switch(layers, True)
     return Sensitivity(ranked, curve)
-
-
-def switch_of(simulated: nn.Module, layers: Sequence[str]) -> Callable[[Sequence[str], bool], None]:
-    """A function that quantizes some of the ``layers`` of a simulated model, or leaves them in high precision."""
-    quantizers = {}
-    for name in layers:
-        layer = simulated.get_submodule(name)
-        quantizers[name] = [each for each in (layer.input_quantizer, layer.weight_quantizer) if each.is_enabled]
-
-    def switch(names: Sequence[str], on: bool) -> None:
-        for quantizer in (quantizer for name in names for quantizer in quantizers[name]):
-            quantizer.enable() if on else quantizer.disable()
-
-    return switch
-
-
-@torch.no_grad()
-def errors_together(
-    simulated: nn.Module,
-    run: Callable[[], Tensor],
-    groups: Sequence[Sequence[str]],
-    advance: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Relative errors of the network's output with all layers of each of the ``groups`` quantized, and no others.
-
-    ``simulated`` and ``run`` as in ``sensitivity_of``; ``advance`` is called ``1 + len(groups)`` times.
-    """
-    layers = list(dict.fromkeys(name for group in groups for name in group))
-    switch, errors = switch_of(simulated, layers), []
-    switch(layers, False)
-    expected = run()
-    advance()
-    for group in groups:
-        switch(group, True)
-        errors.append(relative_error(expected, run()))
-        switch(group, False)
-        advance()
-    switch(layers, True)
-    return errors
 
 
 def sensitivity_rows(

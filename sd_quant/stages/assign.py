@@ -1,11 +1,11 @@
 """The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
@@ -20,7 +20,6 @@ from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
     curve_points,
-    errors_together,
     guided,
     sensitivity_of,
     sensitivity_rows,
@@ -147,38 +146,16 @@ def measure_sensitivity(
     guidance_scale: float,
 ) -> Sensitivity:
     """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics."""
-    simulated, run = on_kept_calls(checkpoint, assignment, statistics, guidance_scale)
-    layers = [layer.name for layer in assignment.values() if layer.format]
-    with progress(1 + len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
-        return sensitivity_of(simulated, run, layers, kept, advance)
-
-
-def measure_together(
-    checkpoint: Checkpoint,
-    assignment: Mapping[str, LayerAssignment],
-    statistics: Statistics,
-    guidance_scale: float,
-    groups: Sequence[Sequence[str]],
-) -> list[float]:
-    """Measure what each of the ``groups`` of quantized layers does together, on the calls of ``measure_sensitivity``.
-
-    Layers of no group stay in high precision.
-    """
-    simulated, run = on_kept_calls(checkpoint, assignment, statistics, guidance_scale)
-    with progress(1 + len(groups), "sensitivity, together") as advance:
-        return errors_together(simulated, run, groups, advance)
-
-
-def on_kept_calls(
-    checkpoint: Checkpoint, assignment: Mapping[str, LayerAssignment], statistics: Statistics, guidance_scale: float
-) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """The simulated denoiser, and a function that returns its outputs after guidance for the calls that were kept."""
     part = open_simulated(checkpoint, assignment)
-    (output,) = part.outputs
+    simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
     inputs = {name: sample.values for name, sample in statistics.calls.items()}
     calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
-
-    def run() -> Tensor:
-        return torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls])
-
-    return denoiser_of(checkpoint, part.module), run
+    layers = [layer.name for layer in assignment.values() if layer.format]
+    with progress(1 + len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
+        return sensitivity_of(
+            simulated,
+            lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls]),
+            layers,
+            kept,
+            advance,
+        )

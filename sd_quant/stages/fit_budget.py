@@ -1,12 +1,16 @@
 """A preset for each layer, so that the denoiser's weights take no more bytes than ``quantize.budget``.
 
+Each layer alone is measured at the network's output, and all layers of a preset together in images, which gives all
+presets one unit: a layer's squared error is multiplied by what its preset does to images (``chosen_by_images``).
+
 What a choice costs is said by one function of the units, labels and recipes (``byte_costs``), and the limit is of its
 unit: another cost needs another such function and nothing else here.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,13 @@ from sd_quant.quantization.budget import HALF, KEPT, Candidate, Choice, Solved, 
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
-from sd_quant.simulation.sensitivity import Sensitivity
-from sd_quant.stages.assign import assign, measure_sensitivity, measure_together
+from sd_quant.stages.assign import assign, measure_sensitivity
+from sd_quant.stages.chosen_by_images import PROMPTS, image_errors
 from sd_quant.stages.load import Loaded, units_of
 
 LOG = logging.getLogger(__name__)
 FP32 = 4  # bytes of a number
+SMALLEST_ERROR = 1e-5  # 100 dB, where there is none
 LEFT = "left in high precision by the budget"
 Units = Sequence[tuple[str, ...]]  # layers that have one label together
 Recipes = Mapping[str, Recipe | None]  # by label; None: high precision
@@ -67,15 +72,21 @@ class Fitted:
         entry = self.entry()
         found = ", ".join(f"{count} in {label}" for label, count in entry["layers"].items())
         others = "; ".join(
-            f"{name} {each['measured_error']:.4g}"
+            f"{name} {decibels(each['measured_error']):.2f} dB"
             for name, each in entry["candidates"].items()
             if name != entry["taken"]
         )
         return (
             f"{entry[f'chosen_{self.unit}']} of {entry[f'limit_{self.unit}']} {self.unit}: {found} ({entry['taken']}); "
-            f"the output's error is {entry['measured_error']:.4g} measured whole, {entry['predicted_error']:.4g} by "
-            f"the sum of layers{f'; of the others: {others}' if others else ''}"
+            f"images of {PROMPTS} calibration prompts have {decibels(entry['measured_error']):.2f} dB, "
+            f"{decibels(entry['predicted_error']):.2f} dB by the sum of layers"
+            f"{f'; of the others: {others}' if others else ''}"
         )
+
+
+def decibels(error: float) -> float:
+    """The PSNR of images with this root mean squared error, where white is 1."""
+    return -20 * math.log10(max(error, SMALLEST_ERROR))
 
 
 def recipes_of(loaded: Loaded) -> dict[str, Recipe | None]:
@@ -125,18 +136,28 @@ def bytes_to_share(loaded: Loaded) -> int | None:
     return limit - fixed
 
 
-def sensitivities_of(loaded: Loaded, statistics: Statistics) -> dict[str, Sensitivity]:
-    """The sensitivity of all layers that can have a label, by label."""
-    found, names = {}, [name for unit in units_of(loaded) for name in unit]
+def errors_of(
+    loaded: Loaded, statistics: Statistics, seen: Callable[[str, dict[str, LayerAssignment]], object] = lambda *_: None
+) -> dict[str, dict[str, float]]:
+    """Relative errors of the denoiser's output by the label of a recipe and by the one layer that it quantizes.
+
+    ``seen`` gets each label with the assignment of all layers that can have it.
+    """
+    errors, names = {}, [name for unit in units_of(loaded) for name in unit]
     for label in loaded.offered:
         assignment = assign_chosen(loaded, statistics, dict.fromkeys(names, label))
-        found[label] = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
-    return found
+        measured = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
+        errors[label] = measured.network_error
+        seen(label, assignment)
+    return errors
 
 
-def errors_of(loaded: Loaded, statistics: Statistics) -> dict[str, dict[str, float]]:
-    """Relative errors of the denoiser's output by the label of a recipe and by the one layer that it quantizes."""
-    return {label: each.network_error for label, each in sensitivities_of(loaded, statistics).items()}
+def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection[str]) -> dict[str, LayerAssignment]:
+    """The ``assignment`` with the layers ``names`` quantized and no others, which stay smoothed."""
+    return {
+        name: layer if name in names else replace(layer, format=None, activation_format=None)
+        for name, layer in assignment.items()
+    }
 
 
 def assign_chosen(
@@ -159,15 +180,22 @@ def fit_budget(
     fixed: float | None = None,
     unit: str = "bytes",
 ) -> Fitted:
-    """The assignment with which the network's output changes least within the ``limit`` for the quantized layers.
+    """The assignment with which images change least within the ``limit`` for the quantized layers.
 
     ``costs_of`` says what each unit of layers costs with each label; ``fixed`` is the cost of what is never quantized
     (None: its bytes). Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which
     it got.
     """
     units, recipes = units_of(loaded), recipes_of(loaded)
-    costs, sensitivities = costs_of(loaded, units, recipes), sensitivities_of(loaded, statistics)
-    errors = {label: each.network_error for label, each in sensitivities.items()}
+    costs, (squared_error_of, _) = costs_of(loaded, units, recipes), image_errors(loaded)
+    uniform: dict[str, float] = {}
+
+    def error_of(assignment: dict[str, LayerAssignment], what: str) -> float:
+        return squared_error_of({loaded.denoiser: assignment}, what) ** 0.5
+
+    errors = errors_of(
+        loaded, statistics, lambda label, made: uniform.update({label: error_of(made, f"all in {label}")})
+    )
     if left := set(loaded.recipe.choices) - loaded.offered.keys():
         LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
     made: dict[tuple[str, ...], dict[str, LayerAssignment]] = {}  # the last, because one may be large
@@ -180,24 +208,25 @@ def fit_budget(
         pairs = [(name, label) for names, label in zip(units, labels, strict=True) for name in names]
         return {name: label if loaded.recipe_with(name, label) else KEPT for name, label in pairs}
 
-    def measure(labels: Sequence[str]) -> tuple[float, dict[str, float]]:
-        by_layer = named(labels)
+    def measure(labels: Sequence[str]) -> float:
         made.clear()
-        made[tuple(labels)] = assignment = assign_chosen(loaded, statistics, by_layer)
-        groups = {label: [name for name, own in by_layer.items() if own == label] for label in errors}
-        groups = {label: names for label, names in groups.items() if names}
-        quantized = [name for names in groups.values() for name in names]
-        whole, *apart = measure_together(
-            loaded.checkpoint, assignment, statistics, loaded.guidance_scale, [quantized, *groups.values()]
-        )
-        return whole, dict(zip(groups, apart, strict=True))
+        made[tuple(labels)] = assignment = assign_chosen(loaded, statistics, named(labels))
+        return error_of(assignment, "the choice as a whole")
+
+    def apart(labels: Sequence[str]) -> dict[str, float]:
+        by_layer = named(labels)
+        groups = {label: {name for name, own in by_layer.items() if own == label} for label in errors}
+        return {
+            label: error_of(quantized_alone(made[tuple(labels)], names), f"{len(names)} in {label}")
+            for label, names in groups.items()
+            if names
+        }
 
     offered = [
         {label: choice(names, label, cost) for label, cost in own.items()}
         for names, own in zip(units, costs, strict=True)
     ]
-    uniform = {label: each.curve[0]["relative_error"] for label, each in sensitivities.items()}
-    solved = solve(offered, limit, measure, uniform)
+    solved = solve(offered, limit, measure, apart, uniform)
     labels = solved.candidates[solved.taken].labels
     chosen = named(labels)
     write_csv([row(loaded, name, chosen[name], errors) for name in chosen], directory / "budget.csv")

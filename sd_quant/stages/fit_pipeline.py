@@ -20,21 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import Infer
 from sd_quant.config.recipe import bytes_in
 from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
-from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.memory import working_bytes
-from sd_quant.inference.watched import WatchedVariant
-from sd_quant.metrics.images import Images
 from sd_quant.models.parts import exported, network_in
-from sd_quant.places import input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, stored_bytes, with_weights
@@ -44,15 +37,14 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import curve_points, sensitivity_of
 from sd_quant.stages.assign import assign_nearest, layers_of
+from sd_quant.stages.chosen_by_images import image_errors
 from sd_quant.stages.fit_budget import assign_chosen, byte_costs, errors_of, recipes_of
-from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
-from sd_quant.stages.variants import Assignments, torch_variant
+from sd_quant.stages.variants import Assignments
 
 LOG = logging.getLogger(__name__)
-PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a part in which its layers are measured
 GB = 1e9
 Errors = Mapping[str, Mapping[str, float]]  # relative errors of a part's output by label and layer
 Labels = dict[str, dict[str, str]]  # what layers take, by part and layer
@@ -186,11 +178,7 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
     """
     offers = offers_of(loaded)
     groups = groups_of(loaded, offers)
-    infer, (full, calls) = choosing(loaded), full_precision(loaded, choosing(loaded))
-
-    def error_of(assignments: Assignments, what: str) -> float:
-        return squared_error(full, simulated_images(loaded, infer, assignments, what))
-
+    error_of, calls = image_errors(loaded)
     priced = price(loaded, statistics, offers, calls, error_of)
     candidates = {"by layer": by_layer(groups, priced)}
     if (labels := by_part(groups, priced, loaded.denoiser)) is not None:
@@ -212,14 +200,6 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
         LOG.info("%s", sentence)
     chosen = {part: dict(assignment) for part, assignment in made[taken].items()}
     return FittedPipeline(chosen.pop(loaded.denoiser), chosen, candidates[taken][loaded.denoiser], entry)
-
-
-def choosing(loaded: Loaded) -> Infer:
-    """The settings of the images by which formats are chosen: some calibration prompts, from noise."""
-    return replace(
-        loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
-        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None, strength=None,
-    )  # fmt: skip
 
 
 def price(
@@ -247,33 +227,6 @@ def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer]
         for part, own in labels.items()
         if set(own.values()) - {KEPT}
     }
-
-
-def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
-    """The images in full precision, and the inputs of the first calls of each part."""
-    variant = torch_variant(loaded, infer, {})
-    watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
-    try:
-        pipeline = pipeline_of(loaded.checkpoint, watched)
-        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), "full precision").images
-    finally:
-        variant.pool.close()
-    return images, {part: list(calls.values()) for part, calls in watched.seen.items()}
-
-
-def simulated_images(loaded: Loaded, infer: Infer, assignments: Assignments, what: str) -> Images:
-    """Images with those parts simulated that have an assignment."""
-    variant = torch_variant(loaded, infer, assignments)
-    try:
-        return generate(pipeline_of(loaded.checkpoint, variant), infer.prompt_list(), sampling_of(infer), what).images
-    finally:
-        variant.pool.close()
-
-
-def squared_error(full: Images, images: Images) -> float:
-    """The mean squared error of images, uint8, where white is 1."""
-    errors = [np.square((one.astype(float) - other) / 255).mean() for one, other in zip(full, images, strict=True)]
-    return float(np.mean(errors))
 
 
 def errors_of_part(

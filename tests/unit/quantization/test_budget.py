@@ -45,7 +45,7 @@ def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
 
 
 def made_up(seed: int, rates: dict[str, float]):
-    """Units of labels "a", of half the cost, "b" and ``KEPT``; a function that measures; and errors of all in one.
+    """Units of labels "a", of half the cost, "b" and ``KEPT``; two functions that measure; and errors of all in one.
 
     Squared errors of a label's units together are its rate times their sum.
     """
@@ -56,43 +56,48 @@ def made_up(seed: int, rates: dict[str, float]):
         units.append({"a": Choice(size, error), "b": Choice(2 * size, error / given.uniform(1.1, 3)),
                       KEPT: Choice(4 * size, 0.0)})  # fmt: skip
 
-    def measure(labels):
+    def apart(labels):
         pairs = list(zip(units, labels, strict=True))
         squares = {
             name: rate * sum(unit[name].squared_error for unit, own in pairs if own == name)
             for name, rate in rates.items() if name in labels
         }  # fmt: skip
-        return sum(squares.values()) ** 0.5, {name: square**0.5 for name, square in squares.items()}
+        return {name: square**0.5 for name, square in squares.items()}
 
-    return units, measure, {name: measure([name] * len(units))[0] for name in rates}
+    def measure(labels):
+        return sum(error**2 for error in apart(labels).values()) ** 0.5
+
+    return units, measure, apart, {name: measure([name] * len(units)) for name in rates}
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_together(seed):
-    """Then no other choice is better, measured whole, as trying all of them shows."""
+    """Then no other choice is better, measured whole, as trying all of them shows. All in one preset says nothing."""
     rates = {"a": 3.0, "b": 0.5}
-    units, measure, uniform = made_up(seed, rates)
+    units, measure, apart, uniform = made_up(seed, rates)
     limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
-    found = solve(units, limit, measure, uniform)
+    found = solve(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
     assert found.rates == pytest.approx(rates)
     combinations = itertools.product(*units)
     fitting = [
         labels for labels in combinations
         if sum(unit[name].cost for unit, name in zip(units, labels, strict=True)) <= limit
     ]  # fmt: skip
-    best, taken = min(measure(labels)[0] for labels in fitting), found.candidates[found.taken]
-    assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels)[0])
+    best, taken = min(measure(labels) for labels in fitting), found.candidates[found.taken]
+    assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels))
     assert taken.cost == sum(unit[name].cost for unit, name in zip(units, taken.labels, strict=True)) <= limit
 
 
 def test_a_correction_gains_something():
     gains = []
     for seed in range(6):
-        units, measure, uniform = made_up(seed, {"a": 3.0, "b": 0.5})
-        found = solve(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, uniform)
+        units, measure, apart, uniform = made_up(seed, {"a": 3.0, "b": 0.5})
+        uniform["b"] *= 3  # so that the first choice avoids it
+        found = solve(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, apart, uniform)
         first = found.candidates["by layer"]
         gains.append(first.measured - found.candidates[found.taken].measured)
-        parts = sum(unit[name].squared_error for unit, name in zip(units, first.labels, strict=True))
+        rates = {"a": 3.0, "b": 4.5, KEPT: 0.0}
+        parts = sum(rates[name] * unit[name].squared_error for unit, name in zip(units, first.labels, strict=True))
         assert first.predicted == pytest.approx(parts**0.5)
     assert min(gains) >= 0 and max(gains) > 0.01
 
@@ -102,18 +107,21 @@ def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
     whole = {("a", "a"): 2.1**0.5, ("b", "b"): 2.1**0.5}
 
     def measure(labels):
-        return whole.get(tuple(labels), 9.0), dict.fromkeys(labels, 1.0)
+        return whole.get(tuple(labels), 9.0)
 
-    found = solve(units, 3, measure, {"a": 2.1**0.5, "b": 2.1**0.5})
+    def apart(labels):
+        return dict.fromkeys(labels, 1.0)
+
+    found = solve(units, 3, measure, apart, {"a": 2.1**0.5, "b": 2.1**0.5})
     assert found.candidates["by layer"].labels == ["a", "b"] and found.taken == "all in a"
     assert "all in b" in found.candidates, "it costs 3"
-    assert "all in b" not in solve(units, 2, measure, {"a": 1.0, "b": 1.0}).candidates
+    assert "all in b" not in solve(units, 2, measure, apart, {"a": 1.0, "b": 1.0}).candidates
 
 
 def test_a_unit_that_cannot_have_a_label_stays_as_it_is_in_that_candidate():
-    units, measure, uniform = made_up(1, {"a": 1.0, "b": 1.0})
+    units, measure, apart, uniform = made_up(1, {"a": 1.0, "b": 1.0})
     del units[2]["a"]
-    found = solve(units, sum(unit[KEPT].cost for unit in units), measure, uniform | {"a": 0.1})
+    found = solve(units, sum(unit[KEPT].cost for unit in units), measure, apart, uniform | {"a": 0.1})
     assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
 
 

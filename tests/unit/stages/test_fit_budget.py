@@ -119,7 +119,7 @@ ERRORS = {
 
 @pytest.fixture
 def derived(monkeypatch) -> list[tuple]:
-    """What is derived; errors of layers add up but for those of INT8 together, which are ten times as large."""
+    """What is derived; errors of layers add up, in images to ten times as much for those of INT8."""
     found = []
 
     def assign(_, statistics, kept, recipes, because):
@@ -134,21 +134,25 @@ def derived(monkeypatch) -> list[tuple]:
         own = {name: ERRORS[label][name] for name in recipes}
         return Sensitivity(own, [{"kept": 0, "relative_error": sum(error**2 for error in own.values()) ** 0.5}])
 
-    def together(_, recipes, statistics, scale, groups):
-        squares = {name: ERRORS[label_of(own)][name] ** 2 for name, own in recipes.items()}
-        rates = {name: 100 if label_of(own) == INT8 else 1 for name, own in recipes.items()}
-        return [sum(rates[name] * squares[name] for name in group) ** 0.5 for group in groups]
+    def squared_error_of(given, what):
+        (recipes,) = given.values()
+        rates = {INT4: 1, INT8: 100}
+        labels = {name: label_of(own) for name, own in recipes.items()}
+        return sum(rates[label] * ERRORS[label][name] ** 2 for name, label in labels.items())
 
     monkeypatch.setattr(stage, "assign", assign)
     monkeypatch.setattr(stage, "measure_sensitivity", measure)
-    monkeypatch.setattr(stage, "measure_together", together)
+    monkeypatch.setattr(stage, "image_errors", lambda _: (squared_error_of, {}))
+    monkeypatch.setattr(
+        stage, "quantized_alone", lambda made, names: {name: own for name, own in made.items() if name in names}
+    )
     return found
 
 
 def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     """With room for two linears in INT8: those that read one input take it together, or not at all.
 
-    Together they err ten times as much as apart. Still no other choice that fits is better.
+    In images they err ten times as much. Still no other choice that fits is better.
     """
     recipe = loaded().recipe
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
@@ -161,7 +165,7 @@ def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     assert kept == ["first", "proj"] and because == stage.LEFT
     assert {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
     first = found["candidates"]["by layer"]
-    assert first["predicted_error"] == pytest.approx((1e-6 + 0.02**2 + 1e-8 + 0.2**2) ** 0.5)
+    assert first["predicted_error"] == pytest.approx(first["measured_error"])
     assert first["measured_error"] == pytest.approx((1e-6 + 100 * (0.02**2 + 1e-8) + 0.2**2) ** 0.5)
     assert found["rates"] == pytest.approx({INT4: 1, INT8: 100})
     assert found["limit_bytes"] == given.recipe.budget == first["chosen_bytes"] + 100
@@ -172,7 +176,7 @@ def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
 
 
 def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(derived, tmp_path, caplog):
-    """With room for all in INT8, where the sum of layers is for it, and its whole error is not."""
+    """With room for three in INT8."""
     recipe = loaded().recipe
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 3 * (int8 - int4))

@@ -1,0 +1,70 @@
+"""The images by which formats are chosen: those of a few calibration prompts, in full precision and simulated.
+
+One call of a network does not say what its images lose: an input's rounding errors average out over the steps, and a
+weight's, the same in every step, add up.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from sd_quant.calibration.prompts import read_prompts
+from sd_quant.config import Infer
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.watched import WatchedVariant
+from sd_quant.metrics.images import Images
+from sd_quant.places import input_path
+from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.load import Loaded
+from sd_quant.stages.variants import Assignments, torch_variant
+
+PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a part in which its layers are measured
+
+
+def image_errors(
+    loaded: Loaded,
+) -> tuple[Callable[[Assignments, str], float], dict[str, list[dict[str, Tensor]]]]:
+    """A function of assignments by part, and a name, that returns the mean squared error of images, where white is 1.
+
+    And the inputs of the first calls of each part, in full precision.
+    """
+    infer = choosing(loaded)
+    full, calls = full_precision(loaded, infer)
+    return lambda given, what: squared_error(full, simulated_images(loaded, infer, given, what)), calls
+
+
+def choosing(loaded: Loaded) -> Infer:
+    """The settings of the images by which formats are chosen: some calibration prompts, from noise."""
+    return replace(
+        loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
+        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None, strength=None,
+    )  # fmt: skip
+
+
+def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
+    """The images in full precision, and the inputs of the first calls of each part."""
+    variant = torch_variant(loaded, infer, {})
+    watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
+    try:
+        pipeline = pipeline_of(loaded.checkpoint, watched)
+        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), "full precision").images
+    finally:
+        variant.pool.close()
+    return images, {part: list(calls.values()) for part, calls in watched.seen.items()}
+
+
+def simulated_images(loaded: Loaded, infer: Infer, assignments: Assignments, what: str) -> Images:
+    """Images with those parts simulated that have an assignment."""
+    variant = torch_variant(loaded, infer, assignments)
+    try:
+        return generate(pipeline_of(loaded.checkpoint, variant), infer.prompt_list(), sampling_of(infer), what).images
+    finally:
+        variant.pool.close()
+
+
+def squared_error(full: Images, images: Images) -> float:
+    """The mean squared error of images, uint8, where white is 1."""
+    errors = [np.square((one.astype(float) - other) / 255).mean() for one, other in zip(full, images, strict=True)]
+    return float(np.mean(errors))
