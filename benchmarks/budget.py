@@ -1,7 +1,7 @@
 """Presets under a budget of bytes: our choice for each layer against ModelOpt's ``auto_quantize`` and one for all.
 
 There are two tables. In ``weights``, all choose between INT4 in blocks of 64, INT8 by channel and fp16 for the weights
-of all layers of level 3, with inputs in fp16. In ``inputs``, INT8 quantizes inputs too, with one range a tensor, and FP8
+of all layers of level 3, with inputs in fp16. In ``inputs``, INT8 quantizes inputs too, one range a tensor, and FP8
 of both is a fourth choice. Everything is rounded to nearest, and nothing is smoothed. ModelOpt scores a format by the
 gradient of a loss (its default), here the squared distance to the network's output plus noise, on the calls on which
 our sensitivity is measured. Its choice is derived and simulated like ours, so images differ by the choice alone. Our

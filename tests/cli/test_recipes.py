@@ -67,7 +67,10 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
 
 @pytest.mark.soak
 def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tmp_path):
-    """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph."""
+    """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph.
+
+    What it leaves for hands gives the same model, whose exports are derived from the copy in its folder.
+    """
     knobs = ("quantize=svdquant_w4a16", "quant_level=1")
     refused = command(
         "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, "quantize.budget=0.01",
@@ -85,9 +88,25 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tm
     graph = sizes["onnx_full_precision"] - sizes["weights_fp32"] // 2
     assert sizes["onnx_quantized"] - chosen["chosen_bytes"] == pytest.approx(graph, abs=100_000)
     worst = max(table, key=lambda row: float(row["network_error_svdquant_w4a16"]) / float(row["bytes_unquantized"]))
-    assert worst["chosen"] in ("int8", "unquantized")
+    assert worst["chosen"] in ("int8_weight_only", "unquantized")
     predicted = sum(float(row.get(f"network_error_{row['chosen']}") or 0) ** 2 for row in table) ** 0.5
     assert predicted == pytest.approx(chosen["predicted_error"])
+    assert chosen["measured_error"] == min(each["measured_error"] for each in chosen["candidates"].values())
+
+    edited, again, tables = tmp_path / "edited.yaml", tmp_path / "again", (run / "layers.csv").read_text()
+    edited.write_text((run / "assignment.yaml").read_text())
+    result = command(
+        "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, f"assignment={edited}", f"hydra.run.dir={again}"
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert tables.replace("by the budget", "by the assignment") == (again / "layers.csv").read_text()
+    assert "assignment" in record_of(again)["inputs"] and "sensitivity" not in (again / "quantize.log").read_text()
+    edited.unlink()
+    exported = command(
+        "hand_over.py", f"run={again}", "to=onnx", "images=false", f"cache.dir={tiny.cache}",
+        f"hydra.run.dir={tmp_path}/exported",
+    )  # fmt: skip
+    assert exported.returncode == 0, exported.stderr[-3000:]
 
 
 @pytest.mark.soak

@@ -22,6 +22,32 @@ def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(m
     assert run_job(str(run)).quantize.per_token
 
 
+def test_choices_that_were_formats_of_weights_are_presets_of_weights_alone(mappings, run):
+    """Where a limit has read them; else they are none, whatever they were."""
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
+    del knobs["quantize"]["assignment"]
+    for budget, choices, expected in ((0.4, ["int8", "mxfp4"], ["int8_weight_only", "mxfp4_weight_only"]),
+                                      (None, ["int8", "q5_k"], [])):  # fmt: skip
+        knobs["quantize"] |= {"budget": budget, "choices": choices}
+        (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+        found = run_job(str(run)).quantize
+        assert found.choices == expected and found.assignment is None
+
+
+def test_a_run_with_a_file_of_presets_has_its_copy(mappings, run, tmp_path):
+    """Whatever has become of the file that was given; a copy elsewhere describes the same recipe."""
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
+    knobs["quantize"]["assignment"] = "edited and removed.yaml"
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    (run / "assignment.yaml").write_text("conv: nvfp4")
+    for found in (run_job(str(run)), recipe_of_run(str(run), CacheFolder(None, 1.0))):
+        assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
+
+
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(mappings, run):
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()
