@@ -372,7 +372,6 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
 def check_hessian(quantize: Quantize) -> None:
     """Raises ConfigError for blocks of a Hessian that a rotation, or a format's blocks, would cross."""
     weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
-    weights |= set(quantize.choices if quantize.chooses_bits else ())
     groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
     groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}
     for because, group in groups.items():

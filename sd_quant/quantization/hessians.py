@@ -9,7 +9,7 @@ call, every k-th position, of which each step takes the next. Sums are fp32 in t
 segments and several processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -36,20 +36,15 @@ class Hessians:
 NO_HESSIANS = Hessians(0, ())
 
 
-def hessians_of(
-    roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe: Recipe, choices: Collection[str] = ()
-) -> Hessians:
+def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe: Recipe) -> Hessians:
     """The Hessians that a recipe with GPTQ takes: of all layers whose weights it could round, at any ``quant_level``.
 
-    ``roles`` has the role of every layer, ``inputs`` are the shared inputs of linears. ``choices`` are formats that a
-    layer may have instead of the recipe's.
+    ``roles`` has the role of every layer, ``inputs`` are the shared inputs of linears.
     """
     if not recipe.hessian or recipe.rounding != "gptq":
         return NO_HESSIANS
     names = [
-        name
-        for name, role in roles.items()
-        if role != "excluded" and any(FORMATS[fmt].searched for fmt in (recipe.formats_of(role).weight, *choices))
+        name for name, role in roles.items() if role != "excluded" and FORMATS[recipe.formats_of(role).weight].searched
     ]
     together = [tuple(name for name in shared.readers if name in names) for shared in inputs]
     shared = {name for readers in together for name in readers}

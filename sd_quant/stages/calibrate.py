@@ -110,7 +110,7 @@ def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Q
     if not knobs.hessian:
         return NO_HESSIANS
     inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    return hessians_of(roles, inputs, knobs, knobs.choices if knobs.chooses_bits else ())
+    return hessians_of(roles, inputs, knobs)
 
 
 def bytes_of_hessians(loaded: Loaded) -> int:

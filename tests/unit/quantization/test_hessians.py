@@ -98,7 +98,6 @@ def test_those_are_summed_whose_codes_gptq_may_choose_at_any_level():
     linears = (("to_q", "to_k"), ("ff",))
     assert hessians_of(ROLES, INPUTS, recipe()) == Hessians(256, (*linears, ("conv",), ("out",)))
     assert hessians_of(ROLES, INPUTS, recipe(conv="int8")) == Hessians(256, (*linears, ("out",)))
-    assert hessians_of(ROLES, INPUTS, recipe(conv="int8"), ["nvfp4"]) == hessians_of(ROLES, INPUTS, recipe())
     for none in ({"hessian": 0}, {"rounding": "nearest"}, {"conv": "int8", "linear": "int8"}):
         assert not hessians_of(ROLES, INPUTS, recipe(**none)).readers
 

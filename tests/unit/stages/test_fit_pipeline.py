@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sd_quant.errors import ConfigError
+from sd_quant.stages import chosen_by_images as images_of_choice
 from sd_quant.stages import fit_pipeline as stage
 from sd_quant.stages.fit_pipeline import Group, Offer, Priced
 from tests.unit.stages.test_load import loaded, opened
