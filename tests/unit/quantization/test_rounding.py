@@ -241,13 +241,14 @@ def test_too_few_rows_are_refused():
 @pytest.mark.parametrize("fmt", PLAIN)
 def test_with_the_hessian_of_the_sampled_rows_codes_are_those_of_the_rows(fmt, rotation, monkeypatch):
     """With the same damping and blocks, smoothed, rotated and beside a branch, but for ties that fp32 decides."""
-    monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", 64)
+    size = max(64, FORMATS[fmt].block or 0)
+    monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", size)
     monkeypatch.setattr("sd_quant.quantization.rounding.WHOLE_DAMPING", DAMPING)
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(128)
     layer = branched(weight, fmt, rotation)
     by_rows = rounded(layer, weight, rows, scale_search=True)
     others = inputs(16, seed=9)  # of which only their number counts
-    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian_of(rows, 64), block=64)
+    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian_of(rows, size), block=size)
     numbers = [FORMATS[fmt].dequantize(*each.rounded) for each in (by_rows, by_hessian)]
     assert torch.isclose(*numbers, rtol=1e-4).float().mean() > 0.99
 

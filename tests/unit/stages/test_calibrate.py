@@ -57,8 +57,6 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     assert found() == (NO_HESSIANS, 0) == found("quantize=nvfp4")
     expected = Hessians(256, (("to_q", "to_k"), ("time",), ("conv",)))
     assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
-    budget = "quantize.budget=0.2", "quantize.choices=[int8,int4]"
-    assert found("quantize=q6_k_weight_only", "quantize.hessian=256", *budget)[0] == expected
 
 
 def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_else(monkeypatch, tmp_path):
