@@ -4,8 +4,9 @@ There are two tables. In ``weights``, all choose between INT4 in blocks of 64, I
 of all layers of level 3, with inputs in fp16. In ``inputs``, INT8 quantizes inputs too, one range a tensor, and FP8
 of both is a fourth choice. Everything is rounded to nearest, and nothing is smoothed. ModelOpt scores a format by the
 gradient of a loss (its default), here the squared distance to the network's output plus noise, on the calls on which
-our sensitivity is measured. Its choice is derived and simulated like ours, so images differ by the choice alone. Our
-budget is the bytes that ModelOpt's choice takes; the best single format is that of all that fit, by the output's error.
+our sensitivity is measured. Ours is corrected by images of four calibration prompts. Both choices are derived and
+simulated alike, so images differ by the choice alone. Our budget is the bytes that ModelOpt's choice takes; the best
+single format is that of all that fit, by the same four images.
 
     python benchmarks/budget.py --out outputs/benchmarks/budget.json
 """
@@ -30,7 +31,8 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, Choice, Solved, solve, stored_bytes
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.stages.assign import measure_sensitivity, measure_together
+from sd_quant.stages.assign import measure_sensitivity
+from sd_quant.stages.fit_budget import quantized_alone
 from sd_quant.stages.open_parts import open_simulated
 
 
@@ -68,6 +70,7 @@ FORMATS: dict[str, dict[str, Format]] = {
     },
 }  # fmt: skip
 NAMES = {4: "int4", 8: "int8", (4, 3): "fp8"}  # by what ModelOpt calls bits
+CHOOSING = 4  # prompts whose images correct our choice
 LOUD = 1e5  # ModelOpt's solver has absolute tolerances, for which scores of 1e-8 are zero
 
 
@@ -121,6 +124,7 @@ class Table:
     subject: Subject
     statistics: Statistics
     formats: Mapping[str, Format]
+    choosing: FullPrecision  # of calibration prompts
 
     def derived(self, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
         recipes = {name: self.formats[label].recipe for name, label in chosen.items() if label != KEPT}
@@ -141,19 +145,23 @@ class Table:
                 for label, each in self.formats.items()
             }
             units.append(unit | {KEPT: Choice(stored_bytes(shape, role, None), 0.0)})
-        return units, {label: each.curve[0]["relative_error"] for label, each in found.items()}
+        alone = {label: self.derived(dict.fromkeys(subject.names, label)) for label in self.formats}
+        return units, {label: self.error_of(assignment) for label, assignment in alone.items()}
 
-    def together(self, labels: Sequence[str]) -> tuple[float, dict[str, float]]:
-        """What all layers change together, and those of each label."""
+    def error_of(self, assignment: Mapping[str, LayerAssignment]) -> float:
+        """The root mean squared error of the images of calibration prompts, where white is 1."""
+        psnr = self.choosing.fidelity_of(open_simulated(self.subject.model.checkpoint, assignment))["psnr"]["values"]
+        return fmean(10 ** (-each / 10) for each in psnr) ** 0.5
+
+    def whole(self, labels: Sequence[str]) -> float:
+        return self.error_of(self.derived(dict(zip(self.subject.names, labels, strict=True))))
+
+    def apart(self, labels: Sequence[str]) -> dict[str, float]:
+        """What the layers of each label change together."""
         chosen = dict(zip(self.subject.names, labels, strict=True))
-        groups = {label: [name for name, own in chosen.items() if own == label] for label in self.formats}
-        groups = {label: names for label, names in groups.items() if names}
-        quantized = [name for names in groups.values() for name in names]
-        whole, *apart = measure_together(
-            self.subject.model.checkpoint, self.derived(chosen), self.statistics, GUIDANCE,
-            [quantized, *groups.values()],
-        )  # fmt: skip
-        return whole, dict(zip(groups, apart, strict=True))
+        groups = {label: {name for name, own in chosen.items() if own == label} for label in self.formats}
+        assignment = self.derived(chosen)
+        return {label: self.error_of(quantized_alone(assignment, names)) for label, names in groups.items() if names}
 
 
 def best_single(solved: Solved) -> Sequence[str] | None:
@@ -174,9 +182,10 @@ def main() -> None:
     checkpoint, names = subject.model.checkpoint, subject.names
     statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
     reference = FullPrecision(subject, PROMPTS / "sdxl_mini_report.txt", options.images, options.steps)
+    choosing = FullPrecision(subject, PROMPTS / "sdxl_mini.txt", CHOOSING, options.steps, CHOOSING)
     figures = []
     for title in options.tables:
-        table = Table(subject, statistics, FORMATS[title])
+        table = Table(subject, statistics, FORMATS[title], choosing)
 
         def psnr(labels: Sequence[str], table: Table = table) -> list[float]:
             chosen = dict(zip(names, labels, strict=True))
@@ -189,7 +198,7 @@ def main() -> None:
                 subject, statistics, table.formats, bits
             ))  # fmt: skip
             size = sum(unit[label].cost for unit, label in zip(offered, theirs.values(), strict=True))
-            solved = solve(offered, size, table.together, uniform)
+            solved = solve(offered, size, table.whole, table.apart, uniform)
             first, taken = solved.candidates["by layer"], solved.candidates[solved.taken]
             choices = {"ours": taken.labels, "by layer": first.labels, "modelopt": list(theirs.values())}
             if (single := best_single(solved)) is not None:
@@ -202,7 +211,7 @@ def main() -> None:
                 counts = {label: list(labels).count(label) for label in (*table.formats, KEPT)}
                 print(f"effective bits {bits:g}, {size} bytes, {who:10} {fmean(values[who]):.2f} dB {counts}")
             print(
-                f"taken: {solved.taken}; error of the output {taken.measured:.4g}; by layer {first.measured:.4g}, "
+                f"taken: {solved.taken}; error of images {taken.measured:.4g}; by layer {first.measured:.4g}, "
                 f"{first.predicted:.4g} by the sum of layers; auto_quantize {seconds:.0f} s"
             )
             for who in choices.keys() - {"ours"}:

@@ -14,7 +14,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
-from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget
+from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget, measure_presets
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
 from sd_quant.stages.layer_times import Times, time_costs, times_of_job
 from sd_quant.stages.load import Loaded, units_of
@@ -77,11 +77,16 @@ def choose(
 
 def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, times: Times | None) -> Fitted | None:
     """The choice within ``quantize.budget`` or ``quantize.budget_ms``; None without such a limit."""
-    if (limit_ms := loaded.recipe.budget_ms) is not None:
+    recipe = loaded.recipe
+    if recipe.budget_ms is not None:
         times = times or times_of_job(loaded, directory)
-        return fit_budget(loaded, statistics, limit_ms, directory, partial(time_costs, times), 0, "ms")
-    limit = bytes_to_share(loaded)
-    return None if limit is None else fit_budget(loaded, statistics, limit, directory)
+    elif (limit := bytes_to_share(loaded)) is None:
+        return None
+    measured = measure_presets(loaded, statistics)
+    if recipe.budget_ms is None:
+        return fit_budget(loaded, statistics, measured, limit, directory)
+    by_time = partial(time_costs, times)
+    return fit_budget(loaded, statistics, measured, recipe.budget_ms, directory, by_time, 0, "ms")
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

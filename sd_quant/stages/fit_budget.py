@@ -23,6 +23,7 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.stages.assign import assign, measure_sensitivity
 from sd_quant.stages.chosen_by_images import PROMPTS, image_errors
 from sd_quant.stages.load import Loaded, units_of
+from sd_quant.stages.variants import Assignments
 
 LOG = logging.getLogger(__name__)
 FP32 = 4  # bytes of a number
@@ -171,9 +172,29 @@ def assign_chosen(
     return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, because)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What presets do to layers and images, whatever the limit is."""
+
+    errors: dict[str, dict[str, float]]  # of the network's output, by label and by the one layer that is quantized
+    uniform: dict[str, float]  # of images, by the label of all layers
+    squared_error_of: Callable[[Assignments, str], float]  # see ``image_errors``
+
+
+def measure_presets(loaded: Loaded, statistics: Statistics) -> Measured:
+    """Measure each layer with each preset at the network's output, and each preset for all layers in images."""
+    (squared_error_of, _), uniform = image_errors(loaded), dict[str, float]()
+
+    def seen(label: str, assignment: dict[str, LayerAssignment]) -> None:
+        uniform[label] = squared_error_of({loaded.denoiser: assignment}, f"all in {label}") ** 0.5
+
+    return Measured(errors_of(loaded, statistics, seen), uniform, squared_error_of)
+
+
 def fit_budget(
     loaded: Loaded,
     statistics: Statistics,
+    measured: Measured,
     limit: float,
     directory: Path,
     costs_of: CostsOf = byte_costs,
@@ -187,15 +208,11 @@ def fit_budget(
     it got.
     """
     units, recipes = units_of(loaded), recipes_of(loaded)
-    costs, (squared_error_of, _) = costs_of(loaded, units, recipes), image_errors(loaded)
-    uniform: dict[str, float] = {}
+    costs, errors = costs_of(loaded, units, recipes), measured.errors
 
     def error_of(assignment: dict[str, LayerAssignment], what: str) -> float:
-        return squared_error_of({loaded.denoiser: assignment}, what) ** 0.5
+        return measured.squared_error_of({loaded.denoiser: assignment}, what) ** 0.5
 
-    errors = errors_of(
-        loaded, statistics, lambda label, made: uniform.update({label: error_of(made, f"all in {label}")})
-    )
     if left := set(loaded.recipe.choices) - loaded.offered.keys():
         LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
     made: dict[tuple[str, ...], dict[str, LayerAssignment]] = {}  # the last, because one may be large
@@ -226,7 +243,7 @@ def fit_budget(
         {label: choice(names, label, cost) for label, cost in own.items()}
         for names, own in zip(units, costs, strict=True)
     ]
-    solved = solve(offered, limit, measure, apart, uniform)
+    solved = solve(offered, limit, measure, apart, measured.uniform)
     labels = solved.candidates[solved.taken].labels
     chosen = named(labels)
     write_csv([row(loaded, name, chosen[name], errors) for name in chosen], directory / "budget.csv")

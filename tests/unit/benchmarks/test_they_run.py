@@ -59,6 +59,7 @@ IN_THIS_PROCESS = [
         "four_bits", [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"], "recipes"
     ),
     Case("budget", [*ONE_STEP, "--images", "2", "--bits", "7", "--tables", "inputs"]),
+    Case("mixes", [*TWO_IMAGES, "--presets", "int8", "int8_weight_only", "--parts", "0.3", "--limits", "rtx_5090"]),
     Case("keep", [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"]),
     Case("folding", [*ONE_STEP, "--repeats", "2"]),
     Case("peers", [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",

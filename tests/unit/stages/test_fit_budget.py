@@ -149,6 +149,10 @@ def derived(monkeypatch) -> list[tuple]:
     return found
 
 
+def fitted_by(given: SimpleNamespace, limit: float, *rest, **options) -> stage.Fitted:
+    return stage.fit_budget(given, None, stage.measure_presets(given, None), limit, *rest, **options)
+
+
 def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     """With room for two linears in INT8: those that read one input take it together, or not at all.
 
@@ -158,7 +162,7 @@ def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
     limit = stage.bytes_to_share(given)
-    fitted = stage.fit_budget(given, None, limit, tmp_path)
+    fitted = fitted_by(given, limit, tmp_path)
     found = fitted.entry()
     assert found["layers"] == {INT4: 2, INT8: 2, "unquantized": 0}
     kept, recipes, because = derived[-1]
@@ -181,7 +185,7 @@ def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(de
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 3 * (int8 - int4))
     with caplog.at_level("INFO"):
-        fitted = stage.fit_budget(given, None, stage.bytes_to_share(given), tmp_path)
+        fitted = fitted_by(given, stage.bytes_to_share(given), tmp_path)
     found = fitted.entry()
     assert found["candidates"]["by layer"]["layers"] == {INT4: 1, INT8: 3, "unquantized": 0}
     assert found["taken"] == min(found["candidates"], key=lambda name: found["candidates"][name]["measured_error"])
@@ -195,9 +199,8 @@ def test_other_costs_than_bytes_need_another_function_alone(derived, tmp_path):
         ("conv",): {INT4: 3, INT8: 1, "unquantized": 9}, ("q", "k"): {INT8: 1, "unquantized": 5},
         ("out",): {INT4: 2, "unquantized": 9},
     }  # fmt: skip
-    fitted = stage.fit_budget(
-        given, None, 5, tmp_path, lambda _, units, recipes: [wanted[unit] for unit in units], fixed=100, unit="ns"
-    )
+    costs_of = lambda _, units, recipes: [wanted[unit] for unit in units]  # noqa: E731
+    fitted = fitted_by(given, 5, tmp_path, costs_of, fixed=100, unit="ns")
     found = fitted.entry()
     assert found["limit_ns"] == 105 and found["chosen_ns"] == 104 and "limit_bytes" not in found
     assert fitted.labels == {"conv": INT8, "q": INT8, "k": INT8, "out": INT4}

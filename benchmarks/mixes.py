@@ -1,0 +1,89 @@
+"""A preset for each layer within a limit, against the best single preset within it, in images.
+
+Limits are bytes of weights, or milliseconds of the layers on a GPU as they are predicted for it: parts of the way from
+the least that the layers can take to what they take unquantized. Presets are chosen by images of calibration prompts,
+as ``quantize.budget`` and ``quantize.budget_ms`` do, and compared in images of others, all by torch's simulation. The
+best single preset is the one whose images of these other prompts are best, which favours it.
+
+    python benchmarks/mixes.py --model sdxl_mini --prompts benchmarks/prompts/sdxl_mini_report.txt \\
+        --out outputs/benchmarks/mixes/sdxl_mini
+    python benchmarks/mixes.py --model sd3_mini --prompts benchmarks/prompts/sdxl_mini_report.txt \\
+        --out outputs/benchmarks/mixes/sd3_mini
+"""
+
+from functools import partial
+from statistics import fmean
+
+from common import STATISTICS, FullPrecision, job_with, open_subject, recipe_parser
+from quality import paired
+
+from sd_quant.files import write_text
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.budget import KEPT
+from sd_quant.stages.fit_budget import Fitted, assign_chosen, byte_costs, fit_budget, measure_presets, recipes_of
+from sd_quant.stages.layer_times import layer_times, time_costs
+from sd_quant.stages.load import units_of, with_recipe
+from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.session import Session
+
+PRESETS = ["int8", "fp8_per_row", "svdquant_w4a16", "int4_w4a4", "nvfp4"]  # the first is the job's
+
+
+def main() -> None:
+    parser = recipe_parser(__doc__, "mixes")
+    parser.add_argument("--limits", nargs="+", default=["bytes", "rtx_5090"], help="bytes, or the name of a GPU")
+    parser.add_argument("--presets", nargs="+", default=PRESETS, metavar="NAME")
+    parser.add_argument("--parts", type=float, nargs="+", default=[0.1, 0.25, 0.5])
+    options = parser.parse_args()
+    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
+    checkpoint = subject.model.checkpoint
+    job = job_with(
+        options.presets[0], f"model={options.model}", "quant_level=3", "quantize.budget_ms=1", "quantize.times=rtx_5090",
+        f"quantize.choices=[{','.join(options.presets[1:])}]",
+    )  # fmt: skip
+    loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
+    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    units, recipes, measured = units_of(loaded), recipes_of(loaded), measure_presets(loaded, statistics)
+    fits: dict[str, Fitted] = {}
+    singles: dict[str, list[str]] = {}  # the presets for all layers that are within the same limit
+    for kind in options.limits:
+        costs_of = byte_costs if kind == "bytes" else partial(time_costs, layer_times(loaded, kind))
+        costs = costs_of(loaded, units, recipes)
+        least, whole = sum(min(each.values()) for each in costs), sum(each[KEPT] for each in costs)
+        for part in options.parts:
+            limit, unit = least + part * (whole - least), "bytes" if kind == "bytes" else "ms"
+            row = f"{kind} {part:g}"
+            fits[row] = fit_budget(loaded, statistics, measured, limit, options.out, costs_of, 0, unit)
+            print(f"{row}: {fits[row].sentence()}", flush=True)
+            singles[row] = [
+                label for label in options.presets if sum(each.get(label, each[KEPT]) for each in costs) <= limit
+            ]
+
+    def assignment_of(row: str) -> dict[str, LayerAssignment]:
+        if row in fits:
+            return fits[row].assignment
+        names = [name for unit in units for name in unit]
+        return assign_chosen(loaded, statistics, dict.fromkeys(names, row))
+
+    found = reference.of_rows(
+        dict.fromkeys([*options.presets, *fits], {}),
+        lambda row, _: open_simulated(checkpoint, assignment_of(row)),
+        options.out,
+    )
+    psnr = {row: each["psnr"]["values"] for row, each in found.items()}
+    lines = [f"| {name} alone | {fmean(psnr[name]):.2f} |" for name in options.presets]
+    lines += ["", "| limit | layers | dB | best single preset within it | difference, dB |", "|---|---|---|---|---|"]
+    for row, fitted in fits.items():
+        best = max(singles[row], key=lambda label: fmean(psnr[label]), default=None)
+        against = f"{best} | {paired(psnr[row], psnr[best])}" if best else "none | "
+        entry = fitted.entry()
+        layers = ", ".join(f"{count} {label}" for label, count in entry["layers"].items() if count)
+        cost = next(f"{value:.6g} {key[6:]}" for key, value in entry.items() if key.startswith("limit_"))
+        lines.append(f"| {row}: {cost} | {layers} ({entry['taken']}) | {fmean(psnr[row]):.2f} | {against} |")
+    write_text(options.out / "mixes.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
