@@ -37,10 +37,9 @@ def main() -> None:
     options = parser.parse_args()
     subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
     checkpoint = subject.model.checkpoint
-    job = job_with(
-        options.presets[0], f"model={options.model}", "quant_level=3", "quantize.budget_ms=1", "quantize.times=rtx_5090",
-        f"quantize.choices=[{','.join(options.presets[1:])}]",
-    )  # fmt: skip
+    choices = f"quantize.choices=[{','.join(options.presets[1:])}]"
+    limit = "quantize.budget_ms=1", "quantize.times=rtx_5090"  # any, so that presets are mixed
+    job = job_with(options.presets[0], f"model={options.model}", "quant_level=3", *limit, choices)
     loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
     statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
     reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)

@@ -68,6 +68,11 @@ class Fitted:
             "layers": dict(self.layers[name]),
         }
 
+    def told(self, what: str) -> str:
+        """The limit or what is chosen of it: whole bytes, or milliseconds to six digits."""
+        value = self.entry()[f"{what}_{self.unit}"]
+        return f"{value:.0f}" if self.unit == "bytes" else f"{value:.6g}"
+
     def sentence(self) -> str:
         """What was chosen, against what, in words."""
         entry = self.entry()
@@ -78,7 +83,7 @@ class Fitted:
             if name != entry["taken"]
         )
         return (
-            f"{entry[f'chosen_{self.unit}']} of {entry[f'limit_{self.unit}']} {self.unit}: {found} ({entry['taken']}); "
+            f"{self.told('chosen')} of {self.told('limit')} {self.unit}: {found} ({entry['taken']}); "
             f"images of {PROMPTS} calibration prompts have {decibels(entry['measured_error']):.2f} dB, "
             f"{decibels(entry['predicted_error']):.2f} dB by the sum of layers"
             f"{f'; of the others: {others}' if others else ''}"

@@ -48,6 +48,20 @@ def test_a_run_with_a_file_of_presets_has_its_copy(mappings, run, tmp_path):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
 
 
+@pytest.mark.parametrize("limit", [{"budget": 0.2}, {"budget_ms": 4.0, "times": "h100"}])
+def test_what_a_budget_chose_is_read_and_not_chosen_again(mappings, run, limit):
+    """It would be measured anew, perhaps otherwise. A run of before has left no file of it."""
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
+    knobs["quantize"] |= limit
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    assert not run_job(str(run)).quantize.assignment and run_job(str(run)).quantize.chooses_bits
+    (run / "assignment.yaml").write_text("conv: nvfp4")
+    found = run_job(str(run)).quantize
+    assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits and found.times is None
+
+
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(mappings, run):
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()

@@ -12,6 +12,7 @@ import sd_quant
 from sd_quant.config.assignment_file import labels_in
 from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import stored_bytes
 from sd_quant.quantization.low_rank import rank_of
@@ -19,6 +20,7 @@ from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages import choose, load
 from sd_quant.stages import fit_budget as stage
 from sd_quant.stages.load import Loaded, Offered
+from sd_quant.stages.open_parts import open_simulated
 from tests.pipelines import sd15_of_one_level
 from tests.presets import recipe_of
 
@@ -325,3 +327,21 @@ def test_a_layer_in_fp16_beside_readers_that_are_smoothed_takes_their_factors_al
     assert [row.format for row in rows] == [None, "int8", "int8"] and rows[1].folded_into
     assert torch.equal(rows[0].pre_quant_scale, rows[1].pre_quant_scale)
     assert sum(layer.format is not None for layer in made.values()) == 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_layers_that_are_quantized_alone_leave_the_others_smoothed_and_not_rounded(model, statistics):
+    assignment = model.quantize(statistics, "int8", quant_level=3, alpha=0.7).assignment
+    calls = {name: sample.values[0] for name, sample in statistics.calls.items()}
+
+    def output(given: dict[str, LayerAssignment]) -> torch.Tensor:
+        (found,) = open_simulated(model.session.checkpoint, given)(**calls).values()
+        return found
+
+    full = output({})
+    none, one, every = (
+        relative_error(full, output(stage.quantized_alone(assignment, names)))
+        for names in ((), [TO_Q], list(assignment))
+    )
+    assert none < 2e-4 < one < every and every == relative_error(full, output(assignment))
