@@ -46,6 +46,7 @@ def test_the_record_and_the_card_say_what_it_is(run):
     assert "zeros behind a text's 77 tokens" in card and "which names none" in card and "    sd-quant quantize " in card
 
 
+@pytest.mark.soak
 def test_a_run_that_is_done_is_handed_over_the_same(run, command, main_job, tmp_path):
     """The assignment that is derived again gives the same files, and a second time they are replaced."""
     name, cache = "unet/diffusion_pytorch_model.safetensors", main_job.cache

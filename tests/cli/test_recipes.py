@@ -40,6 +40,7 @@ def job(command, tiny: Tiny, tmp_path):
     return done
 
 
+@pytest.mark.soak
 def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(job, tiny):
     """And of the first prompt alone: of that the run before left a snapshot."""
     entries = {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")}

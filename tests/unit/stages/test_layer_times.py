@@ -51,6 +51,7 @@ def quantizable(given: Loaded) -> set[str]:
     }
 
 
+@pytest.mark.soak
 def test_every_layer_that_may_be_quantized_is_measured_once_by_its_size(fast, monkeypatch, tmp_path):
     """And the file gives the same times back, but not to a job of another size."""
     given = loaded("quant_level=1", FEW)
