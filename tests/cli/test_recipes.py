@@ -90,8 +90,7 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tm
     assert sizes["onnx_quantized"] - chosen["chosen_bytes"] == pytest.approx(graph, abs=100_000)
     worst = max(table, key=lambda row: float(row["network_error_svdquant_w4a16"]) / float(row["bytes_unquantized"]))
     assert worst["chosen"] in ("int8_weight_only", "unquantized")
-    predicted = sum(float(row.get(f"network_error_{row['chosen']}") or 0) ** 2 for row in table) ** 0.5
-    assert predicted == pytest.approx(chosen["predicted_error"])
+    assert 0.2 < chosen["predicted_error"] / chosen["measured_error"] < 5  # of images, where white is 1
     assert chosen["measured_error"] == min(each["measured_error"] for each in chosen["candidates"].values())
 
     edited, again, tables = tmp_path / "edited.yaml", tmp_path / "again", (run / "layers.csv").read_text()
