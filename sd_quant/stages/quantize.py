@@ -198,7 +198,8 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
             comparison = compare_images(
                 loaded.checkpoint, framework, variants.engines, assignments, prompts, infer, kept
             )
-            label = f"{job.quantize.format} level {job.quantize.quant_level:g}"
+            recipe = "mixed" if job.quantize.mixes else job.quantize.format
+            label = f"{recipe} level {job.quantize.quant_level:g}"
             frame = job.infer.width if loaded.checkpoint.family.MOVES else None
             save_pairs(comparison, prompts, label, directory, frame)
         with step("hand_over") if rows else nullcontext():
