@@ -20,18 +20,15 @@ from benchmarks.common import PROMPTS, report
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.intervals import mean_interval
+from sd_quant.stages.chosen_by_images import image_errors
 from sd_quant.stages.fit_pipeline import (
     Group,
     Labels,
     assigned,
     by_layer,
     by_part,
-    choosing,
-    full_precision,
     offers_of,
     price,
-    simulated_images,
-    squared_error,
 )
 from sd_quant.stages.load import with_recipe
 
@@ -44,7 +41,7 @@ def main() -> None:
     parser.add_argument("--calib-size", type=int, help="prompts of the statistics; by default the model's own")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
     parser.add_argument("--quantize", default="int8_weight_only", help="preset of the denoiser (%(default)s)")
-    parser.add_argument("--choices", nargs="+", default=["int4"], help="other formats (%(default)s)")
+    parser.add_argument("--choices", nargs="+", default=["svdquant_w4a16"], help="other presets (%(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.2, 0.4], help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
@@ -57,12 +54,8 @@ def main() -> None:
         {"steps": chosen.steps, "batch_size": 8},
     )
     loaded = with_recipe(model.session, job.model, job.infer, job.quantize)
-    infer, offers = choosing(loaded), offers_of(loaded)
-    small, calls = full_precision(loaded, infer)
-    priced = price(
-        loaded, statistics, offers, calls,
-        lambda assignments, what: squared_error(small, simulated_images(loaded, infer, assignments, what)),
-    )  # fmt: skip
+    offers, (error_of, calls) = offers_of(loaded), image_errors(loaded)
+    priced = price(loaded, statistics, offers, calls, error_of)
     least, whole = (sum(getattr(offer, size) for offer in offers.values()) for size in ("least", "whole"))
     full, figures = model.generate(prompts, knobs), {}
 

@@ -44,7 +44,6 @@ def main() -> None:
     options = arguments.parse_args()
     job = job_with("int8", f"quant_level={options.level:g}", "infer=openvino")
     loaded = with_recipe(open_unchecked(job.model), job.model, job.infer, job.quantize)
-    labels = {UNQUANTIZED: None, "int8": job.quantize}
     subject = load(options.prompts)
     statistics = subject.statistics(subject.sampling(options.steps, batch_size=8))
     assignments = {UNQUANTIZED: {}, "int8": subject.assignment(statistics, job.quantize)}
@@ -57,11 +56,11 @@ def main() -> None:
         clocks = dict.fromkeys(calls, in_a_row(processor_clock, sampling.steps))
         stopping = Stopping(5, 1e-9, options.seconds / 2)
         before = measure_together(calls, 2, stopping, clocks).samples
-        alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, labels, MEASURED).items()}
+        alone = {name: 1000 * sum(times.values()) for name, times in layer_times(loaded, MEASURED).items()}
         after = measure_together(calls, 2, stopping, clocks).samples
     whole = {name: median([*before[name], *after[name]]) for name in calls}
     print("| | sum of layers alone, ms | whole network, ms | ratio |\n|---|---|---|---|")
-    for name in labels:
+    for name in calls:
         print(f"| {name} | {alone[name]:.2f} | {whole[name]:.2f} | {alone[name] / whole[name]:.2f} |")
     saved = [each[UNQUANTIZED] - each["int8"] for each in (alone, whole)]
     print(f"| saved | {saved[0]:.2f} | {saved[1]:.2f} | {saved[0] / saved[1]:.2f} |")
