@@ -61,7 +61,7 @@ def choose(
         return written(loaded, Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
     if loaded.labels is not None:
         with step("assign"):
-            assignment = assign_chosen(loaded, statistics, loaded.labels, "left in high precision by the assignment")
+            assignment = assign_chosen(loaded, statistics, loaded.labels)
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):

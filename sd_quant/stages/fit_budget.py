@@ -28,7 +28,7 @@ from sd_quant.stages.variants import Assignments
 LOG = logging.getLogger(__name__)
 FP32 = 4  # bytes of a number
 SMALLEST_ERROR = 1e-5  # 100 dB, where there is none
-LEFT = "left in high precision by the budget"
+LEFT = "left in high precision by the choice of presets"
 Units = Sequence[tuple[str, ...]]  # layers that have one label together
 Recipes = Mapping[str, Recipe | None]  # by label; None: high precision
 CostsOf = Callable[
