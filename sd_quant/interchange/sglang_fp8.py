@@ -37,6 +37,8 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     Shape,
     by_layer,
+    check_config,
+    ignored_names,
     quantization_config,
     quantized_by,
     shown,
@@ -107,21 +109,14 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 def ignored_in(path: Path, config: Mapping[str, object]) -> list[str]:
     """The names of layers that are not quantized. Raises ArtifactError for a config that is not decoded here."""
-    if differing := [key for key, value in WRITTEN.items() if config.get(key) != value]:
-        raise ArtifactError(
-            f"{path}: its config lacks {', '.join(f'{key} {WRITTEN[key]}' for key in differing)}, expected of FP8 in "
-            f"blocks of {BLOCK} x {BLOCK}; give such a folder"
-        )
+    check_config(path, config, WRITTEN, f"FP8 in blocks of {BLOCK} x {BLOCK}")
     known = (*WRITTEN, IGNORED, ALSO_IGNORED)
     if unknown := [key for key, value in config.items() if key not in known and (key, value) not in OTHERS.items()]:
         raise ArtifactError(
             f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
             "decoded here; give a folder without"
         )
-    names = config.get(IGNORED) or config.get(ALSO_IGNORED) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ArtifactError(f"{path}: {IGNORED} in its config is no list of names; make the folder again")
-    return names
+    return ignored_names(path, config, IGNORED, ALSO_IGNORED)
 
 
 def skips(ignored: Collection[str], name: str) -> bool:

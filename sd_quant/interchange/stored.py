@@ -205,6 +205,24 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
+def check_config(path: Path, config: Mapping[str, object], written: Mapping[str, object], what: str) -> None:
+    """Raises ArtifactError unless ``config`` has all of ``written``, which is that of ``what``."""
+    if differing := [key for key, value in written.items() if config.get(key) != value]:
+        lacks = ", ".join(f"{key} {written[key]}" for key in differing)
+        raise ArtifactError(f"{path}: its config lacks {lacks}, expected of {what}; make the folder again")
+
+
+def ignored_names(path: Path, config: Mapping[str, object], *keys: str) -> list[str]:
+    """The names of layers that are not quantized, in the first of the ``keys`` that has any.
+
+    Raises ArtifactError for anything but a list of names.
+    """
+    names = next((config[key] for key in keys if config.get(key)), [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ArtifactError(f"{path}: {keys[0]} in its config is no list of names; make the folder again")
+    return names
+
+
 def weights_name(network: nn.Module) -> str:
     """The stem of a network's weight files: ``model`` by transformers, ``diffusion_pytorch_model`` by diffusers."""
     return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])

@@ -32,6 +32,8 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     Shape,
     by_layer,
+    check_config,
+    ignored_names,
     quantization_config,
     quantized_by,
     shown,
@@ -92,14 +94,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 def ignored_in(path: Path, config: Mapping[str, object]) -> frozenset[str]:
     """The names in ``ignored_layers``. Raises ArtifactError unless the config is one of a stored, dynamic INT8."""
-    if differing := [key for key, value in WRITTEN.items() if config.get(key) != value]:
-        raise ArtifactError(
-            f"{path}: its config lacks {', '.join(f'{key} {WRITTEN[key]}' for key in differing)}, expected of INT8 "
-            "that vLLM-Omni reads from a file; make the folder again"
-        )
-    names = config.get(IGNORED, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ArtifactError(f"{path}: {IGNORED} in its config is no list of names; make the folder again")
+    check_config(path, config, WRITTEN, "INT8 that vLLM-Omni reads from a file")
+    names = ignored_names(path, config, IGNORED)
     if unknown := [key for key in config if key not in (*WRITTEN, IGNORED)]:
         raise ArtifactError(
             f"{path}: its config has {listing(unknown, 3)}, which vLLM-Omni's int8 does not take; make the folder again"

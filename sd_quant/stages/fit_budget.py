@@ -166,15 +166,13 @@ def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection
     }
 
 
-def assign_chosen(
-    loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str], because: str = LEFT
-) -> dict[str, LayerAssignment]:
-    """Derive the assignment of the denoiser with the ``chosen`` label of each layer; ``because`` of it others are left.
+def assign_chosen(loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
+    """Derive the assignment of the denoiser with the ``chosen`` label of each layer, in fp16 where it has none.
 
-    A layer that cannot have its label stays in fp16.
+    A layer that cannot have its label stays in fp16 too.
     """
     own = {name: recipe for name, label in chosen.items() if (recipe := loaded.recipe_with(name, label))}
-    return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, because)
+    return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, LEFT)
 
 
 @dataclass(frozen=True)
