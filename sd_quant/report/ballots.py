@@ -24,7 +24,6 @@ from sd_quant.report.table import Table, between, figure, table_of_texts
 from sd_quant.report.votes import DAMAGED, EQUAL, KEY, VOTE, Key, earlier_key, read_key, read_key_file
 from sd_quant.text import one_line, printable
 
-COUNTED = "votes"  # .csv and .json
 FORMAT = "sd-quant votes 1"
 MOST_BYTES = 2**24  # of a voter's file
 ALPHA, POWER = 0.05, 0.8
@@ -307,7 +306,7 @@ def notes(count: Count) -> list[str]:
 def write_count(count: Count, folder: Path) -> list[Path]:
     """Write ``votes.csv`` and ``votes.json`` into the folder; returns their paths. Raises ResourceError."""
     rows = [row_of(each) for each in count.results]
-    paths = [folder / f"{COUNTED}.csv", folder / f"{COUNTED}.json"]
+    paths = [folder / "votes.csv", folder / "votes.json"]
     write_csv(rows, paths[0])
     content = {
         "schema_version": 1,

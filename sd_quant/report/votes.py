@@ -1,10 +1,10 @@
 """``votes.html``: pairs of images without names, for people to vote on, and ``votes_key.json``, which has the names.
 
 Nothing in the page says which image is which: ids are random, pixels are encoded anew and without loss, and random
-bytes behind the shorter file of a pair make both equally long. Whoever compares the pixels with the folder's images can
-find out; the page keeps nobody honest who does not want to be. A page is drawn once, by a seed that the key has. It
-stays as long as the images do, so that a report that is made again does not make votes worthless. The road not taken is
-JPEG: its loss is as visible as what is judged.
+bytes behind the files make those of a pair equally long, and no two the same. Whoever compares the pixels with the
+folder's images can find out; the page keeps nobody honest who does not want to be. A page is drawn once, by a seed that
+the key has. It stays as long as the images do, so that a report that is made again does not make votes worthless. The
+road not taken is JPEG: its loss is as visible as what is judged.
 """
 
 import base64
@@ -37,13 +37,14 @@ MOST_PAIRS = 64  # a quarter of an hour
 MOST_BYTES = 100e6  # of embedded images: about 30 pairs of 1024 x 1024
 MOST_PIXELS = 2**25
 CATCH_SHARE, FEWEST_CATCHES = 0.08, 2
+TAIL = 16  # random bytes behind every image, so that one that is shown twice is not written twice
 BLOCKS = 16  # along the longer edge of a damaged image
 VOTE, EQUAL, DAMAGED = "vote", "equal", "damaged"
 FULL_PRECISION = "full precision"
 RULE = (
     "A few pairs test the voter: the same image twice, or an image beside itself in coarse blocks. A voter is not "
-    "counted who does not choose the image without blocks in each of these pairs, or who answers fewer than half of the "
-    "equal pairs with “cannot tell”."
+    "counted who does not choose the image without blocks in each of these pairs, or who answers fewer than half of "
+    "the equal pairs with “cannot tell”."
 )
 
 
@@ -269,13 +270,13 @@ def embedded(drawn: Drawn) -> tuple[list[dict], dict[str, Shown]]:
         except NOT_AN_IMAGE:
             continue
         files = [without_loss(each) for each in (a, b)]
-        longest = max(map(len, files))
-        total += 2 * longest * 4 // 3
+        length = max(map(len, files)) + TAIL
+        total += 2 * length * 4 // 3
         if total > MOST_BYTES:
             break
         name, *ids = (f"{chance.getrandbits(64):016x}" for _ in range(3))
         images = [
-            {"id": each, "source": f"data:image/webp;base64,{base64.b64encode(padded(file, longest, chance)).decode()}"}
+            {"id": each, "source": f"data:image/webp;base64,{base64.b64encode(padded(file, length, chance)).decode()}"}
             for each, file in zip(ids, files, strict=True)
         ]
         shown[name] = {
