@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from sd_quant.errors import UNDECIDED, ConfigError
-from sd_quant.places import existing, existing_file, shown, url
+from sd_quant.places import existing, shown, url
 from sd_quant.report.ballots import count_votes, notes, votes_table, write_count
 from sd_quant.report.page import described
 from sd_quant.report.summary import read_sweep
@@ -77,7 +77,8 @@ def main() -> None:
     if knobs:
         redraw(folder, knobs)
         return
-    count = count_votes(folder, [existing_file("a file of votes", file) for file in files])
+    paths = [existing("a file of votes", file, "one that a voter has saved") for file in files]
+    count = count_votes(folder, paths)
     print("\n".join([*as_text(votes_table(count)), "", *notes(count)]))
     print(f"written: {', '.join(shown(path) for path in write_count(count, folder))}")
     if len(count.dropped) == len(count.voters):

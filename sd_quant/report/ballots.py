@@ -21,7 +21,7 @@ from sd_quant.files import read_regular, write_json
 from sd_quant.metrics.votes import Agreement, Preference, Vote, agreement, holm, preference, votes_needed
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.table import Table, between, figure, table_of_texts
-from sd_quant.report.votes import DAMAGED, EQUAL, KEY, VOTE, Key, earlier_key, read_key, read_key_file
+from sd_quant.report.votes import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
 from sd_quant.text import one_line, printable
 
 FORMAT = "sd-quant votes 1"
@@ -153,7 +153,7 @@ def check_ballot(ballot: Ballot, key: Key, folder: Path) -> None:
     """Raises ArtifactError for votes of another page, a pair that it does not have, and a pair that is there twice."""
     if ballot.page != key["page"]:
         raise ArtifactError(
-            f"{ballot.path} holds votes of another page ({ballot.page[:8]}), expected those of {folder / KEY}'s "
+            f"{ballot.path} holds votes of another page ({ballot.page[:8]}), expected those of {folder / PAGE} "
             f"({key['page'][:8]}); give the folder whose votes.html the voter has opened"
         )
     if not ballot.votes:

@@ -153,6 +153,8 @@ def read_key_file(path: Path) -> Key:
 
     try:
         key = TypeAdapter(Key).validate_python(read_object(path), strict=True)
+        if not key["page"].isalnum():  # it becomes part of a file's name
+            raise ValueError(f"its page is {key['page']}")
         for name, pair in key["pairs"].items():
             known = pair["comparison"] in range(len(key["comparisons"])) if pair["kind"] == VOTE else True
             if pair["kind"] not in (VOTE, EQUAL, DAMAGED) or not known:

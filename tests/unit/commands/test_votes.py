@@ -30,7 +30,6 @@ def call(monkeypatch, *words) -> int:
         ("{}", "no file of votes is given"),
         ("{}/nowhere a.json", "the first argument names .*nowhere, which does not exist"),
         ("{} nowhere.json", "a file of votes names nowhere.json, which does not exist"),
-        ("{} {}", "expected a file, and no folder"),
         ("{} a.json pairs=3", "a.json is given beside pairs="),
         ("{} pairs=0", "pairs is 0, expected a whole number from 1 to 1000"),
         ("{} pairs=1e3", "pairs is 1e3"),
