@@ -11,7 +11,7 @@ from collections.abc import Callable
 from sd_quant.text import escaped, one_line
 
 CANCELLED = 130
-UNDECIDED = 5  # of a gate whose criteria cannot be told
+UNDECIDED = 5  # of a gate whose criteria cannot be told, and of votes that do not count
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
 MEMORY_WORDS = re.compile(  # the last four are about threads, graphs and libraries

@@ -7,6 +7,7 @@ COMMANDS = {  # name: (module, meaning)
     "hand_over": ("sd_quant.commands.hand_over", "export the result of an earlier run to other tools"),
     "judge": ("sd_quant.commands.judge", "compare third-party checkpoints with each other"),
     "gate": ("sd_quant.commands.gate", "pass or fail a finished run by bars that were fixed before, for CI"),
+    "votes": ("sd_quant.commands.votes", "count blind votes on the images of a report, or draw other pairs to vote on"),
     "inspect": ("sd_quant.commands.inspect", "look at any pipeline of diffusers: what can be quantized and exported"),
     "convert": (
         "sd_quant.checkpoints.convert",

@@ -3,5 +3,6 @@
 # The files that reports write into the folder of a job or a sweep.
 WRITES = (
     "metrics.json", "failure.json", "provenance.json", "report.html", "summary.*",
+    "votes.html", "votes_key*.json", "votes.csv", "votes.json",
     "parts.png", "trajectory.png", "layers.png", "ranges.png",
 )  # fmt: skip

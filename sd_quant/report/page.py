@@ -52,10 +52,11 @@ CAPTIONS = {
 }
 
 
-def write_report(sweep: Sweep, tables: Sequence[Table] = ()) -> Path:
+def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None = None) -> Path:
     """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
 
-    Raises ResourceError when the disk is full.
+    ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``. Raises ResourceError when the disk
+    is full.
     """
     table, columns = sweep.rows, shown_columns()
     names = {row["job"]: described(row, sweep) for row in table}
@@ -85,6 +86,7 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = ()) -> Path:
         plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
         tables=tables,
         image_notes=notes,
+        votes=votes.name if votes else None,
         images=images,
         data=htmlsafe_json_dumps(images, allow_nan=False),
     )

@@ -13,10 +13,11 @@ from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
+from sd_quant.report.votes import write_votes
 
 
 def rebuild(directory: Path) -> Path:
-    """Write the summaries, the plots and the page into a sweep's or a run's folder; returns the page's path.
+    """Write the summaries, the plots and the pages into a sweep's or a run's folder; returns the report's path.
 
     Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
     """
@@ -28,9 +29,8 @@ def rebuild(directory: Path) -> Path:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
     floors = floor_tables(sweep, recipes)
-    return write_report(
-        sweep, lever_tables(sweep) + published + candidate_tables(sweep) + floors + handed_over_tables(sweep)
-    )
+    tables = lever_tables(sweep) + published + candidate_tables(sweep) + floors + handed_over_tables(sweep)
+    return write_report(sweep, tables, write_votes(sweep, recipes))
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

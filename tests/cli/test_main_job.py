@@ -89,7 +89,7 @@ def test_everything_that_a_run_leaves_is_there(run, main_job):
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     names = [f"{index:04}.png" for index in range(len(main_job.prompts))]
     expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
-    expected |= {"report.html", "ranges.csv", "ranges.png"}
+    expected |= {"report.html", "votes.html", "votes_key.json", "ranges.csv", "ranges.png"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
     expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
     if current_gpu() is None:

@@ -70,7 +70,7 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
     assert table.caption.startswith("Cannot be told from full precision computed by bf16: alpha=a. About as near")
     monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
-    monkeypatch.setattr(rebuild, "write_report", lambda sweep, tables: tables)
+    monkeypatch.setattr(rebuild, "write_report", lambda sweep, tables, votes: tables)
     (shown,) = rebuild.rebuild(tmp_path)
     assert shown.heading == noise_floor.HEADING and "more prompts may tell: alpha=b. PSNR of each" in shown.caption
     axes = plots.figures(sweep)["pareto_latency"].axes[0]

@@ -61,7 +61,7 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])
     exit_with_its_code(main)
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
-        "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html", "votes.html", "votes_key.json",
         "pareto_latency.png", "pareto_size.png", "parts.png", "trajectory.png", "layers.png",
     }  # fmt: skip
     assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
