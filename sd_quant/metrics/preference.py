@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sd_quant.errors import ArtifactError
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.metrics import SCORES
@@ -114,6 +114,8 @@ def empty_hps(weights: Path) -> tuple[Any, Read]:
     from transformers import CLIPConfig, CLIPModel
 
     wanted = SCORES["hps"].weights
+    if not weights.is_file():
+        raise ConfigError(f"{weights} is no file, expected HPSv2's weights; name {wanted}")
     with without_weights():
         model = CLIPModel(CLIPConfig(**VIT_H_14, projection_dim=WIDTH))
     places = open_clip_locations([name for name, _ in model.named_parameters()])
