@@ -59,9 +59,9 @@ def score_images(title: str, images: Images, beside: Sequence[Any], open_network
             values += opened.score(list(images[batch]), list(beside[batch])).flatten().tolist()
             advance()
     entry |= opened.facts
-    if not all(map(math.isfinite, values)):
-        return entry | {"reason": DAMAGED, "values": [value if math.isfinite(value) else None for value in values]}
-    return entry | {"value": fmean(values), "values": values}
+    known = [value if math.isfinite(value) else None for value in values]
+    outcome = {"reason": DAMAGED} if None in known else {"value": fmean(values)}
+    return entry | outcome | {"values": known}
 
 
 def reader_of(
