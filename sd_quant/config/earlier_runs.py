@@ -50,6 +50,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "hessian": 0,
         "assignment": None,
     },
+    "metrics": dict.fromkeys(("pickscore_weights", "hps_weights", "image_reward_weights", "dino_weights")),
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }

@@ -53,11 +53,17 @@ def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str],
 
 
 def check_tensors(
-    path: Path, tensors: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]], unused: Collection[str]
+    path: Path,
+    tensors: Mapping[str, Readable],
+    expected: Mapping[str, tuple[int, ...]],
+    unused: Collection[str],
+    whose: str = "that its configuration describes",
+    advice: str = "use the configuration and the weights of one training",
 ) -> None:
     """Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype; reads none.
 
-    ``expected`` is name to shape; names in ``unused`` are allowed too, in any shape and dtype.
+    ``expected`` is name to shape; names in ``unused`` are allowed too, in any shape and dtype. ``whose`` and ``advice``
+    complete the message.
     """
     missing = [key for key in expected if key not in tensors]
     unknown = [key for key in tensors if key not in expected and key not in unused]
@@ -68,8 +74,7 @@ def check_tensors(
     ]
     if problems := problems_in({"missing": missing, "unknown": unknown, "misshapen": misshapen}):
         raise ArtifactError(
-            f"{path} does not hold the weights that its configuration describes, {len(expected)} keys expected "
-            f"({problems}); use the configuration and the weights of one training"
+            f"{path} does not hold the weights {whose}, {len(expected)} keys expected ({problems}); {advice}"
         )
     for key in expected:
         if tensors[key].dtype not in WEIGHT_DTYPES:

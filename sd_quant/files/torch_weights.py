@@ -34,9 +34,10 @@ PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LON
 CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT", "EMPTY_DICT")
 
 
-def stored_tensors(member: Member) -> dict[str, StoredTensor]:
+def stored_tensors(member: Member, inside: str | None = None) -> dict[str, StoredTensor]:
     """Returns every tensor of a flat state dict by name; reads no values.
 
+    The state dict is the whole content or, where the content has it, its entry ``inside``.
     Raises ArtifactError when the file holds anything else or asks to run code.
     """
     records = _zip_records(member)
@@ -52,6 +53,8 @@ def stored_tensors(member: Member) -> dict[str, StoredTensor]:
         raise ArtifactError(
             f"{member.name} is not a plain file of tensors: {why}; save it again as torch.save(model.state_dict())"
         ) from None
+    if isinstance(state, dict) and inside is not None:
+        state = state.get(inside, state)
     if not isinstance(state, dict) or not state:
         raise ArtifactError(f"{member.name} holds a {type(state).__name__}; expected a non-empty dict of tensors")
     tensors = {name: _located(member, records, name, value) for name, value in state.items()}

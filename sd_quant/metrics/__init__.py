@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 
 from sd_quant.metrics.intervals import Interval, mean_interval
 
@@ -25,7 +26,8 @@ class Against(Enum):
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
     LATENTS = auto()  # (full precision's latents, latents) -> a number or None for each step
     SET = auto()  # (full precision's images, images) -> {"value": ..., "reason": ..., ...} of the two sets
-    PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., ...}
+    PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., "values": of each image, ...}
+    REFERENCE = auto()  # (full precision's images, images, *files) -> the same
     PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
 
 
@@ -48,6 +50,8 @@ class Score:
     undefined: str = "not a finite number"  # why it is None for an image or a step
     files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
     optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
+    check: str = ""  # "module:function" that refuses its files, before anything is computed
+    weights: str = ""  # the files that are wanted, and where people get them
 
     @property
     def heading(self) -> str:
@@ -79,7 +83,13 @@ class Score:
         function: Callable = pkgutil.resolve_name(self.function)
         return function(*arguments)
 
+    def check_files(self, *files: Path) -> None:
+        """Raise SdQuantError for files that are not its network's, as far as that shows without reading weights."""
+        if self.check:
+            pkgutil.resolve_name(self.check)(*files)
 
+
+NOT_NAMED = "its files were not named in metrics"  # the reason of a score that nobody asked for
 IDENTICAL = "identical to full precision, which makes the ratio infinite"
 SCORES = {
     score.key: score
@@ -94,11 +104,35 @@ SCORES = {
         Score("frechet_efficientnet", "Fréchet distance", Against.SET, "sd_quant.metrics.frechet:frechet_efficientnet",
               "{:.2f}", more_is_better=False, least=0, columns=("frechet_efficientnet",), shown=False),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
-              least=0, most=100, shown=False, files=("clip_weights",)),
+              least=0, most=100, files=("clip_weights",), check="sd_quant.metrics.text_image:check_clip_weights",
+              weights="a folder with a CLIPModel of transformers and its processor, such as "
+              "openai/clip-vit-base-patch32 of Hugging Face"),
+        Score("pickscore", "PickScore", Against.PROMPTS, "sd_quant.metrics.preference:pick_score", "{:.2f}",
+              files=("pickscore_weights",), check="sd_quant.metrics.preference:check_pick_score",
+              weights="a folder with the files of yuvalkirstain/PickScore_v1 of Hugging Face (model.safetensors has "
+              "3.94 GB; no licence is stated)"),
+        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", files=("hps_weights",),
+              check="sd_quant.metrics.preference:check_hps",
+              weights="HPS_v2.1_compressed.pt or HPS_v2_compressed.pt of xswu/HPSv2 of Hugging Face (1.97 GB, "
+              "Apache-2.0)"),
+        Score("image_reward", "ImageReward", Against.PROMPTS, "sd_quant.metrics.image_reward:image_reward", "{:.3f}",
+              files=("image_reward_weights",), check="sd_quant.metrics.image_reward:check_image_reward",
+              weights="a folder with ImageReward.pt of THUDM/ImageReward (1.79 GB, Apache-2.0) and vocab.txt of "
+              "bert-base-uncased, both of Hugging Face"),
+        Score("dino_distance", "DINOv2 distance", Against.REFERENCE, "sd_quant.metrics.dino:dino_distance",
+              more_is_better=False, least=0, most=2, files=("dino_weights",), check="sd_quant.metrics.dino:check_dino",
+              weights="a folder with the files of facebook/dinov2-base of Hugging Face (model.safetensors has 346 MB; "
+              "Apache-2.0), or of another DINOv2"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              least=0, shown=False, files=("fid_references",), optional_files=("fid_weights",)),
+              least=0, files=("fid_references",), optional_files=("fid_weights",)),
     )
 }  # fmt: skip
+
+
+def named_scores() -> list[Score]:
+    """The scores by networks and photographs that the user names, which are the record's ``text_scores``."""
+    against = (Against.PROMPTS, Against.REFERENCE, Against.PHOTOGRAPHS)
+    return [score for score in SCORES.values() if score.against in against]
 
 
 def fidelity_scores() -> list[Score]:

@@ -19,7 +19,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -60,6 +60,20 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
         return Interval(mean, -math.inf, math.inf)
     half = t_quantile(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def paired_interval(
+    a: Sequence[float | None], b: Sequence[float | None], groups: Sequence[Hashable]
+) -> Interval | None:
+    """The mean of a - b over pairs that have both, those of one group (a prompt's images) counted as their mean.
+
+    None without such a pair. Raises ValueError unless all three are of one length.
+    """
+    found: dict[Hashable, list[float]] = {}
+    for x, y, group in zip(a, b, groups, strict=True):
+        if x is not None and y is not None:
+            found.setdefault(group, []).append(x - y)
+    return mean_interval(list(map(statistics.fmean, found.values()))) if found else None
 
 
 def ratio_interval(

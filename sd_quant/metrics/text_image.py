@@ -3,28 +3,32 @@
 CLIP score measures whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
 100 cos(image, prompt), averaged, at least 0), FID the distance of a set of images from photographs (Heusel et al. 2017;
 frechet.py has the formula). Neither is about quantization: they compare with published results, fidelity.py with full
-precision. Nothing is downloaded; torchmetrics' default would fetch hundreds of megabytes at its first call.
+precision. Nothing is downloaded.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
-from sd_quant.files import open_regular
+from sd_quant.files import open_regular, refusing
+from sd_quant.files.folders import read_json
+from sd_quant.metrics import SCORES, Score
 from sd_quant.metrics.frechet import frechet_distance, moments
 from sd_quant.metrics.images import check_rgb
 from sd_quant.metrics.inception import inception
+from sd_quant.metrics.network_scores import DAMAGED, Opened, score_images
 from sd_quant.progress import progress
 from sd_quant.text import one_line
 
-BATCH = 16
 FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
 IMAGE_FORMATS = {".bmp": "BMP", ".jpeg": "JPEG", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}  # Pillow's readers
 CLIP_FILES = (  # one file of each line is required
@@ -36,47 +40,45 @@ CLIP_FILES = (  # one file of each line is required
 
 
 def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """The mean CLIP score, 0 to 100, of uint8 [N, H, W, 3] and N prompts as ``{value, reason, images, network}``.
+    """The CLIP scores of uint8 [N, H, W, 3] and N prompts, as ``score_images`` returns them, and the ``network``.
 
-    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Where it cannot be used,
-    or there are no images, ``value`` is None and ``reason`` says why. Prompts are truncated to the network's length, as
-    in MLPerf. Raises ArtifactError for other images and when the numbers differ.
+    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. ``value`` is the mean, but
+    at least 0. Prompts are truncated to the network's length, as in MLPerf. Raises ArtifactError as ``score_images``
+    does.
     """
-    check_rgb(images)
-    if len(images) != len(prompts):
-        raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
-    entry = {"value": None, "reason": None, "images": len(images), "network": None}
-    if not len(images):
-        return entry | {"reason": "there are no images"}
-    try:
-        model, processor = _clip(weights)
-    except SdQuantError as error:
-        return entry | {"reason": str(error)}
-    from torchmetrics.multimodal import CLIPScore
 
-    metric = CLIPScore(lambda: (model, processor))  # type: ignore[arg-type, return-value]
-    starts = range(0, len(images), BATCH)
-    with full_precision() as device, progress(len(starts), "CLIP score") as advance:
-        metric.to(device)
-        for start in starts:
-            batch = slice(start, start + BATCH)
-            metric.update(_pixels(images[batch]).to(device), list(prompts[batch]))
-            advance()
-    vision = model.config.vision_config
-    network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
-    return entry | {"network": network} | _number(metric.compute().item())
+    def opened() -> Opened:
+        check_clip_weights(weights)
+        model, pixels, tokens = open_clip_folder(weights)
+        vision = model.config.vision_config
+        network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
+        return Opened(
+            model, lambda batch, texts: 100 * cosines(model, pixels(batch), tokens(texts)), {"network": network}
+        )
+
+    found = {"network": None} | score_images("CLIP score", images, prompts, opened)
+    return found | {"value": None if found["value"] is None else max(0.0, found["value"])}
 
 
-def check_clip_weights(weights: Path) -> None:
-    """Raise ConfigError unless the folder exists and is complete; reads no weights."""
+def check_clip_weights(weights: Path, score: Score = SCORES["clip_score"]) -> Any:
+    """The CLIPConfig of a folder; reads no weights. Raises SdQuantError unless it is whole and of a CLIP."""
+    from transformers import CLIPConfig
+
     if not weights.is_dir():
-        raise ConfigError(f"there is no folder {weights} with CLIP's weights; save a transformers CLIPModel there")
+        raise ConfigError(f"there is no folder {weights} with the weights of {score.title}; name {score.weights}")
     for names in CLIP_FILES:
         if not any((weights / name).is_file() for name in names):
             raise ConfigError(
-                f"the folder {weights} of CLIP's weights has no {' or '.join(names)}; save the model and its processor "
-                "there with save_pretrained"
+                f"the folder {weights} has no {' or '.join(names)}, expected for {score.title}; name {score.weights}"
             )
+    config = read_json(weights, "config.json")
+    if config.get("model_type") != "clip":
+        raise ArtifactError(
+            f"{weights} holds a model of type {config.get('model_type')}, expected clip, for {score.title}; name "
+            f"{score.weights}"
+        )
+    with refusing(f"{weights} has a config.json that is no CLIP's", advice=f"name {score.weights}"):
+        return CLIPConfig.from_dict(config)
 
 
 def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> dict:
@@ -111,39 +113,33 @@ def check_references(references: Path) -> None:
         raise ConfigError(f"{references} is neither a folder of images nor an .npz with mu and sigma; name one of them")
 
 
-class ProjectedClip(nn.Module):
-    """CLIP as torchmetrics 1.9 expects it: transformers 5 returns a feature inside an object with other outputs."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.config = model, model.config
-
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        return self.model.get_image_features(pixel_values).pooler_output
-
-    def get_text_features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model.get_text_features(input_ids, attention_mask).pooler_output
-
-
-def _clip(weights: Path) -> tuple[ProjectedClip, Callable]:
-    """The network, and a function in place of its processor."""
+def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
+    """A CLIPModel, and functions from images [H, W, 3] to its pixels and from prompts to its tokens."""
     from transformers import CLIPModel, CLIPProcessor
 
-    check_clip_weights(weights)
-    try:
+    with refusing(f"{weights} cannot be loaded as a CLIPModel", advice="save it again"):
         model = CLIPModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
         processor = CLIPProcessor.from_pretrained(weights, local_files_only=True)
-    except Exception as error:  # the files decide which
-        raise ArtifactError(f"{weights} cannot be loaded as a CLIPModel ({one_line(error)}); save it again") from error
     longest = model.config.text_config.max_position_embeddings
 
-    def process(text: list[str] | None = None, images: list[Tensor] | None = None, **options) -> Mapping[str, Tensor]:
-        """The network's inputs. torchmetrics would truncate the end token, from which CLIP takes a text's feature."""
-        if images is not None:
-            return processor.image_processor(images, return_tensors="pt")
-        return processor.tokenizer(text, truncation=True, max_length=longest, **options)
+    def pixels(images: Sequence[np.ndarray]) -> Tensor:
+        return processor.image_processor([_pixels(image[None])[0] for image in images], return_tensors="pt")[
+            "pixel_values"
+        ]
 
-    return ProjectedClip(model), process
+    def tokens(prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return processor.tokenizer(
+            list(prompts), truncation=True, max_length=longest, padding=True, return_tensors="pt"
+        )
+
+    return model, pixels, tokens
+
+
+def cosines(model, pixels: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
+    """The cosine of each image and its text [N], of a CLIPModel."""
+    image = model.get_image_features(pixels.to(model.device)).pooler_output
+    ids, mask = (tokens[name].to(model.device) for name in ("input_ids", "attention_mask"))
+    return F.cosine_similarity(image, model.get_text_features(ids, attention_mask=mask).pooler_output)
 
 
 def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Tensor]:
@@ -202,5 +198,5 @@ def _pixels(images: np.ndarray) -> Tensor:
 def _number(value: float | None) -> dict:
     """``value`` as ``{value, reason}``; None for NaN and infinity."""
     if value is None or not math.isfinite(value):
-        return {"value": None, "reason": "the network gave NaN or infinity; its weights are damaged"}
+        return {"value": None, "reason": DAMAGED}
     return {"value": value, "reason": None}

@@ -10,11 +10,10 @@ what a person may find with a magnifier, and both are called full precision. So 
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from statistics import fmean
 from typing import Any
 
 from sd_quant.metrics import SCORES, Against, fidelity_scores
-from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.report.readings import names, number_at, score_of
 from sd_quant.report.record import at
 from sd_quant.report.summary import Job, Sweep
@@ -62,11 +61,9 @@ def beyond(record: Any, way: str) -> Interval | None:
         return None
     best = max(value for value in (*own, *floor) if value is not None)
     prompts = at(record, "prompts") or []
-    by_prompt: dict[Any, list[float]] = {}
-    for number, (x, y) in enumerate(zip(own, floor, strict=True)):
-        key = prompts[number] if len(prompts) == len(own) else number
-        by_prompt.setdefault(key, []).append((best if x is None else x) - (best if y is None else y))
-    return mean_interval(list(map(fmean, by_prompt.values())))
+    groups = prompts if len(prompts) == len(own) else range(len(own))
+    own, floor = ([best if value is None else value for value in values] for values in (own, floor))
+    return paired_interval(own, floor, groups)
 
 
 def place_of(difference: Interval) -> Place:

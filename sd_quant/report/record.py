@@ -404,7 +404,9 @@ class Record(AnyRecord, total=False):
     noise_floor: Annotated[
         dict[str, Fidelity], Doc("the same of torch in full precision, computed another way, by that way; or a reason")
     ]
-    text_scores: Annotated[dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict on them")]
+    text_scores: Annotated[
+        dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
+    ]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
     memory: Annotated[

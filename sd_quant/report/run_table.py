@@ -13,6 +13,7 @@ from typing import Any
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import SCORES, Against, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
+from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
@@ -50,6 +51,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _fidelity(record, reasons),
+        _named_scores(record, reasons),
         _levers(record),
         *_noise_floor(record),
         _moved(record, reasons),
@@ -165,6 +167,18 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
                 title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
             ])  # fmt: skip
     return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+
+
+def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    """The scores by networks and photographs that were named, and how far from full precision's they are."""
+    rows = []
+    for score in asked(record):
+        both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]
+        cells = [_cell(each, score.text, reasons) for each in both]
+        rows.append([score.title, *cells, difference_text(score, record)])
+    return as_text(
+        table_of_texts(["scores by named files", "full precision", "quantized", "difference [95 % interval]"], rows)
+    )
 
 
 def _levers(record: Mapping[str, Any]) -> list[str]:

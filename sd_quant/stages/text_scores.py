@@ -1,4 +1,4 @@
-"""CLIP score and FID of a run's images, if their files are named, and MLPerf's verdict on both."""
+"""Scores of a run's images by networks and photographs that the user names, and MLPerf's verdict on two of them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from sd_quant.config import Infer, Metrics
 from sd_quant.inference.loading import sampler_of
-from sd_quant.metrics import SCORES, Against
+from sd_quant.metrics import NOT_NAMED, Against, named_scores
 from sd_quant.metrics.images import Images
+from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.metrics.mlperf import captions_sha256, git_blob, mlperf_window
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.places import input_path
@@ -19,14 +20,27 @@ def text_scores(
 ) -> dict:
     """The record's text scores of each variant's images, or the reason why there are none.
 
-    ``variants`` has images by variant, one for each of the ``prompts``; of one size where files are named, which the
-    knobs ensure.
+    ``variants`` has images by variant, one for each of the ``prompts``, full precision's first. Each of the others has
+    its ``difference`` from that with an interval at 95 %, prompt by prompt, for every score that has ``values``.
     """
     files = {name: input_path(path) for name, path in asdict(metrics).items() if path is not None}
     if not files:
         return {"value": None, "reason": "no weights were named in metrics"}
-    made = how_made(infer, checkpoint, prompts)
-    return {variant: scores_of(images, prompts, files, made) for variant, images in variants.items()}
+    made, reference = how_made(infer, checkpoint, prompts), next(iter(variants.values()))
+    found = {variant: scores_of(reference, images, prompts, files, made) for variant, images in variants.items()}
+    first, *others = found
+    for variant in others:
+        for key, entry in found[variant].items():
+            if values := entry.get("values"):
+                interval = paired_interval(values, found[first][key]["values"], prompts)
+                entry["difference"] = None if interval is None else described(interval)
+    return found
+
+
+def described(interval: Interval) -> dict[str, float | None]:
+    """An interval for the record; ends that are infinite, as of a single prompt, are None."""
+    ends = (interval.low, interval.high) if interval.known else (None, None)
+    return dict(zip(("mean", "low", "high"), (interval.value, *ends), strict=True))
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
@@ -38,17 +52,23 @@ def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
     }  # fmt: skip
 
 
-def scores_of(images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping) -> dict:
-    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict."""
-    entries: dict = {}
-    for score in SCORES.values():
-        if score.against in (Against.PROMPTS, Against.PHOTOGRAPHS):
-            if score.files and not files.keys() >= set(score.files):
-                entries[score.key] = {"value": None, "reason": "its files were not named in metrics"}
-                continue
-            compared_with = [prompts] if score.against is Against.PROMPTS else []
-            named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
-            entries[score.key] = score.compute(images, *compared_with, *named)
+def scores_of(
+    reference: Images, images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping
+) -> dict[str, dict]:
+    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict.
+
+    ``reference`` are full precision's images, which some scores compare them with.
+    """
+    given = {
+        Against.PROMPTS: [images, prompts], Against.REFERENCE: [reference, images], Against.PHOTOGRAPHS: [images]
+    }  # fmt: skip
+    entries: dict[str, dict] = {}
+    for score in named_scores():
+        if score.files and not files.keys() >= set(score.files):
+            entries[score.key] = {"value": None, "reason": NOT_NAMED}
+            continue
+        named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
+        entries[score.key] = score.compute(*given[score.against], *named)
     clip, fid = entries["clip_score"], entries["fid"]
     judged = {
         "clip_network": clip.get("network"),

@@ -114,6 +114,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     "quantize.keep",
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
+    *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),
     *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),

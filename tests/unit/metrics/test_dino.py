@@ -1,0 +1,57 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.metrics import network_scores
+from sd_quant.metrics.dino import check_dino, dino_distance
+
+from ...preference_networks import small_dino
+
+
+def images(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 255, (*size, 3), dtype=np.uint8) for size in ((64, 64), (90, 70), (64, 64))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    small_dino(tmp_path_factory.mktemp("dino"))
+    return tmp_path_factory.getbasetemp() / "dino0"
+
+
+def test_it_is_one_less_the_cosine_of_transformers_pooled_features(folder, monkeypatch):
+    from transformers import AutoImageProcessor, Dinov2Model
+
+    monkeypatch.setattr(network_scores, "BATCH", 2)
+    model, processor = Dinov2Model.from_pretrained(folder).eval(), AutoImageProcessor.from_pretrained(folder)
+
+    def feature(image: np.ndarray) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**processor(Image.fromarray(image), return_tensors="pt")).last_hidden_state[:, 0]
+
+    expected = [
+        1 - torch.cosine_similarity(feature(a), feature(b)).item() for a, b in zip(images(0), images(1), strict=True)
+    ]
+    found = dino_distance(images(0), images(1), folder)
+    assert found["values"] == pytest.approx(expected, abs=1e-5) and min(expected) > 1e-3
+    assert found["value"] == pytest.approx(np.mean(expected), abs=1e-5) and found["reason"] is None
+    assert dino_distance(images(0), images(0), folder)["values"] == pytest.approx([0] * 3, abs=1e-6)
+
+
+def test_another_network_is_refused_with_what_is_wanted(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    check_dino(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "clip"}))
+    wanted = r"name a folder with the files of facebook/dinov2-base .*346 MB; Apache-2.0"
+    with pytest.raises(ArtifactError, match=f"holds a model of type clip, expected one of dinov2, .*; {wanted}"):
+        check_dino(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"there is no model.safetensors in .*; {wanted}"):
+        check_dino(tmp_path)
+    assert "there is no model.safetensors" in dino_distance(images(0), images(1), tmp_path)["reason"]
