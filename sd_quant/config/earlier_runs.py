@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from sd_quant.calibration.prompts import KEPT
 from sd_quant.config.assignment_file import ASSIGNMENT
 from sd_quant.config.comparison import CacheFolder
 from sd_quant.config.images import LEVERS
@@ -35,7 +36,12 @@ BEFORE: dict[str, dict[str, object]] = {
         "denoiser": None,
         "observed": None,
     },  # fmt: skip
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
+    "infer": {
+        **dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
+        **dict.fromkeys(("num_prompts", "prompts_category")),
+        "prompts_seed": 0,
+    },
+    "metrics": {"ocr": False},
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
         "budget_ms": None,
@@ -116,6 +122,13 @@ def completed_knobs(run: str) -> dict:
             "times": None,
             "assignment": str(folder / ASSIGNMENT),
         }  # what was chosen is not measured again
+    if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
+        knobs["infer"] |= {
+            "prompts": str(folder / KEPT),
+            "num_prompts": None,
+            "prompts_seed": 0,
+            "prompts_category": None,
+        }
     return knobs
 
 

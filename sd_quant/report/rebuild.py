@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
+from sd_quant.report.categories import category_tables
 from sd_quant.report.levers import lever_tables
 from sd_quant.report.noise_floor import floor_tables
 from sd_quant.report.page import described, write_report
@@ -27,7 +28,7 @@ def rebuild(directory: Path) -> Path:
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
-    floors = floor_tables(sweep, recipes)
+    floors = floor_tables(sweep, recipes) + category_tables(sweep, recipes)
     return write_report(
         sweep, lever_tables(sweep) + published + candidate_tables(sweep) + floors + handed_over_tables(sweep)
     )

@@ -1,6 +1,6 @@
-"""CLIP score and FID of a run's images, if their files are named, and MLPerf's verdict on both."""
+"""CLIP score, FID and read words of a run's images, if they are asked for, and MLPerf's verdict on the first two."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,11 +22,12 @@ def text_scores(
     ``variants`` has images by variant, one for each of the ``prompts``; of one size where files are named, which the
     knobs ensure.
     """
-    files = {name: input_path(path) for name, path in asdict(metrics).items() if path is not None}
-    if not files:
+    files = {name: input_path(path) for name, path in asdict(metrics).items() if isinstance(path, str)}
+    switched = {name for name, on in asdict(metrics).items() if on is True}
+    if not files and not switched:
         return {"value": None, "reason": "no weights were named in metrics"}
     made = how_made(infer, checkpoint, prompts)
-    return {variant: scores_of(images, prompts, files, made) for variant, images in variants.items()}
+    return {variant: scores_of(images, prompts, files, made, switched) for variant, images in variants.items()}
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
@@ -38,13 +39,21 @@ def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
     }  # fmt: skip
 
 
-def scores_of(images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping) -> dict:
-    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict."""
+def scores_of(
+    images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping, switched: Collection[str] = ()
+) -> dict:
+    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict.
+
+    ``switched`` are the knobs of ``metrics`` that are true.
+    """
     entries: dict = {}
     for score in SCORES.values():
         if score.against in (Against.PROMPTS, Against.PHOTOGRAPHS):
             if score.files and not files.keys() >= set(score.files):
                 entries[score.key] = {"value": None, "reason": "its files were not named in metrics"}
+                continue
+            if score.switch and score.switch not in switched:
+                entries[score.key] = {"value": None, "reason": f"metrics.{score.switch} is false"}
                 continue
             compared_with = [prompts] if score.against is Against.PROMPTS else []
             named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
