@@ -24,6 +24,11 @@ from sd_quant.text import one_line
 TEXTS = ("caption", "prompt", "prompts")  # columns and entries that hold the prompt, in lower case
 CATEGORY = "category"
 SEPARATORS = {".tsv": "\t", ".csv": ","}
+NAMES = {"\t": "tabs", ",": "commas"}
+ADVICE = {
+    "\t": "put one tab between two columns and none into a text",
+    ",": "put one comma between two columns, and quotation marks around a text that has some",
+}
 JSON = ".json"
 
 
@@ -60,13 +65,12 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
     """The rows of a table, a line each, so that an unclosed quotation mark cannot swallow the lines after it."""
     rows = ((number, line.rstrip("\r")) for number, line in lines(path))
     _, header = next(rows)
-    between = "tabs" if separator == "\t" else "commas"
     names = [name.strip().lower() for name in split(header, separator) or [header]]
     if len(found := [name for name in names if name in TEXTS]) != 1:
         raise ConfigError(
             f"prompt file {path} begins with {header[:100]!r}, expected a header line with one column "
-            f"{' or '.join(map(repr, TEXTS))} between {between}; add that line, or name the file .txt when it holds "
-            "one prompt a line"
+            f"{' or '.join(map(repr, TEXTS))} between {NAMES[separator]}; add that line, or name the file .txt when it "
+            "holds one prompt a line"
         )
     wanted = (category or CATEGORY).strip().lower()
     if category is not None and wanted not in names:
@@ -84,8 +88,7 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
         if len(columns) != len(names):
             raise ConfigError(
                 f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
-                f"header; put one of its {between} between two columns and none into a text"
-                + ("" if separator == "\t" else " without quotation marks")
+                f"header; {ADVICE[separator]}"
             )
         text, of = columns[names.index(found[0])].strip(), None
         if text and wanted in names:

@@ -123,12 +123,8 @@ def completed_knobs(run: str) -> dict:
             "assignment": str(folder / ASSIGNMENT),
         }  # what was chosen is not measured again
     if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
-        knobs["infer"] |= {
-            "prompts": str(folder / KEPT),
-            "num_prompts": None,
-            "prompts_seed": 0,
-            "prompts_category": None,
-        }
+        whole = {name: BEFORE["infer"][name] for name in ("num_prompts", "prompts_seed", "prompts_category")}
+        knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole
     return knobs
 
 

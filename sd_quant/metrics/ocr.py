@@ -28,7 +28,7 @@ from sd_quant.progress import progress
 
 # A single mark opens behind no letter and closes before none, which leaves out apostrophes: dog's, Don't, kids'
 QUOTED = re.compile(
-    r'(?<!\w)"([^"]+)"|[“„]([^“”„]+)[“”]|«([^«»]+)»|‘([^‘]+?)’(?!\w)'
+    r'(?<!\w)"([^"]*)"|[“„]([^“”„]+)[“”]|«([^«»]+)»|‘([^‘]+?)’(?!\w)'
     r"|(?<![\w'])'(?=\S)([^\"]+?)(?<=\S)'(?!\w)"
 )
 NO_WORDS = "no prompt asks for words in quotes"

