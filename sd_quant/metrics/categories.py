@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from sd_quant.metrics.intervals import mean_interval, t_beyond
+from sd_quant.metrics import SCORES
+from sd_quant.metrics.intervals import Interval, mean_interval, t_beyond
 
 LEVEL = 0.05  # of error, for all categories of a score together
 Values = Sequence[float | None]
@@ -25,25 +26,31 @@ def by_category(
     ``scores`` has values for each image by the key of the score, and full precision's where they are compared. Images
     without a value are left out, of a pair if either is None, and so are scores without any.
     """
+    if categories is None:
+        return {}
     found: dict[str, dict[str, dict]] = {}
-    for key, (values, reference) in scores.items() if categories else ():
-        entries = {}
-        for category in sorted(set(categories or ())):
-            places = [place for place, of in enumerate(categories or ()) if of == category]
-            own = of_prompts(prompts, places, values)
-            if not own:
-                continue
-            entries[category] = {"prompts": len(own), **interval_of("", own)}
-            if reference is not None:
-                differences = of_prompts(prompts, places, differences_of(values, reference))
-                if differences:
-                    entries[category] |= interval_of("difference_", differences) | {"p": p_value(differences)}
-        tested = [each for each in entries.values() if each.get("p") is not None]
-        for each, p in zip(tested, holm([each["p"] for each in tested]), strict=True):
-            each |= {"p": p, "differs": p <= LEVEL}
-        if entries:
-            found[key] = entries
-    return found
+    for key, (values, reference) in scores.items():
+        found[key] = {}
+        for category in sorted(set(categories)):
+            places = [place for place, of in enumerate(categories) if of == category]
+            if own := of_prompts(prompts, places, values):
+                mean = SCORES[key].mean(own)  # within the score's range
+                found[key][category] = {"prompts": len(own), "mean": mean.value, "interval": ends(mean)}
+                if reference is not None:
+                    pairs = of_prompts(prompts, places, differences_of(values, reference))
+                    found[key][category] |= difference_entry(pairs)
+        tested = [entry for entry in found[key].values() if entry.get("p") is not None]
+        for entry, p in zip(tested, holm([entry["p"] for entry in tested]), strict=True):
+            entry |= {"p": p, "differs": p <= LEVEL}
+    return {key: entries for key, entries in found.items() if entries}
+
+
+def difference_entry(differences: Sequence[float]) -> dict:
+    """The paired difference with its interval and its p-value before correction; {} without pairs."""
+    if not differences:
+        return {}
+    mean = mean_interval(differences)
+    return {"difference": mean.value, "difference_interval": ends(mean), "p": p_value(differences)}
 
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
@@ -59,11 +66,9 @@ def differences_of(values: Values, reference: Values) -> list[float | None]:
     return [None if x is None or y is None else x - y for x, y in zip(values, reference, strict=True)]
 
 
-def interval_of(prefix: str, values: Sequence[float]) -> dict:
-    """The mean with its interval at 95 %, as a record has them; no interval of a single value."""
-    found = mean_interval(values)
-    name = "difference" if prefix else "mean"
-    return {name: found.value, f"{prefix}interval": [found.low, found.high] if found.known else None}
+def ends(interval: Interval) -> list[float] | None:
+    """The ends as a record has them; None of a single value."""
+    return [interval.low, interval.high] if interval.known else None
 
 
 def p_value(differences: Sequence[float]) -> float | None:

@@ -50,4 +50,4 @@ def cell(score: Score, entry: Any) -> str:
 
 def with_reach(score: Score, value: float, interval: list[float] | None) -> str:
     text = score.format.format(value)
-    return f"{text} ± {score.format.format(interval[1] - value)}" if interval else text
+    return f"{text} ± {score.format.format(max(interval[1] - value, value - interval[0]))}" if interval else text

@@ -61,11 +61,11 @@ def test_what_differs_alone_does_not_among_many():
     """A p of 0.02 in one of ten categories is what chance gives."""
     pair = [0.1, 0.3, -0.02, 0.2, 0.15, 0.25, -0.05, 0.1]
     assert 0.004 < (p := p_value(pair)) < 0.05
-    values = {"a": (pair, [0.0] * 8)}
-    assert by_category(PROMPTS[:8], ["x"] * 8, values)["a"]["x"]["differs"]
+    values = {"ocr": (pair, [0.0] * 8)}
+    assert by_category(PROMPTS[:8], ["x"] * 8, values)["ocr"]["x"]["differs"]
     rest = [value for _ in range(9) for value in (0.1, -0.1, 0.05, -0.05, 0.1, -0.1, 0.02, -0.02)]
     prompts = [f"prompt {number}" for number in range(80)]
-    found = by_category(prompts, [f"{number // 8}" for number in range(80)], {"a": (pair + rest, [0.0] * 80)})["a"]
+    found = by_category(prompts, [f"{number // 8}" for number in range(80)], {"ocr": (pair + rest, [0.0] * 80)})["ocr"]
     assert found["0"]["p"] == pytest.approx(10 * p) and not found["0"]["differs"]
     low, high = found["0"]["difference_interval"]
     assert low > 0, "its own interval leaves out zero"
@@ -74,7 +74,7 @@ def test_what_differs_alone_does_not_among_many():
 def test_images_of_one_prompt_are_one_and_those_without_a_value_none():
     found = by_category(
         ["a", "a", "b", "c", "d"], ["x", "x", "x", "x", "y"],
-        {"ocr": ([0.2, 0.4, 0.7, None, None], [0.1, 0.1, None, 0.5, 0.5]), "none": ([None] * 5, [None] * 5)},
+        {"ocr": ([0.2, 0.4, 0.7, None, None], [0.1, 0.1, None, 0.5, 0.5]), "clip_score": ([None] * 5, [None] * 5)},
     )  # fmt: skip
     assert found.keys() == {"ocr"} and found["ocr"].keys() == {"x"}
     entry = found["ocr"]["x"]
@@ -82,3 +82,8 @@ def test_images_of_one_prompt_are_one_and_those_without_a_value_none():
     assert (entry["difference"], entry["difference_interval"], entry["p"]) == (pytest.approx(0.2), None, None)
     assert "differs" not in entry
     assert by_category(["a"], None, {"ocr": ([1], [1])}) == {}
+
+
+def test_an_interval_stays_in_the_scores_range():
+    entry = by_category(["a", "b"], ["x", "x"], {"ocr": ([0.0, 0.8], None)})["ocr"]["x"]
+    assert entry == {"prompts": 2, "mean": 0.4, "interval": [0, 1]}
