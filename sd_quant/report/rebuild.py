@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
+from sd_quant.report.categories import category_tables
 from sd_quant.report.levers import lever_tables
 from sd_quant.report.named_scores import score_tables
 from sd_quant.report.noise_floor import floor_tables
@@ -29,7 +30,7 @@ def rebuild(directory: Path) -> Path:
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
-    by_recipe = score_tables(sweep, recipes) + floor_tables(sweep, recipes)
+    by_recipe = score_tables(sweep, recipes) + floor_tables(sweep, recipes) + category_tables(sweep, recipes)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
     return write_report(sweep, tables, write_votes(sweep, recipes))
 

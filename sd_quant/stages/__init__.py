@@ -7,5 +7,5 @@ WRITES = (
     "images/grid.png",
     *(f"images/{kind}/[0-9]*.{suffix}" for kind in ("full_precision", "quantized") for suffix in ("png", "webp")),
     "config.yaml", "observed.json", "layers.csv", "ranges.csv", "assignment.yaml", "budget.csv", "times.csv",
-    "sensitivity.csv", "sensitivity.png", "quantized_*.pt",
+    "sensitivity.csv", "sensitivity.png", "quantized_*.pt", "prompts.tsv",
 )  # fmt: skip

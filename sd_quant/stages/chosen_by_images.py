@@ -39,7 +39,8 @@ def choosing(loaded: Loaded) -> Infer:
     """The settings of the images by which formats are chosen: some calibration prompts, from noise."""
     return replace(
         loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
-        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None, strength=None,
+        num_prompts=None, prompts_seed=0, prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None,
+        latents=None, image=None, mask=None, strength=None,
     )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """Images by the knobs of ``infer``."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
+from sd_quant.calibration.prompts import KEPT, write_prompts
 from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
@@ -74,6 +76,16 @@ def generate(pipeline: Pipeline, prompts: list[str], sampling: Sampling, descrip
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance())
+
+
+def keep_prompts(infer: Infer, directory: Path) -> None:
+    """Write the prompts of a data set with their categories, and those that were drawn, into a job's folder.
+
+    So the job can be done again without the file that they are from. Lists and whole text files are not kept.
+    """
+    prompts = infer.distinct_prompts()
+    if infer.num_prompts is not None or any(prompt.category is not None for prompt in prompts):
+        write_prompts(prompts, directory / KEPT)
 
 
 def image_names(prompts: list[str]) -> list[str]:

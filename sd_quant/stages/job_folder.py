@@ -82,6 +82,7 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     """A digest of everything that decides the record but the machine: the jobs of a sweep may run on several."""
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
+    decided_by.append(job.infer.categories())
     return digest(json.dumps(decided_by, sort_keys=True))
 
 

@@ -160,7 +160,8 @@ def mark_of(subject: Subject, baseline: Baseline) -> str:
     judge = dataclasses.asdict(baseline.judge) | {"candidates": [str(subject.path)]}
     knobs = {"model": dataclasses.asdict(baseline.model), "infer": dataclasses.asdict(baseline.infer), "judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}
+    prompts = baseline.prompts, baseline.categories
     made = subject.file["sha256"], subject.runtime is not None  # whose library may be installed later
     return digest(
-        json.dumps([knobs, baseline.prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)
+        json.dumps([knobs, prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)
     )

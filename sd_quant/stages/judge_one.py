@@ -40,7 +40,7 @@ from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedPart, Jud
 from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
-from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.generate import generate, keep_prompts, sampling_of
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
@@ -70,6 +70,10 @@ class Baseline:
     @property
     def prompts(self) -> list[str]:
         return self.infer.prompt_list()
+
+    @property
+    def categories(self) -> list[str] | None:
+        return self.infer.categories()
 
     @property
     def denoiser(self) -> str:
@@ -122,6 +126,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
         pool.close()
     facts = baseline.facts | {"inputs": baseline.facts["inputs"] | {"candidate": subject.file}}
     judged = judged_entry(subject, baseline, rows, network_error, runtime)
+    keep_prompts(baseline.infer, folder)
     write_json(folder / PROVENANCE, facts)
     write_record(record_of(baseline, comparison, judged, facts, step, mark), folder)
 

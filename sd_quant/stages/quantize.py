@@ -34,6 +34,7 @@ from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_mean
 from sd_quant.stages.export_trt import check_gpu, plans_beside
 from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.fit_pipeline import check_fit
+from sd_quant.stages.generate import keep_prompts
 from sd_quant.stages.hand_over import check_servers, hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     HAND_OVER,
@@ -148,6 +149,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     if refused := job.why_no_plans():
         LOG.info("no plans are built: %s", refused)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))
+    keep_prompts(job.infer, directory)
 
     def needs(loaded: Loaded) -> Needs:
         plans = job.trt.library != "none"

@@ -13,6 +13,8 @@ from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
+from sd_quant.metrics import SCORES, Against
+from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
@@ -31,6 +33,7 @@ from sd_quant.report.record import (
     QuantizedPart,
     Record,
     Sizes,
+    at,
     explained,
 )
 from sd_quant.stages.choose import Chosen
@@ -69,6 +72,8 @@ def shared_entries(
 
     ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
     """
+    prompts, categories = infer.prompt_list(), infer.categories()
+    scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True)
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
@@ -76,16 +81,31 @@ def shared_entries(
             "part": session.denoiser,
             "samples_per_image": samples_per_image(session.checkpoint, infer.scale),
         },
-        "prompts": infer.prompt_list(),
+        "prompts": prompts,
+        "categories": categories,
+        "by_category": by_category(prompts, categories, values_against_images(scores)),
         "peak_memory_bytes": step.peak,
         "peak_cuda_memory_bytes": explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         "seconds": step.seconds,
         "stages": step.stages,
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
-        "fidelity": fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True),
+        "fidelity": scores,
         "degenerate": degenerate(full.images, quantized.images),
     }
+
+
+def values_against_images(scores: Mapping[str, Any]) -> dict[str, tuple[list, None]]:
+    """The values of each image, of the scores that have some, by their keys."""
+    compared = [score.key for score in SCORES.values() if score.against is Against.IMAGES]
+    return {key: (scores[key]["values"], None) for key in compared}
+
+
+def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
+    """The values of each image and of full precision's, of the text scores that have some, by their keys."""
+    compared = [score.key for score in SCORES.values() if score.against is Against.PROMPTS]
+    pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in compared}
+    return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
 
 def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
@@ -104,8 +124,12 @@ def record_of(
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
     made = {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
+    shared = shared_entries(loaded, job.infer, facts, step, framework, quantized)
+    texts = text_scores(job.metrics, job.infer, loaded.checkpoint, shared["prompts"], made)
+    categorized = by_category(shared["prompts"], shared["categories"], values_against_prompts(texts))
     by_engine = fidelity(framework.images, unquantized.images, framework.latents, unquantized.latents)
-    return cast(Record, shared_entries(loaded, job.infer, facts, step, framework, quantized) | {
+    return cast(Record, shared | {
+        "by_category": shared["by_category"] | categorized,
         "fingerprint": fingerprint,
         "overrides": facts["overrides"],
         "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
@@ -118,7 +142,7 @@ def record_of(
         "noise_floor": {
             way: entry or by_engine if way == RUNTIME else entry for way, entry in results.noise_floor.items()
         },
-        "text_scores": text_scores(job.metrics, job.infer, loaded.checkpoint, job.infer.prompt_list(), made),
+        "text_scores": texts,
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(assignment),

@@ -1,12 +1,12 @@
-"""Scores of a run's images by networks and photographs that the user names, and MLPerf's verdict on two of them."""
+"""Scores of a run's images that the knobs ``metrics`` ask for, and MLPerf's verdict on two of them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from sd_quant.config import Infer, Metrics
 from sd_quant.inference.loading import sampler_of
-from sd_quant.metrics import NOT_NAMED, Against, named_scores
+from sd_quant.metrics import NOT_ASKED, Against, named_scores
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.metrics.mlperf import captions_sha256, git_blob, mlperf_window
@@ -23,11 +23,12 @@ def text_scores(
     ``variants`` has images by variant, one for each of the ``prompts``, full precision's first. Each of the others has
     its ``difference`` from that with an interval at 95 %, prompt by prompt, for every score that has ``values``.
     """
-    files = {name: input_path(path) for name, path in asdict(metrics).items() if path is not None}
-    if not files:
+    files = {name: input_path(path) for name, path in asdict(metrics).items() if isinstance(path, str)}
+    switched = {name for name, on in asdict(metrics).items() if on is True}
+    if not files and not switched:
         return {"value": None, "reason": "no weights were named in metrics"}
     made, reference = how_made(infer, checkpoint, prompts), next(iter(variants.values()))
-    found = {variant: scores_of(reference, images, prompts, files, made) for variant, images in variants.items()}
+    found = {name: scores_of(reference, images, prompts, files, made, switched) for name, images in variants.items()}
     first, *others = found
     for variant in others:
         for key, entry in found[variant].items():
@@ -53,19 +54,21 @@ def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
 
 
 def scores_of(
-    reference: Images, images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping
-) -> dict[str, dict]:
-    """Each score of one variant's images, with the reason where its ``files`` are not named, and MLPerf's verdict.
+    reference: Images, images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping,
+    switched: Collection[str] = (),
+) -> dict[str, dict]:  # fmt: skip
+    """Each score of one variant's images, with the reason where nobody asked for it, and MLPerf's verdict.
 
-    ``reference`` are full precision's images, which some scores compare them with.
+    ``reference`` are full precision's images, which some scores compare them with; ``switched`` are the knobs of
+    ``metrics`` that are true.
     """
     given = {
         Against.PROMPTS: [images, prompts], Against.REFERENCE: [reference, images], Against.PHOTOGRAPHS: [images]
     }  # fmt: skip
     entries: dict[str, dict] = {}
     for score in named_scores():
-        if score.files and not files.keys() >= set(score.files):
-            entries[score.key] = {"value": None, "reason": NOT_NAMED}
+        if not files.keys() >= set(score.files) or (score.switch and score.switch not in switched):
+            entries[score.key] = {"value": None, "reason": NOT_ASKED}
             continue
         named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
         entries[score.key] = score.compute(*given[score.against], *named)

@@ -49,9 +49,10 @@ def judged(command, main_job, checkpoint, tmp_path_factory) -> tuple[Path, dict[
 
 
 def judge(command, main_job, folder: Path, candidates, *more: str):
-    given = ",".join(map(str, candidates))
+    given, prompts = ",".join(map(str, candidates)), folder / "drawbench.csv"
+    prompts.write_text("Prompts,Category\n" + "".join(f"{prompt},{prompt.split()[-1]}s\n" for prompt in PROMPTS))
     return command(
-        "judge.py", f"candidates=[{given}]", f"infer.prompts=[{','.join(PROMPTS)}]", *main_job.sampling,
+        "judge.py", f"candidates=[{given}]", f"infer.prompts={prompts}", *main_job.sampling,
         "timing.budget_s=0", "judge.trust_runs=true", f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged",
         *more,
     )  # fmt: skip
@@ -64,6 +65,17 @@ def table(path: Path) -> list[dict]:
 
 def record(folder: Path, name: str) -> dict:
     return json.loads((folder / name / "metrics.json").read_text())
+
+
+def test_candidates_are_judged_by_category(judged):
+    folder, _ = judged
+    entry = record(folder, "cast.safetensors")
+    values = entry["fidelity"]["psnr"]["values"]
+    assert entry["categories"] == ["rockets", "teapots"] and entry["by_category"].keys() == {"psnr", "ssim", "lpips"}
+    assert [each["mean"] for each in entry["by_category"]["psnr"].values()] == values
+    kept = (folder / "cast.safetensors/prompts.tsv").read_text()
+    assert kept == "Prompt\tCategory\n" + "".join(f"{prompt}\t{prompt.split()[-1]}s\n" for prompt in PROMPTS)
+    assert "PSNR, dB, by category" in (folder / "report.html").read_text()
 
 
 def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):

@@ -21,7 +21,13 @@ from .shared import Files, decisive_header, described, digest, header_of, with_h
 def prompts() -> Reader:
     text = "a cat\n\n  ein Kätzchen 🐈 \r\n../../etc/passwd\na dog, 35 mm, 1024 x 1024\n".encode()
     table = 'id\timage_id\tcaption\n1\t42\ta cat\n2\t43\t"a ""big"" dog"\n\n3\t44\tein Kätzchen 🐈\n'.encode()
-    files = {"prompts.txt": b"\xef\xbb\xbf" + text, "prompts.tsv": table}
+    drawbench = 'Prompts,Category\nA red car.,Colors\n"Two cups, one ""big"" 🐈.",Counting\n'.encode()
+    entries = {"a1": {"category": "food", "prompt": "a soup"}, "b2": {"category": "logo", "prompt": "ein Kätzchen 🐈"}}
+    captions = {"annotations": [{"image_id": 9, "caption": "a cat\n"}, {"image_id": 9, "caption": "a dog"}]}
+    files = {
+        "prompts.txt": b"\xef\xbb\xbf" + text, "prompts.tsv": table, "prompts.csv": drawbench,
+        "entries.json": json.dumps(entries).encode(), "captions.json": json.dumps(captions).encode(),
+    }  # fmt: skip
 
     def mutate(recipe: tuple) -> Files:
         name, edits = recipe
@@ -38,7 +44,7 @@ def prompts() -> Reader:
         assert all(prompt.replace('"', "") in rest.replace('"', "") for prompt in found[1])
 
     def read(folder: Path) -> list[list[str]]:
-        return [read_prompts(folder / name) for name in ("prompts.txt", "prompts.tsv")]
+        return [read_prompts(folder / name) for name in files]
 
     return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check, 20)
 

@@ -74,6 +74,9 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "model.sizes": ["null", "[64x64,128x64]"],
     "infer.batch_size": ["1", "3", "8"],
     "infer.prompts": ["[a]", "['']", "['a'," + ",".join(["b c"] * 3) + "]", f"['{LONG}{LONG}']"],
+    "infer.num_prompts": ["null"],  # of a list nothing is drawn
+    "infer.prompts_seed": ["0"],
+    "infer.prompts_category": ["null"],
     "infer.negative_prompt": ["null", "''", "[a]", f"{LONG}"],
     "infer.num_samples": ["1", "3"],
     "infer.steps": ["1", "2", "30"],
@@ -115,7 +118,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
     *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),
-    *("metrics.fid_references", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
+    *("metrics.fid_references", "metrics.ocr", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed

@@ -2,7 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, draw_prompts, is_table, read_prompts
+from sd_quant.calibration.prompt_layouts import is_data_set
+from sd_quant.calibration.prompts import (
+    LONGEST_PROMPT,
+    MOST_BYTES,
+    Prompt,
+    draw_evenly,
+    draw_prompts,
+    read_prompt_set,
+    read_prompts,
+    write_prompts,
+)
 from sd_quant.errors import ArtifactError, ConfigError
 
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
@@ -41,7 +51,7 @@ def row(caption: str) -> bytes:
 )
 def test_prompts_are_the_lines_of_a_text_and_the_captions_of_a_table(tmp_path, name, content, prompts):
     path = written(tmp_path, name, content)
-    assert is_table(path) == (name != TEXT) and read_prompts(path) == prompts
+    assert is_data_set(path) == (name != TEXT) and read_prompts(path) == prompts
 
 
 TOO_LONG = f"{LONGEST_PROMPT + 1} characters in line 2, at most {LONGEST_PROMPT}"
@@ -67,13 +77,14 @@ def test_a_file_that_holds_something_else_is_refused_by_line(tmp_path, name, con
         read_prompts(written(tmp_path, name, content))
 
 
-@pytest.mark.parametrize("header", [b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tcaption"])
+@pytest.mark.parametrize("header", [b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt"])
 def test_a_table_needs_one_column_of_captions(tmp_path, header):
     with pytest.raises(ConfigError) as refused:
         read_prompts(written(tmp_path, TABLE, header + b"\n" + row("a cat")))
     assert str(refused.value) == (
         f"prompt file {tmp_path / TABLE} begins with {header.decode()!r}, expected a header line with one "
-        "column 'caption' between tabs; add that line, or name the file .txt when it holds one prompt a line"
+        "column 'caption' or 'prompt' or 'prompts' between tabs; add that line, or name the file .txt when it holds "
+        "one prompt a line"
     )
 
 
@@ -138,3 +149,36 @@ def test_a_draw_depends_on_nothing_but_the_seed():
 def test_more_than_there_are_cannot_be_drawn(count):
     with pytest.raises(ValueError, match=f"{count} prompts cannot be drawn from 3"):
         draw_prompts(["a", "b", "c"], count, 0)
+
+
+OF_CATEGORIES = [Prompt(f"prompt {number}", "ABC"[min(number // 3, 2)]) for number in range(40)]  # 3, 3 and 34
+
+
+def test_a_draw_has_as_many_of_each_category_while_these_last():
+    largest = draw_evenly(OF_CATEGORIES, 40, 42)
+    assert sorted(largest) == sorted(OF_CATEGORIES)
+    for count in range(40):
+        drawn = draw_evenly(OF_CATEGORIES, count, 42)
+        counts = sorted(sum(prompt.category == each for prompt in drawn) for each in "ABC")
+        assert drawn == largest[:count]
+        assert counts[2] - counts[0] <= 1 if count <= 9 else counts[:2] == [3, 3]
+
+
+def test_an_even_draw_depends_on_nothing_but_the_seed_and_is_random_within_a_category():
+    drawn = [prompt.text for prompt in draw_evenly(OF_CATEGORIES, 4, 42)]
+    assert drawn == [
+        "prompt 5",
+        "prompt 16",
+        "prompt 2",
+        "prompt 4",
+    ]
+    assert draw_evenly(OF_CATEGORIES, 4, 43) != draw_evenly(OF_CATEGORIES, 4, 42)
+    alone = [Prompt(text) for text in PROMPTS]
+    assert [prompt.text for prompt in draw_evenly(alone, 7, 42)] == draw_prompts(PROMPTS, 7, 42)
+
+
+def test_kept_prompts_are_read_as_they_were(tmp_path):
+    texts = ["a cat", 'a sign "stop"', '"stop"', '"a" and "b"', '"', "ein Kätzchen, 🐈", "it's '5'"]
+    for prompts in ([Prompt(text) for text in texts], [Prompt(text, f"{text[-1]} & so") for text in texts]):
+        write_prompts(prompts, tmp_path / "prompts.tsv")
+        assert read_prompt_set(tmp_path / "prompts.tsv") == prompts

@@ -48,6 +48,18 @@ def test_a_run_with_a_file_of_presets_has_its_copy(mappings, run, tmp_path):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
 
 
+def test_a_run_with_drawn_prompts_has_its_copy_of_them(mappings, run):
+    """Whatever has become of the data set that they were drawn from."""
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
+    knobs["infer"] |= {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
+    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
+    infer = run_job(str(run)).infer
+    assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
+
+
 @pytest.mark.parametrize("limit", [{"budget": 0.2}, {"budget_ms": 4.0, "times": "h100"}])
 def test_what_a_budget_chose_is_read_and_not_chosen_again(mappings, run, limit):
     """It would be measured anew, perhaps otherwise. A run of before has left no file of it."""

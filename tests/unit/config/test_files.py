@@ -107,6 +107,35 @@ def test_prompts_come_from_a_list_or_a_file(job, refused, archive, tmp_path):
     refused("quantize", {"infer.prompts": [], "model.path": archive}, empty)
 
 
+TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
+
+
+def test_prompts_are_drawn_from_a_data_set_with_their_categories(job, tmp_path):
+    """One of each category first; samples of a prompt have its category."""
+    (tmp_path / "set.tsv").write_text(TABLE)
+    knobs = {"infer.prompts": tmp_path / "set.tsv", "infer.num_prompts": 2, "infer.num_samples": 2}
+    infer = job("quantize", knobs).infer
+    prompts, categories = infer.prompt_list(), infer.categories()
+    assert len(set(prompts)) == 2 and prompts[::2] == prompts[1::2] and "'OPEN' on a door" in prompts
+    assert [prompt == "'OPEN' on a door" for prompt in prompts] == [category == "Text" for category in categories]
+    whole = job("quantize", {"infer.prompts": tmp_path / "set.tsv"}).infer
+    assert whole.categories() == ["Animals", "Animals", "Text"]
+    drawn = {tuple(job("quantize", knobs | {"infer.prompts_seed": seed}).infer.prompt_list()) for seed in range(9)}
+    assert len(drawn) > 1
+    assert job("quantize", {}).infer.categories() is None
+
+
+def test_a_draw_that_cannot_be_made_is_refused(job, refused, archive, tmp_path):
+    (tmp_path / "set.tsv").write_text(TABLE)
+    given = {"infer.prompts": tmp_path / "set.tsv", "model.path": archive}
+    few = rf"^infer.num_prompts is 4, expected at most 3, which {tmp_path}/set.tsv has$"
+    refused("quantize", given | {"infer.num_prompts": 4}, few)
+    refused("quantize", given | {"infer.prompts_category": "Colour"}, "expected 'Colour' among them; name another with")
+    for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"), ("prompts_seed", 1, "0")):
+        with pytest.raises(ConfigError, match=rf"^infer.{knob} is {value}, expected {idle}, because "):
+            job("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value})
+
+
 def test_a_prompt_without_brackets_is_told_of_them(job):
     told = r"^infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"
     with pytest.raises(ConfigError, match=told):

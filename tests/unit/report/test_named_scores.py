@@ -8,15 +8,15 @@ from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, record_of, write_sweep
 
-NOT_NAMED = {"value": None, "reason": "its files were not named in metrics"}
+NOT_ASKED = {"value": None, "reason": "metrics does not ask for it"}
 SCORED = {
     "full_precision": {
-        "hps": {"value": 27.31, "reason": None}, "fid": {"value": 23.1}, "clip_score": NOT_NAMED,
+        "hps": {"value": 27.31, "reason": None}, "fid": {"value": 23.1}, "clip_score": NOT_ASKED,
         "image_reward": {"value": None, "reason": "there is no vocab.txt"},
     },
     "quantized": {
         "hps": {"value": 27.29, "reason": None, "difference": {"mean": -0.02, "low": -0.05, "high": 0.012}},
-        "fid": {"value": 23.94}, "clip_score": NOT_NAMED,
+        "fid": {"value": 23.94}, "clip_score": NOT_ASKED,
         "image_reward": {"value": None, "reason": "there is no vocab.txt", "difference": None},
         "mlperf": {"passes": None, "reason": "no CLIP score"},
     },
@@ -57,4 +57,4 @@ def test_a_sweep_has_a_line_for_each_recipe_that_was_scored(tmp_path):
     (table,) = score_tables(read_sweep(tmp_path), {"level=1": "quant_level=1"})
     assert table.titles == ["recipe", "HPSv2", "ImageReward", "FID"]
     assert table.cells == [["quant_level=1", "-0.02 [-0.05, 0.01]", "–", "23.94"]]
-    assert "Scores by named files" in rebuild(tmp_path).read_text()
+    assert "Scores that were asked for" in rebuild(tmp_path).read_text()

@@ -10,10 +10,12 @@ from scipy.stats import ttest_1samp
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import mlperf, text_image
+from sd_quant.metrics import mlperf, ocr, text_image
+from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
 from sd_quant.metrics.text_image import clip_score, fid
 from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
@@ -28,6 +30,30 @@ IMAGES = 20
 def test_what_was_not_asked_for_is_null_with_the_reason():
     found = text_scores(metrics_of(), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)})
     assert found == {"value": None, "reason": "no weights were named in metrics"}
+
+
+def test_words_are_read_where_that_is_switched_on(monkeypatch):
+    monkeypatch.setattr(ocr, "reader", lambda: lambda image: ["OPEN"] if image.any() else [])
+    monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *_: {})
+    prompts = ["a door with 'OPEN' on it", "a cat"]
+    variants = {"full_precision": np.full((2, 64, 64, 3), 9, np.uint8), "quantized": np.zeros((2, 64, 64, 3), np.uint8)}
+    found = text_scores(metrics_of(ocr=True), None, None, prompts, variants)
+    assert found["full_precision"]["ocr"]["values"] == [1, None] and found["quantized"]["ocr"]["values"] == [0, None]
+    assert found["quantized"]["clip_score"]["reason"] == "metrics does not ask for it"
+    pairs = values_against_prompts(found)
+    assert pairs == {"ocr": ([0, None], [1, None])}
+    category = by_category(prompts, ["text", "animals"], pairs)["ocr"]
+    assert category.keys() == {"text"} and category["text"]["difference"] == -1
+    assert values_against_prompts({"value": None, "reason": "no weights were named in metrics"}) == {}
+
+
+def test_without_its_package_reading_words_is_refused_beforehand(monkeypatch):
+    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda package: None)
+    with pytest.raises(
+        ResourceError, match=r"^metrics.ocr needs the package rapidocr, .* pip install 'sd-quant\[ocr\]', or"
+    ):
+        metrics_of(ocr=True).check_files()
+    metrics_of(ocr=False).check_files()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +176,7 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
     metrics = metrics_of(clip_weights=str(tmp_path))
     found = text_scores(metrics, run.infer, run.checkpoint, run.prompts, {"quantized": run.images})["quantized"]
     assert found["clip_score"]["value"] is None and "has no config.json" in found["clip_score"]["reason"]
-    assert found["fid"] == {"value": None, "reason": "its files were not named in metrics"}
+    assert found["fid"] == {"value": None, "reason": "metrics does not ask for it"}
     assert found["mlperf"]["passes"] is None and "fid_references are not" in found["mlperf"]["reason"]
 
 
@@ -209,7 +235,7 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
     assert distance["difference"]["mean"] == pytest.approx(
         np.mean([np.mean(distance["values"][:2]), *distance["values"][2:]]), abs=1e-6
     )
-    assert found["quantized"]["pickscore"] == {"value": None, "reason": "its files were not named in metrics"}
+    assert found["quantized"]["pickscore"] == {"value": None, "reason": "metrics does not ask for it"}
     json.dumps(found, allow_nan=False)
     alone = text_scores(metrics, None, None, ["a"] * 5, {"full_precision": made[0], "quantized": made[1]})
     assert alone["quantized"]["hps"]["difference"] == {"mean": pytest.approx(0.0625), "low": None, "high": None}

@@ -1,0 +1,175 @@
+"""Reads the files in which prompt sets are published, as texts with the categories that they state.
+
+| layout | file | text | category |
+|---|---|---|---|
+| PartiPrompts (github.com/google-research/parti) | `.tsv` | column `Prompt` | `Category`, or `Challenge` |
+| DrawBench (Saharia et al. 2022) | `.csv` | column `Prompts` | `Category` |
+| MLPerf's captions of COCO | `.tsv` | column `caption` | none |
+| MJHQ-30K (playgroundai) | `.json` | `prompt` of each entry by id | `category` |
+| COCO's captions | `.json` | `caption` of each of `annotations` | none |
+| a prompt a line | any other | the line | none |
+
+Nothing but the suffix and the names of columns or entries decides which layout is read.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from sd_quant.errors import ConfigError
+from sd_quant.text import one_line
+
+TEXTS = ("caption", "prompt", "prompts")  # columns and entries that hold the prompt, in lower case
+CATEGORY = "category"
+SEPARATORS = {".tsv": "\t", ".csv": ","}
+NAMES = {"\t": "tabs", ",": "commas"}
+ADVICE = {
+    "\t": "put one tab between two columns and none into a text",
+    ",": "put one comma between two columns, and quotation marks around a text that has some",
+}
+JSON = ".json"
+
+
+class Row(NamedTuple):
+    place: str  # in the file, for people
+    text: str
+    category: str | None
+
+
+def is_data_set(path: Path) -> bool:
+    """Whether the file is a table or JSON, in a data set's order, to be drawn from at random; the order of a text file
+    is kept."""
+    return path.suffix.lower() in (*SEPARATORS, JSON)
+
+
+def rows_of(path: Path, category: str | None = None) -> Iterator[Row]:
+    """The texts of a file with their categories, which the column or entry ``category`` holds; by default CATEGORY.
+
+    Raises ConfigError for a file of another layout, for bytes that are not UTF-8, and for a row without a category
+    where others have one or ``category`` is given.
+    """
+    kind = path.suffix.lower()
+    if kind in SEPARATORS:
+        return table_rows(path, SEPARATORS[kind], category)
+    if kind == JSON:
+        return json_rows(path, category)
+    if category is not None:
+        raise ConfigError(f"prompt file {path} is a text without categories, expected a .tsv, .csv or .json that has "
+                          f"{category!r}; leave infer.prompts_category out")  # fmt: skip
+    return (Row(f"line {number}", line, None) for number, line in lines(path))
+
+
+def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row]:
+    """The rows of a table, a line each, so that an unclosed quotation mark cannot swallow the lines after it."""
+    rows = ((number, line.rstrip("\r")) for number, line in lines(path))
+    _, header = next(rows)
+    names = [name.strip().lower() for name in split(header, separator) or [header]]
+    if len(found := [name for name in names if name in TEXTS]) != 1:
+        raise ConfigError(
+            f"prompt file {path} begins with {header[:100]!r}, expected a header line with one column "
+            f"{' or '.join(map(repr, TEXTS))} between {NAMES[separator]}; add that line, or name the file .txt when it "
+            "holds one prompt a line"
+        )
+    wanted = (category or CATEGORY).strip().lower()
+    if category is not None and wanted not in names:
+        raise ConfigError(
+            f"prompt file {path} has the columns {one_line(', '.join(names), 200)}, expected {category!r} among them; "
+            "name another with infer.prompts_category"
+        )
+    for number, row in rows:
+        if not row:
+            continue
+        columns = split(row, separator)
+        if columns is None:
+            raise ConfigError(f"prompt file {path} has a quotation mark in line {number} that does not end there; "
+                              "double quotation marks inside of a text, and keep a row on one line")  # fmt: skip
+        if len(columns) != len(names):
+            raise ConfigError(
+                f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
+                f"header; {ADVICE[separator]}"
+            )
+        text, of = columns[names.index(found[0])].strip(), None
+        if text and wanted in names:
+            of = stated(path, f"line {number}", columns[names.index(wanted)])
+        yield Row(f"line {number}", text, of)
+
+
+def split(row: str, separator: str) -> list[str] | None:
+    """The columns of a row, without the quotation marks around them; None where one is not closed.
+
+    Between tabs nothing else of CSV is parsed: PartiPrompts has texts that end with a quotation mark of their own.
+    """
+    if separator == "\t":
+        return [unquoted(column) for column in row.split("\t")]
+    try:
+        return next(csv.reader([row], strict=True), [])
+    except csv.Error:
+        return None
+
+
+def unquoted(column: str) -> str:
+    """The column without the marks that MLPerf's file puts around captions that hold some."""
+    column = column.strip()
+    if len(column) > 1 and column[0] == column[-1] == '"':
+        return column[1:-1].replace('""', '"')
+    return column
+
+
+def json_rows(path: Path, category: str | None) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"prompt file {path} is not JSON ({one_line(error, 200)}); download it again") from error
+    entries = content if isinstance(content, Mapping) else {}
+    listed = entries.get("annotations")
+    entries = dict(enumerate(listed)) if isinstance(listed, list) else entries
+    if not entries or not all(isinstance(entry, Mapping) for entry in entries.values()):
+        raise unknown_layout(path)
+    wanted = category or CATEGORY
+    categorized = category is not None or any(wanted in entry for entry in entries.values())
+    for name, entry in entries.items():
+        place = f"entry {one_line(name, 50)}"
+        texts = [entry[key] for key in entry if key in TEXTS]
+        if len(texts) != 1 or not isinstance(texts[0], str):
+            raise unknown_layout(path, f" in {place}")
+        yield Row(place, plain(path, place, texts[0]), stated(path, place, entry.get(wanted)) if categorized else None)
+
+
+def unknown_layout(path: Path, where: str = "") -> ConfigError:
+    return ConfigError(
+        f"prompt file {path} has an unknown layout{where}, expected MJHQ's {{id: {{category, prompt}}}} or COCO's "
+        "{annotations: [{caption}]}; write prompts with a category into a .tsv with the columns Prompt and Category"
+    )
+
+
+def stated(path: Path, place: str, category: object) -> str:
+    """The category of a row. Raises ConfigError where it has none."""
+    text = plain(path, place, category) if isinstance(category, str) else ""
+    if not 0 < len(text) <= 200:
+        raise ConfigError(
+            f"prompt file {path} has a prompt without a category in {place}, expected one of up to 200 characters as "
+            "others have; write it there, or leave the prompt out"
+        )
+    return text
+
+
+def plain(path: Path, place: str, text: str) -> str:
+    """The text on one line. Raises ConfigError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"prompt file {path} is not UTF-8 in {place}; save it as UTF-8") from error
+    return " ".join(text.split())
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"prompt file {path} is not UTF-8 at line {number}, byte {error.start + 1}; save it as UTF-8"
+            ) from error

@@ -1,0 +1,96 @@
+"""Scores by the category of prompts, and whether quantization changes them in any.
+
+Means have Student's t interval over prompts; images of one prompt count as their mean. A difference to full precision
+is paired, prompt by prompt. Looking at ten categories finds one that "differs" at 95 % four times in ten where none
+does, so the p-values of one score are corrected over its categories by Holm's procedure (Scandinavian Journal of
+Statistics 6, 1979), which is never worse than Bonferroni's. A category differs only after that; its interval is its
+own, uncorrected, and may leave out zero where the category is not said to differ. Several scores are not corrected for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+
+from sd_quant.metrics import SCORES
+from sd_quant.metrics.intervals import Interval, mean_interval, t_beyond
+
+LEVEL = 0.05  # of error, for all categories of a score together
+Values = Sequence[float | None]
+
+
+def by_category(
+    prompts: Sequence[str], categories: Sequence[str] | None, scores: Mapping[str, tuple[Values, Values | None]]
+) -> dict[str, dict[str, dict]]:
+    """The record's ``by_category``: each score in each category, in alphabetic order; {} without categories.
+
+    ``scores`` has values for each image by the key of the score, and full precision's where they are compared. Images
+    without a value are left out, of a pair if either is None, and so are scores without any.
+    """
+    if categories is None:
+        return {}
+    found: dict[str, dict[str, dict]] = {}
+    for key, (values, reference) in scores.items():
+        found[key] = {}
+        for category in sorted(set(categories)):
+            places = [place for place, of in enumerate(categories) if of == category]
+            if own := of_prompts(prompts, places, values):
+                mean = SCORES[key].mean(own)  # within the score's range
+                found[key][category] = {"prompts": len(own), "mean": mean.value, "interval": ends(mean)}
+                if reference is not None:
+                    pairs = of_prompts(prompts, places, differences_of(values, reference))
+                    found[key][category] |= difference_entry(pairs)
+        tested = [entry for entry in found[key].values() if entry.get("p") is not None]
+        for entry, p in zip(tested, holm([entry["p"] for entry in tested]), strict=True):
+            entry |= {"p": p, "differs": p <= LEVEL}
+    return {key: entries for key, entries in found.items() if entries}
+
+
+def difference_entry(differences: Sequence[float]) -> dict:
+    """The paired difference with its interval and its p-value before correction; {} without pairs."""
+    if not differences:
+        return {}
+    mean = mean_interval(differences)
+    return {"difference": mean.value, "difference_interval": ends(mean), "p": p_value(differences)}
+
+
+def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
+    """The mean value of each different prompt among the images at these ``places``, without None."""
+    groups: dict[str, list[float]] = {}
+    for place in places:
+        if (value := values[place]) is not None:
+            groups.setdefault(prompts[place], []).append(value)
+    return [fmean(group) for group in groups.values()]
+
+
+def differences_of(values: Values, reference: Values) -> list[float | None]:
+    return [None if x is None or y is None else x - y for x, y in zip(values, reference, strict=True)]
+
+
+def ends(interval: Interval) -> list[float] | None:
+    """The ends as a record has them; None of a single value."""
+    return [interval.low, interval.high] if interval.known else None
+
+
+def p_value(differences: Sequence[float]) -> float | None:
+    """How likely so large a mean of paired ``differences`` is where there is none: Student's t test, two-sided.
+
+    None for a single one. Equal differences have no deviation: they are 1 if zero, and else have the sign test's p,
+    because scores with few steps are often equal by chance.
+    """
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, deviation = fmean(differences), stdev(differences)
+    if deviation <= 1e-12 * max(map(abs, differences)):
+        return 2.0 ** (1 - count) if mean else 1.0
+    return t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values corrected so that none of all is wrongly at most LEVEL, but in LEVEL of the cases."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    corrected, largest = [0.0] * len(values), 0.0
+    for rank, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
+        corrected[place] = largest
+    return corrected
