@@ -1,7 +1,7 @@
 """A LoRA fused into the weights before they are quantized, against the same LoRA beside weights quantized without it.
 
-Each preset is derived twice: from the weights and statistics with the LoRA, and from those without it, to which the LoRA
-is added in 16 bits, as nunchaku, PEFT and ComfyUI's bypass do. Images are made by the simulation in fp32 and compared
+Each preset is derived twice: from weights and statistics with the LoRA, and from those without it, to which the LoRA is
+added in 16 bits, as nunchaku, PEFT and ComfyUI's bypass do. Images are made by the simulation in fp32 and compared
 with those of full precision with the LoRA, on the same prompts. Beside quantized weights only linears can have a LoRA,
 so of ``--lora`` these alone are taken; ``--random SHARE`` draws one instead, of rank 8 for every linear, whose change
 has this share of the weight's norm. Finished rows are kept on disk:
