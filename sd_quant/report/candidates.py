@@ -135,14 +135,14 @@ def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
     for beside, fused in pairs:
         gain = closer(beside, fused, 1 - (1 - together) / len(pairs))
         by = f"by {abs(gain.value):.1f} dB ({min(map(abs, gain[1:])):.1f} to {max(map(abs, gain[1:])):.1f})"
-        if gain.low > 0:
-            found.append(f"{beside.name} with the LoRAs beside it is closer than {fused.name} with them fused, {by}.")
-        elif gain.high < 0:
-            found.append(f"{fused.name} with the LoRAs fused is closer than {beside.name} with them beside it, {by}.")
-        else:
+        if gain.holds(0):
             found.append(
                 f"{beside.name} with the LoRAs beside it and {fused.name} with them fused cannot be told apart."
             )
+        elif gain.value > 0:
+            found.append(f"{beside.name} with the LoRAs beside it is closer than {fused.name} with them fused, {by}.")
+        else:
+            found.append(f"{fused.name} with the LoRAs fused is closer than {beside.name} with them beside it, {by}.")
     return found
 
 
