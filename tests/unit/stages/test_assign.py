@@ -34,8 +34,8 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
-        checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None), shared_inputs=["to_q"],
-        attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
+        checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
+        shared_inputs=["to_q"], attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
         own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
     own = Recipe(3.0, 0.5)
