@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,15 +146,19 @@ def label(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "=._-" else "_" for letter in name)
 
 
-def open_subject(path: Path | None, prompts: Path | None, count: int, model: str = MODEL) -> Subject:
+def open_subject(
+    path: Path | None, prompts: Path | None, count: int, model: str = MODEL, loras: Sequence[tuple[Path, float]] = ()
+) -> Subject:
     """A checkpoint of the kind of ``model``, a file of conf/model, and the first ``count`` prompts of a file.
 
-    Where no path is given, both are those of ``model``.
+    Where no path is given, both are those of ``model``. ``loras`` are fused, files with their strengths.
     """
     known = yaml.safe_load(input_path(f"conf/model/{model}.yaml").read_text(encoding="utf-8"))
     path, prompts = path or input_path(known["path"]), prompts or input_path(known["calibration_prompts"])
     given, tokens = read_prompts(prompts), known["max_sequence_length"]
-    checkpoint = open_checkpoint(path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"])
+    checkpoint = open_checkpoint(
+        path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"], loras=loras
+    )
     opened = load_model(checkpoint)
     if count > len(given):
         raise SystemExit(f"{count} prompts are more than the {len(given)} of {prompts}; ask for fewer")

@@ -52,7 +52,7 @@ from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
 from sd_quant.report.summary import interval_columns
 from sd_quant.simulation.modelopt import restorable, save_quantized
-from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.choose import choose, rows_of_layers
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
@@ -128,7 +128,8 @@ class Model:
             prompts: one or more texts to make calibration images of; None: the first ``calib_size`` of the preset.
             knobs: the guidance ``scale``, and of the section ``quantize`` those that statistics depend on:
                 ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
-                ``devices``; and as for ``quantize`` ``parts``, for statistics of these parts too, and ``hessian``.
+                ``devices``; and as for ``quantize`` ``parts``, for statistics of these parts too,
+                ``hessian`` and ``loras``.
             preset: with ``hessian``, the recipe's, of whose layers it sums Hessians: ``svdquant_w4a16``, ...
 
         Returns:
@@ -142,7 +143,7 @@ class Model:
         """
         check_used(
             knobs,
-            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts", "hessian"},
+            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts", "hessian", "loras"},
             "calibrate",
             "give it to quantize",
         )
@@ -150,9 +151,8 @@ class Model:
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(preset, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
-        return statistics_of(
-            self.session.checkpoint, loaded.roles, job, self.sha256, texts, part_recipes=loaded.part_recipes
-        )
+        sha256 = calibrated_sha256(job, made_of(job.model.inputs()))
+        return statistics_of(loaded.base, loaded.roles, job, sha256, texts, part_recipes=loaded.part_recipes)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
         """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.

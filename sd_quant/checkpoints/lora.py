@@ -4,6 +4,7 @@
 
 (Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order of the files, so that the result equals
 diffusers' ``fuse_lora`` on fp32 weights bit for bit. Calibration and every export read the fused weights.
+What was fused can be told apart again, for layers that are quantized without it: ``without_loras``, ``factors_of``.
 The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they need all weights in memory and PEFT, and
 drop unknown keys with a warning.
 """
@@ -11,9 +12,11 @@ drop unknown keys with a warning.
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,8 @@ from sd_quant.files.checks import WEIGHT_DTYPES, problems_in
 from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.schema import check_schema
-from sd_quant.files.tensors import LazyTensor, Readable, Weights
+from sd_quant.files.tensors import Readable, Weights
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.lora import WEIGHT, Place, places_by_name
 from sd_quant.text import one_line
 
@@ -81,6 +85,31 @@ class Update:
             )
         return delta
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``up`` [out, rank], times the factor, and ``down`` [rank, in] of a linear's update, both fp32."""
+        rows = slice(self.place.first, self.place.first + self.place.shape[0])
+        return self.up.read().float().flatten(1)[rows] * self.factor, self.down.read().float().flatten(1)
+
+
+@dataclass(frozen=True)
+class AdaptedTensor:
+    """A ``Readable`` of a weight with all its updates, in the order of the files; fp32."""
+
+    source: Readable
+    updates: Sequence[Update]
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape)
+
+    def read(self) -> torch.Tensor:
+        """Raises ArtifactError for values that are not finite."""
+        weight = self.source.read().float().clone()
+        for update in self.updates:
+            weight += update.delta()
+        return weight
+
 
 def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
     """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
@@ -104,21 +133,36 @@ def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -
     if not here:
         return weights
     parameters = dict(weights.parameters) | {
-        name: LazyTensor(
-            tuple(weights.parameters[name].shape), torch.float32,
-            lambda source=weights.parameters[name], added=added: sum_of(source, added),
-        )
-        for name, added in here.items()
-    }  # fmt: skip
+        name: AdaptedTensor(weights.parameters[name], added) for name, added in here.items()
+    }
     return replace(weights, parameters=parameters, tensors=parameters, adapted=True)
 
 
-def sum_of(source: Readable, updates: Sequence[Update]) -> torch.Tensor:
-    """Returns the weight in fp32 plus all updates, in the order of the files."""
-    weight = source.read().float().clone()
-    for update in updates:
-        weight += update.delta()
-    return weight
+def adapted_in(checkpoint: object, component: str) -> dict[str, AdaptedTensor]:
+    """Returns the weights of a network that LoRAs change, by the layers' names; of an observed pipeline none."""
+    weights = getattr(checkpoint, "components", {}).get(component)
+    parameters = weights.parameters if isinstance(weights, Weights) else {}
+    return {name.removesuffix(WEIGHT): each for name, each in parameters.items() if isinstance(each, AdaptedTensor)}
+
+
+def factors_of(adapted: AdaptedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``up`` [out, rank] and ``down`` [rank, in] of all updates of a linear, fp32: its LoRAs as one."""
+    ups, downs = zip(*(update.factors() for update in adapted.updates), strict=True)
+    return torch.cat(ups, dim=1), torch.cat(downs)
+
+
+def without_loras(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns the checkpoint as it was before ``fused``; the same object where nothing was."""
+    adapted = {component: adapted_in(checkpoint, component) for component in checkpoint.components}
+    if not any(adapted.values()):
+        return checkpoint
+    opened = cast(Opened, checkpoint)
+    components = {}
+    for component, weights in opened.components.items():
+        sources = {f"{name}{WEIGHT}": each.source for name, each in adapted[component].items()}
+        parameters = dict(weights.parameters) | sources
+        components[component] = replace(weights, parameters=parameters, tensors=parameters) if sources else weights
+    return replace(opened, components=components, reopen=partial(cast(Callable, opened.reopen), loras=()))
 
 
 def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], model: str) -> list[Update]:

@@ -48,6 +48,7 @@ BEFORE: dict[str, dict[str, object]] = {
         "include": {},
         "weights_alone": {},
         "parts": None,
+        "loras": "fused",
         "attention": None,
         "per_token": False,
         "rotation": 0,

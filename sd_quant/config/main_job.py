@@ -11,8 +11,8 @@ from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
-from sd_quant.config.recipe import Quantize, check_recipe, part_recipe, with_attention
-from sd_quant.config.targets import check_consumers, check_targets
+from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention
+from sd_quant.config.targets import check_consumers, check_fused, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import TARGETS
@@ -44,6 +44,8 @@ class RecipeJob:
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         check_recipe(self.quantize)
         self.quantize = with_attention(self.quantize)
+        if not self.model.loras:
+            check_unused(self.quantize, "quantize.", [("loras", FUSED, "model.loras names no LoRA")])
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
         for part, preset in (self.quantize.parts or {}).items() if self.quantize.calibration is not None else ():
@@ -119,6 +121,7 @@ class QuantizeJob(RecipeJob):
         check_targets(
             "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
         )
+        check_fused("hand_over", self.hand_over, self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
@@ -219,7 +222,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
             check(able, f"quantize.parts.{part}", preset, expected)
         codes = f"infer.engine={engine} multiplies codes with codes, and fit leaves inputs of other parts in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
-        check_unused(quantize, "quantize.", [("fit", None, codes), ("rank", 0, branch)])
+        check_unused(quantize, "quantize.", [("fit", None, codes), ("rank", 0, branch), ("loras", FUSED, branch)])
     if runtime.file == "plan":
         expected = (
             f"a GPU of {', '.join(GPUS)}, or a file of times, because infer.engine={engine} is built for each layer"

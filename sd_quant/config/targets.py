@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from packaging.requirements import Requirement
 
+from sd_quant.config.recipe import FUSED, Quantize
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check, read
@@ -58,6 +59,15 @@ def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[s
             not recipe.per_token or target.takes_per_token(linear) or conv in target.convolutions
         ),
     }
+
+
+def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None:
+    """Raises ConfigError for an export of a run with LoRAs beside its weights: its consumer adds them itself."""
+    expected = (
+        "nothing with quantize.loras=beside, because a tool adds LoRAs itself at run time: export a run without "
+        "model.loras and give the tool these, or fuse them with quantize.loras=fused"
+    )
+    check(not targets or quantize.loras == FUSED, knob, list(targets), expected)
 
 
 def check_targets(

@@ -38,6 +38,8 @@ class Standing:
     name: str
     bits: float
     images: tuple[float, ...]  # PSNR of each in dB
+    loras: str | None = None  # of a checkpoint: where it has the LoRAs of full precision
+    kind: tuple[frozenset[str], ...] = ()  # of a checkpoint: its formats of weights and of inputs
 
     @property
     def fidelity(self) -> float:
@@ -66,7 +68,10 @@ def standings(sweep: Sweep) -> list[Standing]:
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images = capped(job.record, IDENTICAL_DB)
         if row["status"] == DONE and images and row["denoiser_bits"]:
-            found.append(Standing(row.get(CANDIDATE) or row["job"], row["denoiser_bits"], images))
+            judged = at(job.record, "judged")
+            kind = tuple(frozenset(at(judged, name) or {}) for name in ("formats", "inputs"))
+            name, loras = row.get(CANDIDATE) or row["job"], at(judged, "loras")
+            found.append(Standing(name, row["denoiser_bits"], images, loras, kind))
     return sorted(found, key=lambda each: (each.bits, -each.fidelity))
 
 
@@ -116,7 +121,29 @@ def judgement(sweep: Sweep) -> str:
         sentences.append(
             f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."
         )
-    return " ".join(sentences)
+    return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
+
+
+def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
+    """Which is closer to full precision with the LoRAs: one with them in its weights, or one with them beside these.
+
+    Of each two with the same formats; all comparisons hold ``together`` with this confidence.
+    """
+    both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
+    pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
+    found = []
+    for beside, fused in pairs:
+        gain = closer(beside, fused, 1 - (1 - together) / len(pairs))
+        by = f"by {abs(gain.value):.1f} dB ({min(map(abs, gain[1:])):.1f} to {max(map(abs, gain[1:])):.1f})"
+        if gain.holds(0):
+            found.append(
+                f"{beside.name} with the LoRAs beside it and {fused.name} with them fused cannot be told apart."
+            )
+        elif gain.value > 0:
+            found.append(f"{beside.name} with the LoRAs beside it is closer than {fused.name} with them fused, {by}.")
+        else:
+            found.append(f"{fused.name} with the LoRAs fused is closer than {beside.name} with them beside it, {by}.")
+    return found
 
 
 def candidate_tables(sweep: Sweep) -> list[Table]:
@@ -162,13 +189,15 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     ends = at(runtime, "speedup_interval") or []
     low, high = ends if len(ends) == 2 else (None, None)
     name, reason = at(runtime, "name") or DASH, at(runtime, "reason")
+    layers = [f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}"]
+    loras = [f"LoRAs {at(entry, 'loras')}"] if at(entry, "loras") else []
     return [
         name_of(job),
         str(at(entry, "maker")),
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
         figure(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
-        "; ".join([f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}", *parts_of(entry)]),
+        "; ".join([*layers, *parts_of(entry), *loras]),
         ", ".join(inputs) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),
         f"{DASH} ({reason})" if reason else name,

@@ -294,6 +294,10 @@ class Judged(TypedDict):
     path: Annotated[str, Doc("where it lies")]
     reader: Annotated[str, Doc("the reader that opened it")]
     maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
+    loras: Annotated[
+        str | None,
+        Doc("where it has the LoRAs of the full-precision model: fused before quantization, or beside its weights"),
+    ]
     bits: Annotated[Finite, Doc("stored bits per weight of the denoiser")]
     stored_bytes: Annotated[Finite, Doc("of the denoiser")]
     formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
@@ -601,6 +605,11 @@ def at(record: Any, *keys: Any) -> Any:
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
+
+
+def base_sha256(made: Mapping[str, Any]) -> str | None:
+    """The hash of a model's weights without LoRAs: the checkpoint's. ``made`` as for ``weights_sha256``."""
+    return at(made, "inputs", "checkpoint", "sha256")
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sd_quant.checkpoints.lora import adapted_in, factors_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
 from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
+from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
 from sd_quant.quantization.recipe import Recipe
@@ -24,7 +26,7 @@ from sd_quant.simulation.sensitivity import (
     sensitivity_of,
     sensitivity_rows,
 )
-from sd_quant.stages.load import Loaded
+from sd_quant.stages.load import Loaded, check_no_convolutions
 from sd_quant.stages.open_parts import open_simulated
 
 UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
@@ -38,12 +40,12 @@ def assign(
     kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
-    weights, recipe, roles = denoiser_weights(loaded.checkpoint), loaded.recipe, loaded.roles
+    weights, recipe, roles = denoiser_weights(loaded.base), loaded.recipe, loaded.roles
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
     searched = [name for name, role in roles.items() if searches(recipes.get(name, recipe), role)]
 
     with progress(len(roles) + len(searched), "assign") as advance:
-        return derive(
+        made = derive(
             loaded.roles,
             lambda name: weights[f"{name}.weight"],
             statistics.layers,
@@ -58,6 +60,20 @@ def assign(
             advance,
             kept_because,
         )
+    return made if loaded.base is loaded.checkpoint else with_loras_beside(loaded.checkpoint, loaded.denoiser, made)
+
+
+def with_loras_beside(
+    checkpoint: Checkpoint, part: str, assignment: Mapping[str, LayerAssignment]
+) -> dict[str, LayerAssignment]:
+    """The assignment of a part without LoRAs, with those of ``checkpoint`` beside its quantized linears.
+
+    Raises ConfigError for LoRAs of quantized convolutions, which have no branch.
+    """
+    adapted = adapted_in(checkpoint, checkpoint.parts()[part].component)
+    beside = [name for name in adapted if name in assignment and assignment[name].format is not None]
+    check_no_convolutions(part, [name for name in beside if len(assignment[name].weight_shape) != 2])
+    return dict(assignment) | {name: with_adapter(assignment[name], *factors_of(adapted[name])) for name in beside}
 
 
 def searches(recipe: Recipe, role: str) -> bool:
@@ -75,12 +91,15 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
 
     Raises ConfigError where there are none and a part's recipe takes some.
     """
-    return {
+    made = {
         part: assign_calibrated(loaded, part, recipe, statistics.get(part))
         if recipe.needs_inputs
         else assign_nearest(loaded, part, dict.fromkeys(roles_of_part(loaded.checkpoint, part), recipe))
         for part, recipe in loaded.part_recipes.items()
     }
+    if loaded.base is loaded.checkpoint:
+        return made
+    return {part: with_loras_beside(loaded.checkpoint, part, rows) for part, rows in made.items()}
 
 
 def assign_calibrated(
@@ -108,7 +127,7 @@ def assign_calibrated(
 
 def weights_of_part(loaded: Loaded, part: str) -> Mapping[str, Tensor]:
     """The weights of a part's network by diffusers' names, each read when it is looked up."""
-    return loaded.checkpoint.components[loaded.parts[part].component]
+    return loaded.base.components[loaded.parts[part].component]
 
 
 def layers_of(loaded: Loaded, part: str) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
-from sd_quant.config import Quantize, RecipeJob, sizes_of
+from sd_quant.config import BESIDE, Quantize, RecipeJob, sizes_of
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import (
@@ -29,6 +30,7 @@ from sd_quant.progress import duration
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes, hessians_of
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
+from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_source_of
 from sd_quant.stages.load import Loaded
 
@@ -103,6 +105,11 @@ def statistics_of(
     if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
         LOG.warning("%s", warning)
     return statistics
+
+
+def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
+    """The hash of the weights that are calibrated, see ``Loaded.base``; ``made`` as for ``weights_sha256``."""
+    return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
 
 
 def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Quantize) -> Hessians:

@@ -56,12 +56,12 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, read_record, weights_sha256, why
+from sd_quant.report.record import HandedOver, read_record, why
 from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
 from sd_quant.shell import literal
-from sd_quant.stages.calibrate import statistics_of
+from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.job_folder import remove_unfinished
@@ -177,8 +177,8 @@ def assignment_of(
     with step("load"):
         loaded = with_recipe(session, job.model, job.infer, job.quantize)
     with step("calibrate"):
-        sha256 = weights_sha256(record_of_run(run))
-        statistics = statistics_of(session.checkpoint, loaded.roles, job, sha256, part_recipes=loaded.part_recipes)
+        sha256 = calibrated_sha256(job, record_of_run(run))
+        statistics = statistics_of(loaded.base, loaded.roles, job, sha256, part_recipes=loaded.part_recipes)
     with temporary_folder(directory) as folder:
         chosen = choose(loaded, statistics, Path(folder), step)
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):

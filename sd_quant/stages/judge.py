@@ -26,7 +26,7 @@ from sd_quant.knobs import read
 from sd_quant.places import url
 from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, at, read_object, weights_sha256
+from sd_quant.report.record import DONE, at, base_sha256, read_object, weights_sha256
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
@@ -112,8 +112,8 @@ def subjects_of(judge: Judge, baseline: Baseline, directory: Path) -> list[Subje
 
     Raises ConfigError for a candidate that lies in the folder of its results, or contains it.
     """
-    sha256 = weights_sha256(baseline.facts)
-    runs = JudgedWith(baseline.model, baseline.infer, baseline.cache, directory, judge.trust_runs)
+    sha256, base = weights_sha256(baseline.facts), base_sha256(baseline.facts)
+    runs = JudgedWith(baseline.model, baseline.infer, baseline.cache, directory, judge.trust_runs, base)
     for name, path in judge.named().items():
         folder, given = (directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:

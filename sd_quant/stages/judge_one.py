@@ -228,6 +228,7 @@ def judged_entry(
         path=shown(subject.path),
         reader=subject.reader,
         maker=subject.maker,
+        loras=subject.loras,
         bits=8 * subject.stored_bytes / baseline.session.parameters[baseline.denoiser],
         stored_bytes=subject.stored_bytes,
         formats=dict(Counter(row["format"] for row in rows)),

@@ -1,13 +1,16 @@
 """A session with a recipe: which layers the recipe quantizes, and how."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from sd_quant.checkpoints.lora import adapted_in, without_loras
 from sd_quant.config import Infer, Model, Quantize
 from sd_quant.config.assignment_file import FP16, labels_in
-from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
+from sd_quant.config.recipe import BESIDE, TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
 from sd_quant.knobs import check, near
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
@@ -18,6 +21,8 @@ from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
 from sd_quant.stages.session import Session, begin, finish
+
+NAMED = 3  # layers that a refusal names
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Loaded(Session):
     part_recipes: Mapping[str, Recipe]  # of the same parts
     offered: Mapping[str, Offered]  # presets that layers may have, by name
     labels: Mapping[str, str] | None  # what ``assignment`` gives layers, presets or fp16; None without that file
+
+    @cached_property
+    def base(self) -> Checkpoint:
+        """The checkpoint that is calibrated and quantized: without LoRAs where these are beside quantized weights."""
+        return without_loras(self.checkpoint) if self.recipe.loras == BESIDE else self.checkpoint
 
     @property
     def guidance_scale(self) -> float:
@@ -126,10 +136,24 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
         checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others, offered,
         None if recipe.assignment is None else labels_in(recipe.assignment),
     )  # fmt: skip
+    if recipe.loras == BESIDE and not recipe.mixes:
+        adapted = adapted_in(checkpoint, session.component)
+        quantized = [name for name in adapted if roles.get(name) == "conv" and not is_excluded(name, exclude)]
+        check_no_convolutions(session.denoiser, quantized if recipe.quant_level else [])
     for each in offered.values():
         check_readers(loaded, each.weights_alone)
     check_labels(loaded)
     return loaded
+
+
+def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
+    """Raises ConfigError for quantized convolutions that LoRAs beside them would change."""
+    if adapted:
+        raise ConfigError(
+            f"model.loras change {len(adapted)} quantized convolutions of {part} ({listing(adapted, NAMED)}), and "
+            "beside its weights only a linear can have a LoRA; keep these in high precision with quantize.exclude, or "
+            "set quantize.loras=fused"
+        )
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:

@@ -25,7 +25,7 @@ from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
 from sd_quant.simulation.native import check_device
-from sd_quant.stages.calibrate import bytes_of_hessians, statistics_of
+from sd_quant.stages.calibrate import bytes_of_hessians, calibrated_sha256, statistics_of
 from sd_quant.stages.checks import check_request
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
@@ -144,7 +144,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), cache_of(job.cache)
-    prompts, sha256 = job.infer.prompt_list(), weights_sha256(facts)
+    prompts, sha256, calibrated = job.infer.prompt_list(), weights_sha256(facts), calibrated_sha256(job, facts)
     say_choice(job.infer)
     if refused := job.why_no_plans():
         LOG.info("no plans are built: %s", refused)
@@ -175,7 +175,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     with sharing(tracer.busy) as share:
         with step("calibrate"):
             statistics = statistics_of(
-                loaded.checkpoint, loaded.roles, job, sha256, between_calls=share, part_recipes=loaded.part_recipes
+                loaded.base, loaded.roles, job, calibrated, between_calls=share, part_recipes=loaded.part_recipes
             )
         chosen, peaks = choose(loaded, statistics, directory, step, times), statistics.peaks
         del statistics  # Hessians may take gigabytes

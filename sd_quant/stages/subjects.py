@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sd_quant.config import CacheFolder, Infer, Model, artifact, is_run, recipe_of_run
+from sd_quant.checkpoints.lora import without_loras
+from sd_quant.config import BESIDE, FUSED, CacheFolder, Infer, Model, artifact, is_run, recipe_of_run
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
@@ -23,6 +24,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
+from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.folding import plain_weight, unfolded
 from sd_quant.interchange.other_parts import in_place, read_parts
@@ -34,11 +36,13 @@ from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
+from sd_quant.stages.assign import with_loras_beside
 from sd_quant.stages.hand_over import assignment_of, record_of_run
 from sd_quant.stages.open_parts import open_file, open_simulated
 from sd_quant.stages.session import Session
 
 RUN = "sd_quant run"  # what stands for a reader's name
+WITHOUT_LORAS = "what its own library or runtime computes is without the LoRAs, which are beside it here"
 UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
 MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
 # A run's own knobs that decide its statistics, beside the recipe
@@ -86,6 +90,7 @@ class Subject:
     runtime: OwnLibrary | None = None
     others: Mapping[str, OtherPart] = field(default_factory=dict)  # by part; the model's own stand for all others
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
+    loras: str | None = None  # where it has those of the full-precision model: FUSED or BESIDE; None: there are none
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class JudgedWith:
     cache: CacheFolder  # for statistics
     directory: Path  # for files in progress
     trusted: bool  # whether their ONNX files are executed
+    base_sha256: str | None = None  # of the full-precision weights without the model's LoRAs
 
 
 def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
@@ -109,18 +115,27 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     checkpoint = session.checkpoint
     parts = read_parts(path, checkpoint)
     denoiser = parts.pop(session.denoiser)
-    roles = checkpoint.family.layer_roles(empty_denoiser(checkpoint))
+    rows = rows_of(denoiser, checkpoint.family.layer_roles(empty_denoiser(checkpoint)))
+    layers, loras = unfolded(denoiser, checkpoint), None
+    if adapted_of(checkpoint):
+        loras = FUSED if holds_loras(denoiser, layers, checkpoint) else BESIDE
+    if loras == BESIDE:
+        denoiser = with_loras(denoiser, layers, checkpoint)
+        layers = unfolded(denoiser, checkpoint)
     return Subject(
         name, path, fingerprint(path), denoiser.format, denoiser.maker, denoiser.stored_bytes,
-        rows_of(denoiser, roles), partial(open_computed, checkpoint, denoiser), unfolded(denoiser, checkpoint),
+        rows, partial(open_computed, checkpoint, denoiser), layers,
         runtime_of(denoiser, checkpoint),
         {part: other_part(read, in_place(checkpoint, part), part) for part, read in parts.items()},
+        WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime, loras,
     )  # fmt: skip
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:
     """A part of a third-party checkpoint, which ``checkpoint`` has in the denoiser's place."""
     weights, rows = denoiser_weights(checkpoint), rows_of(read, roles_of(empty_denoiser(checkpoint), ()))
+    if adapted_of(checkpoint) and not holds_loras(read, read.layers, checkpoint):
+        read = with_loras(read, read.layers, checkpoint)
 
     def weight_errors() -> dict[str, float | None]:
         return {
@@ -193,9 +208,14 @@ def runtime_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> OwnLibrar
 
 
 def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs: JudgedWith) -> Subject:
-    """A run of anybody: a recipe for the judge's own model, which is derived again."""
+    """A run of anybody: a recipe for the judge's own model, which is derived again.
+
+    One of the model without its LoRAs gets these beside its weights.
+    """
     job, record = recipe_of_run(str(run), runs.cache), record_of_run(run)
-    if weights_sha256(record) != sha256:
+    of_run = weights_sha256(record)
+    without = of_run != sha256 and bool(runs.model.loras) and of_run == runs.base_sha256
+    if of_run != sha256 and not without:
         raise ConfigError(
             f"the candidate {run} quantizes {job.model.path}, which has other weights than model.path; "
             "give runs of the full-precision model that the others are compared with"
@@ -207,17 +227,23 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
             f"expected at most {MOST_CALIBRATED} of these together; give its statistics with the run"
         )
     job.model = replace(runs.model, **{name: getattr(job.model, name) for name in OF_CALIBRATION})
+    if without:
+        job.model = replace(job.model, loras=[])
     guided = {name: getattr(job.infer, name) for name in OF_GUIDANCE}
     job.infer = copy.copy(runs.infer)
     for knob, value in guided.items():
         setattr(job.infer, knob, value)
-    loaded, assignments = assignment_of(job, run, StageTimer(), session, runs.directory)
+    of_the_run = Session(without_loras(session.checkpoint)) if without else session
+    loaded, assignments = assignment_of(job, run, StageTimer(), of_the_run, runs.directory)
+    if without:
+        assignments = {part: with_loras_beside(session.checkpoint, part, rows) for part, rows in assignments.items()}
+    loras = (BESIDE if without else job.quantize.loras) if runs.model.loras else None
     path, others = artifact(run, "onnx", session.denoiser), dict(assignments)
     assignment = others.pop(session.denoiser)
     return Subject(
         name, run, fingerprint(run), RUN, f"sd-quant {job.quantize.format}", onnx_bytes(run, session.denoiser),
         rows_of_run(assignment), partial(open_simulated, session.checkpoint, assignment),
-        runtime=run_runtime(path, engine, record, runs),
+        runtime=None if without else run_runtime(path, engine, record, runs),
         others={
             part: OtherPart(
                 RUN, f"sd-quant {loaded.part_presets.get(part, 'fit')}", onnx_bytes(run, part),
@@ -227,7 +253,8 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
             )
             for part, own in others.items()
         },
-        no_runtime=Subject.no_runtime if runs.trusted else UNTRUSTED,
+        no_runtime=WITHOUT_LORAS if without else Subject.no_runtime if runs.trusted else UNTRUSTED,
+        loras=loras,
     )  # fmt: skip
 
 

@@ -183,6 +183,34 @@ def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_p
 
 
 @pytest.mark.soak
+def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_without_it(
+    command, tiny, style, cache, tmp_path
+):
+    """The run of the model without it, judged with it, makes the very images of a run with it beside its weights."""
+    lora, runs = f"model.loras=[{style}:0.5]", {"without": tiny.run}
+    for where in ("fused", "beside"):
+        runs[where] = tmp_path / where
+        result = command(
+            "quantize.py", *tiny.knobs, "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]", lora,
+            f"quantize.loras={where}", f"cache.dir={cache}", f"hydra.run.dir={runs[where]}",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+    judged = [knob for knob in tiny.knobs if knob.startswith(("model", "infer.prompts", "infer.steps"))]
+    result = command(
+        "judge.py", *judged, lora, f"candidates=[{','.join(map(str, runs.values()))}]", f"cache.dir={cache}",
+        f"hydra.run.dir={tmp_path}/judged",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    folders = dict(zip(runs, (tmp_path / "judged" / path.name for path in runs.values()), strict=True))
+    said = {name: record_of(folder)["judged"]["loras"] for name, folder in folders.items()}
+    assert said == {"without": "beside", "fused": "fused", "beside": "beside"}
+    images = {name: pixels(folder / "images/quantized/0000.png") for name, folder in folders.items()}
+    assert np.array_equal(images["without"], images["beside"]) and not np.array_equal(
+        images["without"], images["fused"]
+    )
+
+
+@pytest.mark.soak
 def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, tiny, style, tmp_path):
     result = command(
         "export_trt.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64",

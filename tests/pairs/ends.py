@@ -30,6 +30,7 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],
     "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
     "quantize.parts": ["null", "{clip1:int8,vae:int8_weight_only}"],
+    "quantize.loras": ["fused", "beside"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.budget_ms": ["null", "1000.0", "0.0001"],

@@ -71,6 +71,7 @@ IN_THIS_PROCESS = [
     Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
     Case("saturation", [*ONE_STEP, "--repeats", "2"]),
     Case("parts", TWO_IMAGES),
+    Case("loras", [*TWO_IMAGES, "--presets", "int8", "svdquant_w4a4"]),
     Case("fit", [*TWO_IMAGES, "--quantize", "int8", "--shares", "0.3"]),
     Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from sd_quant.errors import ConfigError
 SIZES = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
 NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
 SCORE = "null, because this score needs images of one size, and infer.sizes is given"
+BESIDE = {"model.loras": ["a.safetensors"], "quantize.loras": "beside"}
 TRT = "trt.sizes has, because plans make the images"
 AUTO = "expected auto or tensorrt, because infer.engine=tensorrt"
 
@@ -25,6 +26,7 @@ AUTO = "expected auto or tensorrt, because infer.engine=tensorrt"
         ("quantize", SIZES | {"infer.engine": "openvino", "trt.sizes": None}),
         ("quantize", {"infer.engine": "tensorrt", "trt.library": "auto"}),
         ("quantize", {"infer.engine": "tensorrt", "trt.library": "tensorrt"}),
+        ("quantize", BESIDE),
     ],
 )  # fmt: skip
 def test_these_do(job, primary, knobs):
@@ -73,6 +75,12 @@ def test_these_do(job, primary, knobs):
         *(("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes},
            f"infer.sizes is 128x64, expected a width from 64 to 64, which {TRT}")
           for sizes in (None, ["64x64", "64x128"])),
+        ("quantize", BESIDE | {"model.loras": []},
+         "quantize.loras is beside, expected fused, because model.loras names no LoRA"),
+        ("quantize", BESIDE | {"infer.engine": "torch_native"},
+         "quantize.loras is beside, expected fused, because infer.engine=torch_native computes no low-rank branch"),
+        ("quantize", BESIDE | {"hand_over": ["comfyui"], "quantize.exclude.sdxl": ["*"]},
+         "hand_over is ['comfyui'], expected nothing with quantize.loras=beside, because a tool adds LoRAs itself"),
         ("export_trt", {"trt.sizes": ["128x64", "192x64"]},
          "infer.width is 64, expected from 128 to 192, as in trt.sizes"),
         *(("quantize", {"infer.engine": "tensorrt", "trt.library": library}, f"trt.library is {library}, {AUTO}")

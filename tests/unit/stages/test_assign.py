@@ -34,8 +34,8 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
-        checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None), shared_inputs=["to_q"],
-        attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
+        checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
+        shared_inputs=["to_q"], attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
         own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
     own = Recipe(3.0, 0.5)
@@ -47,3 +47,24 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     assert gain_of("norm_q") is weights["norm_q.weight"] and gain_of("norm_k") is None
     assert (inputs, kept, heads, exclude) == (["to_q"], ["mid"], {"attn": Heads(64)}, ["up*"])
     assert recipes == {"to_q": own, "to_k": ("to_k", loaded.recipe)} and because == "a file says so"
+
+
+def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch):
+    """Of the denoiser and of other parts."""
+    monkeypatch.setattr(stage, "denoiser_weights", lambda checkpoint: checkpoint)
+    monkeypatch.setattr(stage, "derive", lambda roles, weight_of, *_: {"a": weight_of("a")})
+    monkeypatch.setattr(stage, "assign_nearest", lambda loaded, part, _: stage.weights_of_part(loaded, part))
+    monkeypatch.setattr(stage, "roles_of_part", lambda *_: {})
+    monkeypatch.setattr(stage, "with_loras_beside", lambda *given: {"joined": given})
+    fused, base = ({"a.weight": each, "components": each} for each in ("with", "without"))
+    own = SimpleNamespace(needs_inputs=False)
+    loaded = SimpleNamespace(
+        checkpoint=fused, base=SimpleNamespace(components={"text_encoder": "text"}), denoiser="unet", roles={},
+        recipe=Recipe(3.0, None), shared_inputs=[], attentions={}, exclude=[], weights_alone=[],
+        parts={"clip1": SimpleNamespace(component="text_encoder")}, part_recipes={"clip1": own},
+    )  # fmt: skip
+    assert stage.assign_parts(loaded, {}) == {"clip1": {"joined": (fused, "clip1", "text")}}
+    loaded.base = base
+    assert stage.assign(loaded, Statistics({}, {})) == {"joined": (fused, "unet", {"a": "without"})}
+    loaded.base = fused
+    assert stage.assign(loaded, Statistics({}, {})) == {"a": "with"}

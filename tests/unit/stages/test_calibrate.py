@@ -3,13 +3,14 @@
 import logging
 from types import SimpleNamespace
 
+import pytest
 from torch import nn
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages import calibrate
-from sd_quant.stages.calibrate import announce_calibration, bytes_of_hessians, denoiser_hessians
+from sd_quant.stages.calibrate import announce_calibration, bytes_of_hessians, calibrated_sha256, denoiser_hessians
 from tests.presets import job
 
 NONE = Statistics({}, {})
@@ -75,3 +76,11 @@ def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_els
     calibrate.statistics_of(checkpoint, roles, job("cache.dir=null"), "ab")
     calibrate.statistics_of(checkpoint, roles, job(f"calibration={tmp_path}"), "ab")
     assert taken == {"ours": ["time", "to_q"], "needed": ["to_q"], "besides": ["time"]}
+
+
+@pytest.mark.parametrize(("loras", "shared"), [("fused", False), ("beside", True)])
+def test_loras_beside_the_weights_are_calibrated_without_them(loras, shared):
+    """So their statistics are those of the checkpoint alone, which the cache may have."""
+    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
+    job = SimpleNamespace(quantize=SimpleNamespace(loras=loras))
+    assert (calibrated_sha256(job, made) == "a") == shared

@@ -1,5 +1,6 @@
 """A run as a candidate is data: nothing that its config says is executed, and no time is its to spend."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -58,3 +59,39 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, monkeypatch,
     monkeypatch.setattr(subjects, "record_of_run", lambda run: {})
     with pytest.raises(ConfigError, match=r"was calibrated on 51200 prompts in 2 steps, expected at most 51200 of"):
         run_subject("a", tmp_path / "a", None, None, runs)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "beside"), [("with", False), ("without", True), ("other", None)], ids=["fused", "beside", "another"]
+)
+def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
+    theirs, runs, monkeypatch, tmp_path, of_run, beside
+):
+    """Its recipe is derived of the checkpoint without them; a run with them is as it is, and no other is taken."""
+    seen = []
+
+    def assignment_of(job, run, step, session, directory):
+        seen.append((job.model.loras, session.checkpoint))
+        return SimpleNamespace(part_presets={}), {"unet": {"a": "row"}}
+
+    session = SimpleNamespace(checkpoint="fused", denoiser="unet", parameters={})
+    runs = replace(runs, model=replace(runs.model, loras=["a.safetensors"]), base_sha256="without")
+    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
+    monkeypatch.setattr(subjects, "record_of_run", lambda run: {"inputs": {"checkpoint": {"sha256": of_run}}})
+    monkeypatch.setattr(subjects, "assignment_of", assignment_of)
+    monkeypatch.setattr(subjects, "without_loras", lambda checkpoint: f"not {checkpoint}")
+    monkeypatch.setattr(subjects, "with_loras_beside", lambda *given: {"beside": given})
+    monkeypatch.setattr(subjects, "artifact", lambda run, kind, part: run)
+    monkeypatch.setattr(subjects, "onnx_bytes", lambda run, part: 1)
+    monkeypatch.setattr(subjects, "fingerprint", lambda run: {})
+    monkeypatch.setattr(subjects, "rows_of_run", lambda assignment: [])
+    monkeypatch.setattr(subjects, "open_simulated", lambda *given: given)
+    if beside is None:
+        with pytest.raises(ConfigError, match="which has other weights than model.path"):
+            run_subject("a", tmp_path / "a", session, "with", runs)
+        return
+    found = run_subject("a", tmp_path / "a", session, "with", runs)
+    assert found.loras == ("beside" if beside else "fused")
+    assert seen == [([], "not fused") if beside else (["a.safetensors"], "fused")]
+    assert found.open() == ("fused", {"beside": ("fused", "unet", {"a": "row"})} if beside else {"a": "row"})
+    assert found.no_runtime == (subjects.WITHOUT_LORAS if beside else subjects.UNTRUSTED)

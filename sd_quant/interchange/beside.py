@@ -1,0 +1,114 @@
+"""LoRAs beside a third-party quantized network, as its tool adds them at run time, for a layer's input x:
+
+    y = layer(x) + (x down^T) up^T
+
+The second product is not rounded; where smoothing multiplies the inputs of ``layer``, it divides ``down``. Weights that
+are not quantized have the LoRA fused. Whether a checkpoint holds the LoRA already, its weights say: what they have
+beyond those of full precision without the LoRA, projected on what the LoRA adds, is 1 times that or 0 times, because a
+rounding error points nowhere near it. The road not taken is a knob, which would have to be right for each candidate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sd_quant.checkpoints.lora import AdaptedTensor, adapted_in, factors_of
+from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor, lazy
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.folding import plain_weight
+from sd_quant.interchange.inputs import Multiplied
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+
+NAMED = 3  # layers that a refusal names
+WITHIN = 0.25  # of 0 or 1: how near the share of the LoRA in a checkpoint's weights has to be
+
+
+def adapted_of(checkpoint: Checkpoint) -> dict[str, AdaptedTensor]:
+    """The weights of the denoiser of ``checkpoint`` that LoRAs change, by the layers' names."""
+    return adapted_in(checkpoint, denoiser_part(checkpoint).component)
+
+
+def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> bool:
+    """Whether the weights of ``denoiser`` have the LoRAs of ``checkpoint`` in them; ``plain`` is ``unfolded`` of it.
+
+    Reads every weight that they change. Raises ConfigError where it is neither, as with another strength.
+    """
+    product = size = 0.0
+    for name, each in adapted_of(checkpoint).items():
+        without = each.source.read().float()
+        held = plain_weight(plain[name]) if name in plain else denoiser.parameters[f"{name}.weight"].read().float()
+        delta = sum((update.delta() for update in each.updates), torch.zeros(each.shape))
+        product += float(((held - without) * delta).sum(dtype=torch.float64))
+        size += float(delta.square().sum(dtype=torch.float64))
+    share = product / size if size else 0.0
+    if min(abs(share), abs(share - 1)) > WITHIN:
+        raise ConfigError(
+            f"the weights of the candidate {denoiser.path} have {share:.2f} times what model.loras add; expected 1, "
+            "fused before quantization, or 0, without them; give model.loras the files and strengths that it has"
+        )
+    return share > 0.5
+
+
+def with_loras(
+    denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint
+) -> QuantizedDenoiser:
+    """The network with the LoRAs of ``checkpoint`` beside it; its own library, which has none, is left out.
+
+    ``plain`` is ``unfolded`` of it. Raises ConfigError for convolutions with rounded inputs, and for smoothing that is
+    folded into the modules in front, whose outputs a LoRA does not fit.
+    """
+    adapted = adapted_of(checkpoint)
+    quantized = [name for name in adapted if name in denoiser.layers]
+    refused = {
+        "are convolutions that round their inputs": [
+            name for name in quantized if len(adapted[name].shape) != 2 and denoiser.layers[name].inputs is not None
+        ],
+        "have a smoothing that the modules in front compute, so that a LoRA does not fit their inputs": [
+            name for name in quantized if plain[name] is not denoiser.layers[name]
+        ],
+    }
+    for what, names in refused.items():
+        if names:
+            raise ConfigError(
+                f"model.loras cannot be added to the candidate {denoiser.path} at run time: {len(names)} layers {what} "
+                f"({listing(names, NAMED)}); give a candidate with these in its weights, or none of them"
+            )
+    layers = {name: layer_with(denoiser.layers[name], adapted[name]) for name in quantized}
+    fused = {f"{name}.weight": each for name, each in adapted.items() if name not in denoiser.layers}
+    parameters = {name: AdaptedTensor(denoiser.parameters[name], each.updates) for name, each in fused.items()}
+    return replace(
+        denoiser, layers={**denoiser.layers, **layers}, parameters={**denoiser.parameters, **parameters}, runtime=None
+    )
+
+
+def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
+    """A quantized layer with all updates of its weight beside it."""
+    if layer.inputs is None:
+        return replace(layer, weight=AdaptedTensor(layer.weight, adapted.updates))
+    up, down = factors_of(adapted)
+    down = down / factor_of(layer)
+    branch = (lazy(up), lazy(down))
+    if layer.branch is not None:
+        ours, theirs = branch, layer.branch
+        branch = (beside(theirs[0], ours[0], 1), beside(theirs[1], ours[1], 0))
+    source = layer.weight
+    weight = LazyTensor(tuple(source.shape), torch.float32, lambda: source.read().float() + up @ down)
+    return replace(layer, weight=weight, branch=branch)
+
+
+def beside(first, second, axis: int) -> LazyTensor:
+    """Two factors as one, joined along the axis of their ranks."""
+    return lazy(torch.cat([first.read().float(), second.read()], axis))
+
+
+def factor_of(layer: QuantizedLayer) -> Tensor:
+    """What multiplies the inputs of a layer before they are rounded: [in] or []."""
+    factor, inputs = torch.ones(()), cast(object, layer.inputs)
+    while isinstance(inputs, Multiplied):
+        factor, inputs = factor * inputs.factor.float(), inputs.then
+    return factor
