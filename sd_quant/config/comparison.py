@@ -118,6 +118,12 @@ class Metrics:
             because = "FID is a distance from metrics.fid_references, and none are given"
             check_unused(self, "metrics.", [("fid_weights", None, because)])
 
+    def check_sizes(self, sizes: object) -> None:
+        """Raises ConfigError for a score of images of one size where they have several ``sizes``."""
+        if sizes is not None:
+            because = "this score needs images of one size, and infer.sizes is given"
+            check_unused(self, "metrics.", [(name, None, because) for name in ("clip_weights", "fid_references")])
+
     def check_files(self) -> None:
         for score in SCORES.values():
             knobs = (*score.files, *score.optional_files)

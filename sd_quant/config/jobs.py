@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.config.comparison import CacheFolder, Judge, Timing
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, LEVERS, Infer, engines
@@ -95,10 +95,12 @@ class JudgeJob:
     infer: Annotated[Infer, Only("engine", one_of(["torch"]))]
     judge: Judge
     timing: Timing
+    metrics: Metrics
     cache: CacheFolder
 
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
+        self.metrics.check_sizes(self.infer.sizes)
         because = "candidates are compared by their bits alone"
         check_unused(self.infer, "infer.", [(name, None, because) for name in LEVERS])
         check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
@@ -112,6 +114,7 @@ class JudgeJob:
         self.model.check_files()
         self.infer.check_files()
         self.judge.check_files()
+        self.metrics.check_files()
         self.cache.check_files()
 
 

@@ -126,10 +126,7 @@ class QuantizeJob(RecipeJob):
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
         check_plan_size(self.trt, self.infer)
-        if self.infer.sizes is not None:
-            because = "this score needs images of one size, and infer.sizes is given"
-            rules = [(name, None, because) for name in ("clip_weights", "fid_references")]
-            check_unused(self.metrics, "metrics.", rules)
+        self.metrics.check_sizes(self.infer.sizes)
         targets_for(self.trt, set().union(*self.formats().values()))
         expected = (
             "newer ones, because TensorRT for RTX multiplies no fp32 matrices on SM75, and every decoder of images has "

@@ -17,7 +17,7 @@ from sd_quant.quantization.low_rank import low_rank_of, rank_of
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.row_chunks import fits_half, input_amax
-from sd_quant.quantization.smoothing import pre_quant_scale, range_keeping_scale
+from sd_quant.quantization.smoothing import awake, pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
@@ -45,7 +45,10 @@ def assign_linears(
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
     readers = Readers(layers, weights, weight_amax, statistics[quantized[0].name], vector)
     if recipe.alpha == "auto":
-        assigned = readers.assigned(readers.best_alpha(recipe), recipe)
+        searched = readers
+        if recipe.static_range(quantized[0].role):  # which clips what calibration has not seen
+            searched = replace(readers, vector=lambda amax, *others: vector(awake(amax), *others))
+        assigned = searched.assigned(searched.best_alpha(recipe), recipe)
         fixed = readers.assigned(FIXED_ALPHA, recipe)
         assigned = [
             replace(layer, fixed_alpha_error=at_fixed.accumulated_error)

@@ -174,6 +174,11 @@ class Recipe:
         """Whether inputs of layers of this role are scaled token by token."""
         return self.per_token and role != "conv" and self.enable.linear.activation is not None
 
+    def static_range(self, role: str) -> bool:
+        """Whether inputs of layers of this role have a range from calibration, beyond which they are clipped."""
+        name = self.formats_of(role).activation
+        return name is not None and FORMATS[name].static_scale and not self.scaled_per_token(role)
+
     def rotation_of(self, role: str, inputs: int) -> int:
         """How many of its ``inputs`` a layer of this role rotates together; 0: none.
 

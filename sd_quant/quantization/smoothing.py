@@ -11,6 +11,12 @@ bias, a linear in the rows of its weight. Where the input is ``norm * (1 + scale
 and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers
 of the input then share one vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer
 instead, each with its own vector. ``SMOOTHINGS`` has both.
+
+Equation 4 amplifies the channels that calibration saw quiet. Where another prompt wakes one, it is clipped by a static
+range: in the worst image of a trained checkpoint, a channel of a feed-forward had nine times its calibrated amplitude,
+less than the loudest channel's, but 4.8 times the smoothed range. So where alpha is searched for a static range, no
+channel counts as quieter than ``QUIET`` of all (``awake``). The road not taken is a wider range, which makes all codes
+coarser.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ if TYPE_CHECKING:  # the table below is read before torch is loaded
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31  # a channel with no larger magnitude is never active
+QUIET = 0.75  # the part of the channels that are as loud as the next one at least
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
@@ -36,6 +43,15 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     scale = weight_amax.pow(1 - alpha) / activation_amax.pow(alpha)
     dead = (activation_amax <= DEAD_CHANNEL) | (weight_amax <= DEAD_CHANNEL)
     return scale.clamp(SMALLEST_FACTOR, LARGEST_FACTOR).masked_fill(dead, 1.0)
+
+
+def awake(activation_amax: Tensor) -> Tensor:
+    """``activation_amax`` [in_features] with quiet channels raised to the quantile ``QUIET`` of all.
+
+    Channels that are never active stay at zero.
+    """
+    raised = activation_amax.clamp(min=activation_amax.quantile(QUIET))
+    return raised.where(activation_amax > DEAD_CHANNEL, activation_amax)
 
 
 def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:

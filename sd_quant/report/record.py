@@ -404,6 +404,9 @@ class AnyRecord(TypedDict):
     plans: Annotated[dict[str, EnginePlan], Doc("by part")]
     latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
     fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
+    text_scores: Annotated[
+        dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
+    ]
     degenerate: Annotated[list[Degenerate], Doc("broken images of the quantized variant; empty if there are none")]
     layers: Annotated[Layers, Doc("how many are quantized")]
     judged: Annotated[Judged | None, Doc("the third-party checkpoint that was judged; null for a run")]
@@ -421,9 +424,6 @@ class Record(AnyRecord, total=False):
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
     noise_floor: Annotated[
         dict[str, Fidelity], Doc("the same of torch in full precision, computed another way, by that way; or a reason")
-    ]
-    text_scores: Annotated[
-        dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
     ]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]

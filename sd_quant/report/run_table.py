@@ -177,7 +177,7 @@ def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
         cells = [_cell(each, score.text, reasons) for each in both]
         rows.append([score.title, *cells, difference_text(score, record)])
     return as_text(
-        table_of_texts(["scores by named files", "full precision", "quantized", "difference [95 % interval]"], rows)
+        table_of_texts(["scores asked for", "full precision", "quantized", "difference [95 % interval]"], rows)
     )
 
 

@@ -102,7 +102,7 @@ def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
     weights = {"the candidate": 4.0 * session.parameters[session.denoiser]}
     return Baseline(
         session, job.model, job.infer, job.judge, job.timing,
-        job.cache, provenance(job.model.inputs() | job.infer.inputs(), []),
+        job.cache, job.metrics, provenance(job.model.inputs() | job.infer.inputs(), []),
         session.together(work, Needs(weights, weights), "the model and a candidate"),
     )  # fmt: skip
 
@@ -158,7 +158,8 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) 
 def mark_of(subject: Subject, baseline: Baseline) -> str:
     """A digest of everything that decides a candidate's record but the machine."""
     judge = dataclasses.asdict(baseline.judge) | {"candidates": [str(subject.path)]}
-    knobs = {"model": dataclasses.asdict(baseline.model), "infer": dataclasses.asdict(baseline.infer), "judge": judge}
+    own = {group: dataclasses.asdict(getattr(baseline, group)) for group in ("model", "infer", "metrics")}
+    knobs = own | {"judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}
     prompts = baseline.prompts, baseline.categories
     made = subject.file["sha256"], subject.runtime is not None  # whose library may be installed later

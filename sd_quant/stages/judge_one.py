@@ -18,7 +18,7 @@ from typing import Any, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from sd_quant.config import CacheFolder, Infer, Judge, Model, Timing
+from sd_quant.config import CacheFolder, Infer, Judge, Metrics, Model, Timing
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
@@ -64,6 +64,7 @@ class Baseline:
     judge: Judge
     timing: Timing
     cache: CacheFolder
+    metrics: Metrics
     facts: dict  # as ``provenance`` has them, of the full-precision model
     together: bool  # whether memory holds two denoisers
 
@@ -255,10 +256,9 @@ def record_of(
 ) -> Record:
     """The candidate's record, without what only a run has."""
     high = judged["formats"].get(HIGH_PRECISION, 0)
-    groups = ("model", "infer", "judge", "timing")
-    shared = shared_entries(
-        baseline.session, baseline.infer, facts, step, comparison.images[FRAMEWORK], comparison.images[QUANTIZED]
-    )
+    groups = ("model", "infer", "judge", "timing", "metrics")
+    full, theirs = comparison.images[FRAMEWORK], comparison.images[QUANTIZED]
+    shared = shared_entries(baseline.session, baseline.infer, baseline.metrics, facts, step, full, theirs)
     return cast(Record, shared | {
         "fingerprint": mark,
         "overrides": [],

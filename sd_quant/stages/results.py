@@ -9,7 +9,7 @@ from typing import Any, cast
 import onnx
 from torch import Tensor
 
-from sd_quant.config import Infer, QuantizeJob, artifact
+from sd_quant.config import Infer, Metrics, QuantizeJob, artifact
 from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
@@ -66,14 +66,18 @@ class Results:
 
 
 def shared_entries(
-    session: Session, infer: Infer, facts: dict, step: StageTimer, full: Generated, quantized: Generated
-) -> dict[str, Any]:
+    session: Session, infer: Infer, metrics: Metrics, facts: dict, step: StageTimer, full: Generated,
+    quantized: Generated,
+) -> dict[str, Any]:  # fmt: skip
     """The entries that the record of a run and that of a judged checkpoint share.
 
     ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True)
+    made = {FULL_PRECISION: full.images, QUANTIZED: quantized.images}
+    texts = text_scores(metrics, infer, session.checkpoint, prompts, made)
+    values = values_against_images(scores) | values_against_prompts(texts)
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
@@ -83,7 +87,7 @@ def shared_entries(
         },
         "prompts": prompts,
         "categories": categories,
-        "by_category": by_category(prompts, categories, values_against_images(scores)),
+        "by_category": by_category(prompts, categories, values),
         "peak_memory_bytes": step.peak,
         "peak_cuda_memory_bytes": explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         "seconds": step.seconds,
@@ -91,6 +95,7 @@ def shared_entries(
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},
         "inputs": facts["inputs"],
         "fidelity": scores,
+        "text_scores": texts,
         "degenerate": degenerate(full.images, quantized.images),
     }
 
@@ -123,13 +128,9 @@ def record_of(
     framework, unquantized, quantized = (
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
-    made = {FULL_PRECISION: framework.images, QUANTIZED: quantized.images}
-    shared = shared_entries(loaded, job.infer, facts, step, framework, quantized)
-    texts = text_scores(job.metrics, job.infer, loaded.checkpoint, shared["prompts"], made)
-    categorized = by_category(shared["prompts"], shared["categories"], values_against_prompts(texts))
+    shared = shared_entries(loaded, job.infer, job.metrics, facts, step, framework, quantized)
     by_engine = fidelity(framework.images, unquantized.images, framework.latents, unquantized.latents)
     return cast(Record, shared | {
-        "by_category": shared["by_category"] | categorized,
         "fingerprint": fingerprint,
         "overrides": facts["overrides"],
         "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
@@ -142,7 +143,6 @@ def record_of(
         "noise_floor": {
             way: entry or by_engine if way == RUNTIME else entry for way, entry in results.noise_floor.items()
         },
-        "text_scores": texts,
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(assignment),

@@ -135,16 +135,19 @@ def test_a_gpu_has_a_peak_for_each_job_and_what_torch_keeps_is_there_for_the_nex
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_what_is_held_and_what_is_needed_for_a_while_are_told_apart():
-    """40 MB held, 100 more while it is opened, 20 more in a call; and restarts are the caller's."""
+    """40 MB held, 100 more while it is opened, 50 more in a call; and restarts are the caller's.
+
+    Below 32 MB the C library may take memory that is free and resident already.
+    """
     restarts = []
 
     def opened():
         kept, passing = np.ones(40 * 10**6, np.uint8), np.ones(100 * 10**6, np.uint8)
         del passing
-        return lambda: kept[0] + np.ones(20 * 10**6, np.uint8)[0]
+        return lambda: kept[0] + np.ones(50 * 10**6, np.uint8)[0]
 
     taken = memory.memory_taken(opened, on_gpu=False, restart=lambda: restarts.append(reset_peak()))
-    assert [figure / 1e6 for figure in taken] == pytest.approx([40, 140, 60], abs=8)
+    assert [figure / 1e6 for figure in taken] == pytest.approx([40, 140, 90], abs=8)
     assert len(restarts) == 2
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from sd_quant.models.parts import SharedInput
@@ -81,6 +82,24 @@ def test_fp16_holds_a_small_factor_of_a_scale():
     assert rows["to_q"].pre_quant_scale.tolist() == [1.0, 1000.0] and rows["to_q"].activation_amax == 1000.0
     stored = rewritten(torch.zeros(12), rows[ROW.name]).half().float()
     torch.testing.assert_close(1 + stored[2:4], rows["to_q"].pre_quant_scale, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("per_token, room", [(False, True), (True, False)])
+def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, room):
+    """Equation 4 with alpha 1 gives each channel the whole range, so one that grows is clipped."""
+    generator = torch.Generator().manual_seed(0)
+    amax = torch.tensor([1.0, 8.0, 8.0, 8.0, 8.0, 9.0, 9.0, 10.0])
+    rows = torch.rand(64, 8, generator=generator) * amax
+    statistics = LayerStatistics("linear", amax[None], sample_of(rows))
+    reader, weight = LayerAssignment("to_q", "qkv", (4, 8)), torch.randn(4, 8, generator=generator) * 8 / amax
+    formats = Enable(Pair("int8", "int8"), Pair("int8", "int8"), None)
+    recipe = Recipe(3.0, "auto", collect_method="min-max", enable=formats, per_token=per_token)
+    row = assign_linears(
+        SharedInput(("to_q",), None), {"to_q": reader}, lambda name: weight, lambda name: None,
+        {"to_q": statistics}, recipe,
+    )["to_q"]  # fmt: skip
+    smoothed = amax * row.pre_quant_scale
+    assert row.alpha > 0 and (2 * smoothed[0] < smoothed.max()) == room
 
 
 def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():

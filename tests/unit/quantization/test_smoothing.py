@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization.smoothing import SMOOTHINGS, pre_quant_scale, range_keeping_scale
+from sd_quant.quantization.smoothing import SMOOTHINGS, awake, pre_quant_scale, range_keeping_scale
 
 ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
 
@@ -25,6 +25,11 @@ def test_a_table_worked_by_hand(alpha, expected):
 def test_dead_channels_are_left_alone(alpha):
     dead = torch.tensor([0.0, 2.0**-31, 1.0, 1.0])
     assert pre_quant_scale(dead, torch.tensor([1.0, 1.0, 0.0, 1.0]), alpha).tolist() == [1, 1, 1, 1]
+
+
+def test_no_channel_counts_as_quieter_than_three_in_four_are():
+    amax = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
+    assert awake(amax).tolist() == [0.0, 3.0, 3.0, 3.0, 100.0]
 
 
 def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
