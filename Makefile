@@ -30,7 +30,7 @@ soak-tests: $(VENV)/.sd-quant-test
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) tests/cli/test_hand_over.py tests/unit/checkpoints/test_lora.py \
-		tests/unit/interchange -m consumer --dist loadfile --durations 10
+		tests/unit/interchange tests/unit/metrics/test_ocr.py tests/unit/quantization/test_adapters.py -m consumer --dist loadfile --durations 10
 
 soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
 	$(PYTEST) tests/unit/benchmarks -m soak --dist worksteal --durations 10

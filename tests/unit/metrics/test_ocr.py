@@ -109,6 +109,7 @@ def test_images_and_prompts_have_to_be_as_many():
         ocr.ocr(BLANK.astype(float), ["a", "b"])
 
 
+@pytest.mark.consumer
 @pytest.mark.skipif(find_spec(OCR_PACKAGE) is None, reason="pip install 'sd-quant[ocr]', 92 MB")
 def test_words_that_are_drawn_are_read():
     """Of two sizes of images; those that show something else have less."""

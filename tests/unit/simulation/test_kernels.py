@@ -34,6 +34,7 @@ PRODUCT_OF_CODES = {  # the instructions that multiply these
 }
 
 
+@pytest.mark.soak
 def test_interpreted_it_computes_what_torch_does_in_double_precision():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)

@@ -29,7 +29,7 @@ from sd_quant.quantization.derivation import derive_nearest
 
 from ....pipelines import sd15
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = pytest.mark.soak  # the tracing
 COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder"]
 TARGETS = {"onnx": onnx_target, "openvino": openvino_target}
 

@@ -88,8 +88,8 @@ def by_openvino(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.from_numpy(request.get_output_tensor(0).data.copy())
 
 
-@pytest.mark.slow  # the tracing
-@pytest.mark.parametrize("family", ["sd3", pytest.param("flux", marks=pytest.mark.soak)])
+@pytest.mark.soak  # the tracing
+@pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_texts_of_any_length_and_one_time_for_a_batch(tiny, family, tmp_path):
     """GenAI passes 77 zeros for a missing T5, whatever the run's length, and one time for both halves of guidance.
 
