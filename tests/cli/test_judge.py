@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.names.sgm import sgm_names
 
+from ..preference_networks import small_dino
 from .conftest import PROMPTS
 
 PREFIX = "model.diffusion_model."
@@ -50,11 +51,12 @@ def judged(command, main_job, checkpoint, tmp_path_factory) -> tuple[Path, dict[
 
 def judge(command, main_job, folder: Path, candidates, *more: str):
     given, prompts = ",".join(map(str, candidates)), folder / "drawbench.csv"
+    small_dino(folder / "dino")
     prompts.write_text("Prompts,Category\n" + "".join(f"{prompt},{prompt.split()[-1]}s\n" for prompt in PROMPTS))
     return command(
         "judge.py", f"candidates=[{given}]", f"infer.prompts={prompts}", *main_job.sampling,
-        "timing.budget_s=0", "judge.trust_runs=true", f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged",
-        *more,
+        f"metrics.dino_weights={folder}/dino", "timing.budget_s=0", "judge.trust_runs=true",
+        f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged", *more,
     )  # fmt: skip
 
 
@@ -71,7 +73,10 @@ def test_candidates_are_judged_by_category(judged):
     folder, _ = judged
     entry = record(folder, "cast.safetensors")
     values = entry["fidelity"]["psnr"]["values"]
-    assert entry["categories"] == ["rockets", "teapots"] and entry["by_category"].keys() == {"psnr", "ssim", "lpips"}
+    assert entry["categories"] == ["rockets", "teapots"]
+    assert entry["by_category"].keys() == {"psnr", "ssim", "lpips", "dino_distance"}
+    distances = entry["text_scores"]["quantized"]["dino_distance"]
+    assert distances["difference"]["mean"] == pytest.approx(statistics.fmean(distances["values"]), abs=1e-6)
     assert [each["mean"] for each in entry["by_category"]["psnr"].values()] == values
     kept = (folder / "cast.safetensors/prompts.tsv").read_text()
     assert kept == "Prompt\tCategory\n" + "".join(f"{prompt}\t{prompt.split()[-1]}s\n" for prompt in PROMPTS)
