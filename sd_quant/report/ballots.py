@@ -246,7 +246,7 @@ def more_votes(found: Preference, p: float | None, comparisons: int) -> int | No
         return None
     needed = votes_needed(found.share.value, ALPHA / 2 / comparisons, POWER)
     decided = found.first + found.second
-    return None if needed is None else max(1, math.ceil(needed * found.votes / decided) - found.votes)
+    return None if needed is None else max(1, math.ceil(needed * found.votes / decided - found.votes))
 
 
 # Showing
