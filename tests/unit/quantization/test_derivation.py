@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import SharedInput
-from sd_quant.quantization import row_chunks
+from sd_quant.quantization import linears, row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.derivation import derive, derive_nearest
@@ -291,6 +291,13 @@ def test_the_bias_of_each_row_is_rounded_for_itself(monkeypatch):
     assert found == pytest.approx((1**2 + 2**2) ** 0.5 / 3)
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """The search with the same factors as a fixed alpha has."""
+    monkeypatch.setattr(linears, "awake", lambda amax: amax)
+
+
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("seed, readers", [(0, 1), (1, 3), (2, 1)])
 def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     """Brute force, with torch's fake quantization as the judge. The search sees all of a layer as small as these."""
@@ -308,6 +315,7 @@ def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     assert len({round(value, 9) for value in cost.values()}) == len(ALPHAS)  # there was something to choose
 
 
+@pytest.mark.usefixtures("plain")
 def test_auto_chooses_by_the_maximum_and_leaves_the_range_to_the_observer():
     """An observer for each alpha would cost more than everything else."""
     weights, _, statistics = random_input()

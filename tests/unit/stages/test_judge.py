@@ -158,7 +158,7 @@ class Knobs:
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
     facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
-    here = baseline(model=Knobs(), infer=Knobs(), judge=Knobs(), facts=facts)
+    here = baseline(model=Knobs(), infer=Knobs(), judge=Knobs(), metrics=Knobs(), facts=facts)
 
     def mark(sha256: str = "f", runtime: OwnLibrary | None = None, **changes) -> str:
         return judge.mark_of(
@@ -167,7 +167,8 @@ def test_what_decides_a_verdict_decides_whether_it_is_found_again():
 
     assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
     others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
-    assert len({mark(), *others}) == 5
+    others.append(mark(metrics=Knobs(layers=4)))
+    assert len({mark(), *others}) == 6
 
 
 def test_other_parts_have_rows_and_an_entry_of_their_own():
