@@ -21,7 +21,7 @@ test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all but th
 	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not soak and not consumer" \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
-soak: ## The long tests, whatever became of the part before: half an hour on two cores
+soak: ## The long tests, whatever became of the part before: three quarters of an hour on two cores
 	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks
 
 soak-tests: $(VENV)/.sd-quant-test

@@ -17,6 +17,8 @@ from sd_quant.inference.pipeline import Sampling
 
 from .conftest import Tiny
 
+pytestmark = pytest.mark.soak
+
 
 def rows(path: Path) -> list[dict]:
     with path.open(newline="") as file:
@@ -40,7 +42,6 @@ def job(command, tiny: Tiny, tmp_path):
     return done
 
 
-@pytest.mark.soak
 def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(job, tiny):
     """And of the first prompt alone: of that the run before left a snapshot."""
     entries = {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")}
@@ -66,7 +67,6 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert record["smoothing"]["multiplications"] == len(searched) > 4
 
 
-@pytest.mark.soak
 def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tmp_path):
     """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph.
 
@@ -110,7 +110,6 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tm
         assert exported.returncode == 0, exported.stderr[-3000:]
 
 
-@pytest.mark.soak
 def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job, tiny, tmp_path):
     knobs = ("quantize=int8", "quant_level=3")
     refused = command(
@@ -134,7 +133,6 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job
     assert {name for name, row in table.items() if row["chosen"] == "int8" and not name.startswith("unet:")} <= named
 
 
-@pytest.mark.soak
 def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_graphs, tmp_path):
     """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
     (statistics,) = (tiny.cache / "statistics").iterdir()
@@ -151,7 +149,6 @@ def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_grap
     assert "calibration" in record_of(run)["inputs"]
 
 
-@pytest.mark.soak
 def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     """Each has another value than by default; what it decides is looked for in what the job leaves."""
     prompts = ["a cat", "a dog", "a key"]

@@ -103,7 +103,11 @@ def overflow(page) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "keys"), [((1280, 800), ("1", "2", "0")), ((390, 844), ("ArrowLeft", "ArrowRight", " "))]
+    ("size", "keys"),
+    [
+        pytest.param((1280, 800), ("1", "2", "0"), marks=pytest.mark.soak),
+        ((390, 844), ("ArrowLeft", "ArrowRight", " ")),
+    ],
 )
 def test_votes_are_cast_with_keys_saved_and_counted(open_votes, folder, size, keys, tmp_path, monkeypatch, capsys):
     page, key = open_votes(*size), read_key(folder)

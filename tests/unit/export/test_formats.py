@@ -69,10 +69,12 @@ def export_case(export) -> Callable[[str], Exported]:
 
 
 IN_SOAK = {
+    "convrot_w4a4",
     "int8_per_tensor",
     "int8_weight_only",
     "int4_w4a4",
     "mxfp4",
+    "mxfp4_weight_only",
     "mxfp8",
     "svdquant_nvfp4",
     "q4_k_weight_only",
@@ -202,7 +204,13 @@ def convolutions(exported: Exported) -> int:
     return sum(layer.role == "conv" for layer in exported.layers.values())
 
 
-@pytest.mark.parametrize("case", [*(name for name in PRESETS if name.startswith("svdquant")), "with branch"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else ()) for name in PRESETS if "svd" in name),
+        "with branch",
+    ],
+)
 @torch.no_grad()
 def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(export_case, case, tmp_path):
     """It reads what is quantized for the layer, before it is."""

@@ -84,7 +84,8 @@ def test_every_target_with_other_networks_is_a_case():
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=pytest.mark.consumer) if name == "gguf" else name for name in HELD]
+    "target",
+    [pytest.param(name, marks=pytest.mark.consumer if name == "gguf" else pytest.mark.soak) for name in HELD],
 )
 @torch.no_grad()
 def test_what_is_read_is_what_was_written(sd3, written, target):

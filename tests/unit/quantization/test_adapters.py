@@ -91,6 +91,7 @@ def assigned(found: Tiny, **options) -> dict[str, LayerAssignment]:
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_where_nothing_is_rounded_it_is_the_network_with_the_lora_fused(case):
     """With smoothing that producers compute, some of which have a LoRA too, and layers in high precision beside it."""
     found, adapted = case
@@ -132,6 +133,7 @@ def test_it_is_what_peft_computes_beside_the_network_that_was_quantized_without_
         assert relative_error(expected, computed) < 3e-3 < relative_error(expected, other), name
 
 
+@pytest.mark.soak
 def test_the_checkpoint_without_it_is_the_one_before(case):
     found, adapted = case
     before = without_loras(adapted.checkpoint)
