@@ -39,8 +39,7 @@ class Row(NamedTuple):
 
 
 def is_data_set(path: Path) -> bool:
-    """Whether the file is a table or JSON, in a data set's order, to be drawn from at random; the order of a text file
-    is kept."""
+    """Whether the file is a table or JSON, whose prompts are drawn at random; a text file's are taken in its order."""
     return path.suffix.lower() in (*SEPARATORS, JSON)
 
 

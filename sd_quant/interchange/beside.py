@@ -107,7 +107,7 @@ def beside(first, second, axis: int) -> LazyTensor:
 
 
 def factor_of(layer: QuantizedLayer) -> Tensor:
-    """What multiplies the inputs of a layer before they are rounded: [in] or []."""
+    """The product of all factors that a layer's inputs are multiplied by before they are rounded: [in] or []."""
     factor, inputs = torch.ones(()), cast(object, layer.inputs)
     while isinstance(inputs, Multiplied):
         factor, inputs = factor * inputs.factor.float(), inputs.then

@@ -75,7 +75,7 @@ def asked_texts(prompt: str) -> list[str]:
 
 
 def compared(text: str) -> str:
-    """What of a text is compared: letters, digits and marks, without case, spaces and widths (NFKC)."""
+    """A text without case, spaces and widths (NFKC), so that these make no difference; empty if it has no letter."""
     text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
     return text if any(letter.isalnum() for letter in text) else ""
 

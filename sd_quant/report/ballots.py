@@ -49,7 +49,7 @@ class Cast(TypedDict):
 
 
 class File(TypedDict):
-    """What the page saves."""
+    """The JSON file that the page saves for a voter; ``checksum`` is over what counts."""
 
     format: str
     page: str

@@ -125,9 +125,9 @@ def judgement(sweep: Sweep) -> str:
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """Which is closer to full precision with the LoRAs: one with them in its weights, or one with them beside these.
+    """A sentence for each two candidates in the same formats, one with the LoRAs in its weights, one with them beside.
 
-    Of each two with the same formats; all comparisons hold ``together`` with this confidence.
+    It says which is closer to full precision with the LoRAs; all comparisons hold ``together`` with this confidence.
     """
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]

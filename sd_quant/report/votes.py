@@ -199,7 +199,7 @@ def named(against: str, jobs: Sequence[Job], names: Mapping[str, str]) -> Job:
 
 
 def draw(jobs: Sequence[Job], names: Mapping[str, str], against: Job | None, most: int, seed: int) -> Drawn:
-    """Which pairs are shown: as many prompts for each comparison, at random, and the pairs that test the voter."""
+    """Draw the pairs of the page: random prompts, as many for each comparison, and pairs that test the voter."""
     chance = random.Random(seed)
     others = [job for job in jobs if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
