@@ -35,6 +35,7 @@ from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
+from sd_quant.simulation.modelopt import quantizer_configs
 
 MODEL, PROMPTS = "sdxl_mini", Path(__file__).parent / "prompts"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
@@ -197,6 +198,16 @@ def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
 def job_of_run(folder: Path) -> QuantizeJob:
     """The job that left its results in ``folder``."""
     return read(QuantizeJob, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+
+
+def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
+    """ModelOpt's configuration of an assignment, as ``mtq.quantize`` reads it; no calibration."""
+    rules = [
+        {"quantizer_name": f"{layer.name}.{name}", "cfg": config}
+        for layer in assignment.values()
+        for name, config in quantizer_configs(layer).items()
+    ]
+    return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *rules], "algorithm": None}
 
 
 def drawn_inputs(contract: Contract, batch: int, latent: int) -> dict[str, Tensor]:

@@ -183,8 +183,7 @@ def variant(options: argparse.Namespace, level: str) -> dict:
 def reference(options: argparse.Namespace, _: str) -> dict:
     """Quantize the same layers with ModelOpt's SmoothQuant, and export as NeMo does, with torch's exporter."""
     import modelopt.torch.quantization as mtq
-
-    from sd_quant.simulation.modelopt import modelopt_config
+    from common import modelopt_config
 
     checkpoint = open_nemo(options.checkpoint)
     part, contract = load_model(checkpoint).parts["unet_xl"], contracts_of(checkpoint)["unet_xl"]

@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import Subject, load, parser, report, timed
+from common import Subject, load, modelopt_config, parser, report, timed
 from quality import DEFAULT
 from torch import Tensor, nn
 
@@ -31,7 +31,6 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment
 from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.simulation.modelopt import modelopt_config
 
 TOLERANCE = 1e-5  # relative
 DERIVATIONS = 5  # of each recipe; a single one is too short to time

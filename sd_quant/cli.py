@@ -266,20 +266,28 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             with working("getting ready"):
                 return task(config)
         except Exception as error:
-            refused = of_the_machine(error) or error
-            known = isinstance(refused, SdQuantError)
-            reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
-            with suppress(OSError, ResourceError):  # the disk may be full
-                write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
-            crashed_in_sweep = multirun and not known  # in a single run Hydra shows the traceback
-            said = {"said_at_the_end": known and not multirun}
-            LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)
-            if crashed_in_sweep:
-                raise SdQuantError(reason) from error  # not every exception can be pickled by a launcher
-            if multirun and refused is not error:
+            refused = record_failure(directory, error, multirun)
+            if not multirun and isinstance(refused, SdQuantError):
+                sys.exit(fail(str(refused), refused.exit_code))
+            if refused is not error:
                 raise refused from error
-            if multirun or not known:
-                raise
-            sys.exit(fail(reason, code))
+            raise
 
     return recorded
+
+
+def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> Exception:
+    """Log why a job failed, write it into the job's folder, and return the error that is to be raised.
+
+    A single run says a refusal as its last line, and Hydra shows the traceback of a crash. A sweep goes on: it logs the
+    traceback here and raises a refusal, because not every exception can be pickled by a launcher.
+    """
+    refused = of_the_machine(error) or error
+    known = isinstance(refused, SdQuantError)
+    reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
+    with suppress(OSError, ResourceError):  # the disk may be full
+        write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
+    crashed_in_sweep = in_sweep and not known
+    said = {"said_at_the_end": known and not in_sweep}
+    LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)
+    return SdQuantError(reason) if crashed_in_sweep else refused

@@ -61,16 +61,14 @@ def quantizers(layer: LayerAssignment) -> dict[str, LayerQuantizer]:
     return made
 
 
-def modelopt_config(assignment: Mapping[str, LayerAssignment]) -> dict:
-    """ModelOpt's configuration: deny all, then enable each assigned layer by its exact name; no calibration."""
-    rules: list[dict] = [{"quantizer_name": "*", "enable": False}]
-    for layer in assignment.values():
-        for name, quantizer in quantizers(layer).items():
-            cfg = quantizer.config(layer.weight_axis if name == "weight_quantizer" else None)
-            if layer.activation_zero_point and name == "input_quantizer":
-                cfg["bias"] = {0: None, "type": "static"}  # its value is set below; the axis is not used
-            rules.append({"quantizer_name": f"{layer.name}.{name}", "cfg": cfg})
-    return {"quant_cfg": rules, "algorithm": None}
+def quantizer_configs(layer: LayerAssignment) -> dict[str, dict]:
+    """ModelOpt's configuration of each quantizer of a layer, by the names of ``quantizers``."""
+    configs = {}
+    for name, quantizer in quantizers(layer).items():
+        configs[name] = quantizer.config(layer.weight_axis if name == "weight_quantizer" else None)
+        if layer.activation_zero_point and name == "input_quantizer":
+            configs[name]["bias"] = {0: None, "type": "static"}  # its value is set later; the axis is not used
+    return configs
 
 
 def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
@@ -102,10 +100,13 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
     """Insert ModelOpt's quantizers into ``module``, in place, and return it.
 
     Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers have values.
+    ModelOpt is told to quantize nothing, and each quantizer is configured here: ModelOpt compares the name in every
+    rule with the names of all modules, which takes longer than all else where each layer has a rule.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
         import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.config import QuantizerAttributeConfig
         from modelopt.torch.quantization.extensions import get_cuda_ext, get_cuda_ext_fp8
         from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
 
@@ -113,11 +114,13 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
             register_quant_backend(BACKEND, fake_quantize_by_backend)
         # On a GPU ModelOpt would compile kernels for minutes. Without them it computes in torch, as on a CPU.
         get_cuda_ext.extension = get_cuda_ext_fp8.extension = None
-        module = mtq.quantize(module, modelopt_config(assignment))
+        module = mtq.quantize(module, {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": None})
     rewrite(module, assignment)
     for layer in (layer for layer in assignment.values() if layer.role != "attention"):
         target, made = module.get_submodule(layer.name), quantizers(layer)
         weight = target.get_parameter("weight")
+        for name, config in quantizer_configs(layer).items():
+            target.get_submodule(name).set_from_attribute_config(QuantizerAttributeConfig(**config, enable=True))
         if layer.multiplies:
             target.input_quantizer._enable_pre_quant_scale = True
             target.input_quantizer.pre_quant_scale = like(layer.pre_quant_scale.half(), weight)  # as in the graph

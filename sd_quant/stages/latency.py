@@ -6,8 +6,12 @@ two to three times as noisy. The compiled baseline is timed in the rounds of the
 compared with them, and on a GPU nothing spins. Images are made by both engines in turn, and the record says where their
 speed-up contradicts that of the rounds. Where memory does not hold both engines, they are timed one after the other and
 the time of an image is the sum of its parts' times; the record says so.
+
+A job of a sweep whose unquantized engines another job has timed takes their latencies from its record and times
+nothing: the sweep times all engines together when the jobs have ended, and fills in what the job lacks.
 """
 
+import copy
 import logging
 import math
 import statistics
@@ -26,7 +30,7 @@ from sd_quant.inference.timed_calls import (
     part_call,
     samples_per_call,
 )
-from sd_quant.metrics.intervals import ratio_interval
+from sd_quant.metrics.intervals import Interval, ratio_interval
 from sd_quant.metrics.latency import (
     Reopen,
     Rounds,
@@ -43,12 +47,13 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
-from sd_quant.report.timing import in_image
+from sd_quant.report.timing import Timed, in_image
 from sd_quant.stages.compare import CallsOfAnImage, Engines
 from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 LOG = logging.getLogger(__name__)
+TIMED_LATER = "timed together with the other jobs' engines when all jobs have ended"
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
@@ -171,6 +176,39 @@ def compare_latency(
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
 
+def latency_of_sweep(
+    of_job: str, known: Mapping[str, dict], denoiser: str, infer: Infer, simulated: str | None
+) -> dict:
+    """The record's ``latency`` with what no recipe changes from ``known``, that of the job ``of_job``.
+
+    The quantized denoiser, the only quantized part, is not timed here: see ``filled_in``.
+    """
+    latency = copy.deepcopy(dict(known))
+    reason = TIMED_LATER if simulated is None else f"simulated: {simulated}"
+    for name, runtime in latency.items():
+        for part, by_samples in runtime.items():
+            for samples, entry in by_samples.items():
+                by_samples[samples] = {FULL_PRECISION: entry[FULL_PRECISION] | {"of_job": of_job}}
+                if name == infer.engine:
+                    why = reason if part in (denoiser, IMAGE) else NOT_QUANTIZED["reason"]
+                    by_samples[samples][QUANTIZED] = {"p50_ms": None, "reason": why}
+    return latency
+
+
+def filled_in(known: Mapping[str, dict], engine: str, denoiser: str, timed: Timed, made: Conditions) -> dict:
+    """A record's ``latency`` with the quantized denoiser's rounds of its sweep, whose conditions are ``made``."""
+    latency = copy.deepcopy(dict(known))
+    (call,), (image,) = latency[engine][denoiser].values(), latency[engine][IMAGE].values()
+    full = call[FULL_PRECISION]
+    for name, samples in ((FULL_PRECISION, timed.full_precision), (QUANTIZED, timed.quantized)):
+        call[name] = judged(statistics_of(list(samples), full["warmup"], full["clock"]))
+    call |= speedup_entry(timed.denoiser_speedup()) | {"rounds": made}
+    if (speedup := timed.image_speedup()) is not None:
+        image[QUANTIZED] = {"p50_ms": image[FULL_PRECISION]["p50_ms"] / speedup.value, "composed": COMPOSED}
+        image |= speedup_entry(speedup)
+    return latency
+
+
 def half_call(checkpoint: Checkpoint, variant: Mapping[str, Engine], sampling: Sampling, infer: Infer) -> float:
     """The time of a call of the conditional half of a guided batch, as a share of a whole call's."""
     part = checkpoint.family.DENOISER
@@ -260,7 +298,11 @@ def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[f
 
 def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequence[int] = ()) -> dict:
     """The record's speed-up and its interval, from milliseconds of the same rounds."""
-    found = ratio_interval(full, quantized, openings)
+    return speedup_entry(ratio_interval(full, quantized, openings))
+
+
+def speedup_entry(found: Interval) -> dict:
+    """The record's entries of a speed-up."""
     ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
     return {"speedup": found.value, "speedup_interval": ends}
 
