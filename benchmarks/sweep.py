@@ -70,9 +70,9 @@ def describe(version: str, folder: Path, total: float) -> None:
     first = total - (time.time() - ends[0])
     others = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     together = sum(block["seconds"] for block in read_timing(folder / "sweep")["blocks"])
-    print(f"{version}: {len(ends)} jobs in {total:.0f} s: the first {first:.1f} s, then {statistics.median(others):.1f} s "
-          f"a job ({min(others):.1f} to {max(others):.1f}); timing all engines together {together:.0f} s",
-          flush=True)  # fmt: skip
+    a_job = f"{statistics.median(others):.1f} s a job ({min(others):.1f} to {max(others):.1f})"
+    print(f"{version}: {len(ends)} jobs in {total:.0f} s: the first {first:.1f} s, then {a_job}", flush=True)
+    print(f"timing all engines together took {together:.0f} s of that", flush=True)
 
 
 def main() -> None:

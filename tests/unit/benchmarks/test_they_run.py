@@ -97,6 +97,7 @@ IN_PROCESSES = {
     "full_size",
     "full_size_parts",
     "levers",
+    "passes",
     "peers",
     "quickstart",
     "silence",
@@ -202,6 +203,22 @@ def test_families_are_exported_and_planned(script, tmp_path):
     ended(script("families", *families, "--plans", "--work", tmp_path / "work"))
     rows = json.loads((tmp_path / "work/rows.json").read_text())
     assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
+    sides = ["torch", "torch:bf16", "unquantized", "int8:3", "int8_dynamic:3:bf16", "int8:4"]
+    passes = [
+        "--families",
+        "sd3",
+        "--denoisers",
+        tmp_path / "tiny.yaml",
+        "--repeats",
+        "1",
+        "--work",
+        tmp_path / "passes",
+    ]
+    printed = ended(script("passes", *passes, "--sides", ",".join(sides)))
+    rows = json.loads((tmp_path / "passes/sd3/rows.json").read_text())
+    assert list(rows) == sides and not [row for row in rows.values() if "failed" in row], rows
+    assert rows["unquantized"]["relative_error"] < 0.01 < rows["int8:3"]["relative_error"] < 0.3
+    assert printed.count("| int8") == 3
     sdxl = ["--families", "sdxl", "--denoisers", tmp_path / "tiny.yaml", "--work", tmp_path / "two"]
     ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,diffusers_sdnq:int8_weight_only"))
     rows = json.loads((tmp_path / "two/rows.json").read_text())

@@ -1,0 +1,197 @@
+"""One pass of a transformer at full size: presets against torch and OpenVINO unquantized, in fp32 and bf16.
+
+    python benchmarks/passes.py --families pixart,sd3
+    python benchmarks/passes.py --families pixart --sides torch,compiled,compiled:bf16,int8:3
+
+Weights and statistics are drawn as in ``families.py``, because time does not depend on their values; the error stands
+beside each time to show that the sides compute the same function. Each side has a process of its own, so that its peak
+memory is its own, and is called once before it is timed. A machine may change its speed between processes: the first
+side is timed again at the end, and what it changed by is printed. A side is torch, compiled (torch.compile) or
+unquantized (OpenVINO), or a preset and its quant_level; behind it ``:bf16`` computes in bf16 what is not quantized.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from families import DENOISERS, checkpoint_of, described, statistics_of
+
+from sd_quant.files import write_json
+from sd_quant.places import HOME, input_path
+
+TORCH, COMPILED, UNQUANTIZED, BF16 = "torch", "compiled", "unquantized", "bf16"
+SIDES = "torch,torch:bf16,unquantized,unquantized:bf16,int8:3,int8:3:bf16,int8_dynamic:3,int8_dynamic:3:bf16,int8:4"
+LATENT_FACTOR = 8  # pixels per latent
+
+
+def assignment_of(checkpoint, network, preset: str, level: str) -> dict:
+    """The assignment of ``network``, which has no weights, by a preset whose alpha is given: a search takes minutes."""
+    from common import recipe_of
+
+    from sd_quant.models.checkpoint import denoiser_weights
+    from sd_quant.quantization.derivation import derive
+
+    weights, family = denoiser_weights(checkpoint), checkpoint.family
+    roles, recipe = family.layer_roles(network), recipe_of(preset, f"quant_level={level}", "alpha=0.5")
+    shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
+    inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+
+    def optional(kind: str):
+        return lambda name: weights[found] if (found := f"{name}.{kind}") in weights else None
+
+    return derive(
+        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), recipe, inputs,
+        attentions=family.attentions(network), bias_of=optional("bias"), gain_of=optional("weight"),
+    )  # fmt: skip
+
+
+def torch_call(checkpoint, side: str, half: bool):
+    """The network with its weights, by torch, as a function of named inputs."""
+    import torch
+
+    from sd_quant.models.parts import wrapped
+
+    (component,) = checkpoint.components
+    modules = checkpoint.build()
+    network = modules[component].to(torch.bfloat16 if half else torch.float32)
+    stored = checkpoint.components[component]
+    with torch.no_grad():
+        for name, tensor in network.state_dict().items():
+            tensor.copy_(stored[name])
+    part = wrapped(checkpoint.parts(), modules)[checkpoint.family.DENOISER].eval()
+    if side == COMPILED:
+        part = torch.compile(part)
+
+    @torch.no_grad()
+    def call(**inputs):
+        cast = {name: x.bfloat16() if half and x.is_floating_point() else x for name, x in inputs.items()}
+        return part(**cast)[0].float()
+
+    return call
+
+
+def engine_call(checkpoint, side: str, half: bool, work: Path):
+    """The network's file by OpenVINO, as a function of named inputs, and the number of layers with int8 kernels."""
+    import onnx_ir
+    import torch
+
+    from sd_quant.engines import openvino
+    from sd_quant.export.parts import trace_part, write_part
+    from sd_quant.models.checkpoint import empty_denoiser
+
+    part, name = checkpoint.family.DENOISER, side.replace(":", "_")
+    path, graph = work / name / f"{part}.onnx", work / "graph.onnx"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not graph.exists():
+            onnx_ir.save(trace_part(checkpoint, part), graph)
+        preset, _, level = side.partition(":")
+        known = assignment_of(checkpoint, empty_denoiser(checkpoint), preset, level) if level else {}
+        write_part(onnx_ir.load(graph), checkpoint, part, path, known)
+    engine = openvino.load(path, threads=torch.get_num_threads())
+    if half:
+        engine.settings["INFERENCE_PRECISION_HINT"] = "bf16"
+
+    def call(**inputs):
+        return next(iter(engine(**inputs).values())).float()
+
+    return call, lambda: openvino.int8_layers(engine)
+
+
+def child(family: str, side: str, options: argparse.Namespace) -> None:
+    import torch
+    from common import drawn_inputs, timed
+
+    from sd_quant.metrics.memory import peak_memory_bytes
+    from sd_quant.numbers import relative_error
+    from sd_quant.process import reset_peak
+
+    given, work = described(family, options.denoisers), options.work / family
+    checkpoint = checkpoint_of(family, given)
+    plain, half = side.removesuffix(f":{BF16}"), side.endswith(f":{BF16}")
+    work.mkdir(parents=True, exist_ok=True)
+    contract = checkpoint.parts()[checkpoint.family.DENOISER].contract
+    inputs = {
+        name: x.to(contract.dtypes[name])
+        for name, x in drawn_inputs(contract, 1, given["width"] // LATENT_FACTOR).items()
+    }
+    layers = lambda: None  # noqa: E731
+    if plain in (TORCH, COMPILED):
+        call = torch_call(checkpoint, plain, half)
+    else:
+        call, layers = engine_call(checkpoint, plain, half, work)
+    inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+    output = call(**inputs)
+    reset_peak()
+    samples = [timed(lambda: call(**inputs))[1] for _ in range(options.repeats)]
+    expected = work / "torch_output.pt"
+    if side == TORCH:
+        torch.save(output, expected)
+    error = relative_error(torch.load(expected), output) if expected.exists() else None
+    print(json.dumps({
+        "seconds": median(samples), "samples": samples, "relative_error": error, "int8_layers": layers(),
+        "peak_memory_bytes": peak_memory_bytes(), "threads": torch.get_num_threads(),
+    }))  # fmt: skip
+
+
+def measured(family: str, side: str, options: argparse.Namespace) -> dict:
+    """The figures of a side, by a process of its own; what it said where it failed."""
+    command = [sys.executable, __file__, "--child", family, side, "--work", str(options.work)]
+    command += ["--denoisers", str(options.denoisers), "--repeats", str(options.repeats)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)
+    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+    if result.returncode == 0:
+        return json.loads(lines[-1])
+    return {"failed": lines[-1][:600] if lines else f"exit status {result.returncode}"}
+
+
+def table(rows: dict[str, dict], sides: list[str]) -> str:
+    """A Markdown table: seconds, and the speed-up over torch and over OpenVINO unquantized, in fp32 and in bf16."""
+    baselines = [side for side in (TORCH, f"{TORCH}:{BF16}", UNQUANTIZED, f"{UNQUANTIZED}:{BF16}") if side in rows]
+    lines = [["", "a pass", *(f"over {side}" for side in baselines), "int8 layers", "memory", "error"]]
+    lines.append(["---"] * len(lines[0]))
+    for side in sides:
+        row = rows[side]
+        if "failed" in row:
+            lines.append([side, row["failed"], *[""] * (len(lines[0]) - 2)])
+            continue
+        ratios = [
+            f"{rows[other]['seconds'] / row['seconds']:.2f}x" if "seconds" in rows[other] else "" for other in baselines
+        ]
+        error = "" if row["relative_error"] is None else f"{row['relative_error']:.2g}"
+        memory = f"{row['peak_memory_bytes'] / 1e9:.1f} GB"
+        lines.append([side, f"{row['seconds']:.2f} s", *ratios, str(row["int8_layers"] or ""), memory, error])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--families", default="pixart,sd3")
+    parser.add_argument("--sides", default=SIDES, help="(%(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="timed calls of each side (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("outputs/passes"))
+    parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.work = input_path(options.work)
+    if options.child:
+        child(*options.child, options)
+        return
+    sides = options.sides.split(",")
+    for family in options.families.split(","):
+        rows: dict[str, dict] = {}
+        for side in sides:
+            rows[side] = measured(family, side, options)
+            print(f"{family} {side}: {json.dumps(rows[side])}", flush=True)
+            write_json(options.work / family / "rows.json", rows)
+        again = measured(family, sides[0], options)
+        print(f"\n{family}, {sides[0]} again: {json.dumps(again)}\n\n{table(rows, sides)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
