@@ -108,3 +108,65 @@ def test_plans_are_built_while_images_are_made_and_before_them_with_one_thread(r
     stages = record(runs[2])["stages"]
     assert record(runs[2])["seconds"] > max(stage["seconds"] for stage in stages.values())
     assert list(stages)[-1] == "latency"  # with nothing beside it
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from sd_quant.errors import ResourceError
+from sd_quant.stages import export_trt
+
+build_plans = export_trt.build_plans
+
+def build(paths, out, *rest):
+    if out.name == "quant_level=2":  # waits for the next job
+        for _ in range(600):
+            if (out.parent / "quant_level=2.5" / "config.yaml").exists():
+                break
+            time.sleep(0.1)
+        else:
+            raise ResourceError("the next job has not begun")
+    if out.name == "quant_level=2.5":
+        raise ResourceError("no plan for this one")
+    return build_plans(paths, out, *rest)
+
+export_trt.build_plans = build
+from sd_quant.commands.quantize import main
+main()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.needs(cores=2)
+def test_plans_of_a_sweep_are_built_beside_the_next_job_and_fail_alone(tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    sd15(tmp_path / "model")
+    (tmp_path / "patched.py").write_text(SCRIPT)
+    places = (f"model.path={tmp_path}/model", f"cache.dir={tmp_path}/cache", f"hydra.sweep.dir={tmp_path}/sweep")
+    sweep = ["-m", *JOB[1:], "quant_level=1,2,2.5,3", *places]
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(HOME)}
+    command = [sys.executable, str(tmp_path / "patched.py"), *sweep]
+    ended = subprocess.run(command, cwd=HOME, env=environment, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1 and "quant_level=2.5: no plan for this one" in ended.stderr, ended.stderr[-3000:]
+    records = {
+        job: tmp_path / "sweep" / job / "metrics.json" for job in ("quant_level=1", "quant_level=2", "quant_level=3")
+    }
+    assert all(path.exists() for path in records.values())
+    failure = json.loads((tmp_path / "sweep/quant_level=2.5/failure.json").read_text())
+    assert failure["reason"] == "no plan for this one"
+    said = ended.stdout
+    assert (
+        said.index("job 3 of 4")
+        < said.index("quant_level=2: unet.plan")
+        < said.index("done: quant_level=2,".rstrip(","))
+    )
+    timed = {job: record(path.parent)["latency"]["openvino"] for job, path in records.items()}
+    assert "of_job" not in timed["quant_level=1"]["image"]["1"]["full_precision"]
+    for job in ("quant_level=2", "quant_level=3"):
+        assert timed[job]["image"]["1"]["full_precision"]["of_job"] == "quant_level=1"
+        assert timed[job]["unet"]["2"]["quantized"]["p50_ms"] > 0 and timed[job]["image"]["1"]["speedup"] > 0
+
+    ended = subprocess.run(
+        [sys.executable, "quantize.py", *sweep], cwd=HOME, env=environment, check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and "3 done before, 1 failed before and tried again" in ended.stdout
