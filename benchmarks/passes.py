@@ -70,7 +70,8 @@ def torch_call(checkpoint, side: str, half: bool):
     @torch.no_grad()
     def call(**inputs):
         cast = {name: x.bfloat16() if half and x.is_floating_point() else x for name, x in inputs.items()}
-        return part(**cast)[0].float()
+        output = part(**cast)
+        return (output if isinstance(output, torch.Tensor) else output[0]).float()
 
     return call
 

@@ -110,7 +110,12 @@ class Command:
         main = hydra_main(self)
         overrides = [*arguments.overrides, *search_path(arguments)]
         try:
-            if arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
+            if arguments.help:  # Hydra would print the same, and read every group twice for a list that is not shown
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
+                with composing(self.name):
+                    print(compose(self.name, overrides, return_hydra_config=True).hydra.help.template)
+                return
+            if arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
                 with composing(self.name):
                     config = compose(self.name, overrides) if arguments.cfg else OmegaConf.create()

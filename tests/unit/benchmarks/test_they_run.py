@@ -73,6 +73,7 @@ IN_THIS_PROCESS = [
     Case("parts", TWO_IMAGES),
     Case("loras", [*TWO_IMAGES, "--presets", "int8", "svdquant_w4a4"]),
     Case("fit", [*TWO_IMAGES, "--quantize", "int8", "--shares", "0.3"]),
+    Case("dynamic_inputs", ["--seconds", "0", "--tokens", "16"], files=False),
     Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
 ]  # fmt: skip
 TOOLS = {  # of candidates, and the packages that it takes
