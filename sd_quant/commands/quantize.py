@@ -36,9 +36,10 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
 
 
 def goes_on_beside(job: QuantizeJob) -> bool:
-    """Whether the next job may begin while this one's plans are built: a sweep's in this process that needs no result.
+    """Whether the next job may begin while this one's plans are built, and before this one is timed.
 
-    A search proposes a job by the results of those before it.
+    So it is in a sweep of this process: a launcher's jobs may have run where nothing is timed afterwards, and a search
+    proposes a job by the results of those before it.
     """
     hydra = HydraConfig.get()
     return hydra.mode == RunMode.MULTIRUN and hydra.runtime.choices["hydra/launcher"] == "basic" and job.search is None

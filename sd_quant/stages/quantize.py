@@ -77,7 +77,8 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer, relay: Relay | N
 
     ``tracer`` traces graphs meanwhile. If this very job is done already, the directory stays as it is. Files of an
     interrupted attempt are removed. Of two processes with one directory the second waits for the first. With a
-    ``relay`` the job may be left to it while its plans are built, and None is returned.
+    ``relay`` nothing is timed again that another job has timed, and the job may be left to it while its plans are
+    built; None is returned then.
     """
     if relay is not None:
         relay.start(job.model)
@@ -241,9 +242,11 @@ def run(
             executed = executed_layers(variants)
             parity = verify(variants, comparison)
         timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
-        recipes_alone = variants.together and not (chosen.parts or infer.pulls_levers or job.compiled_baseline)
-        known = latency_of_another(job, facts, directory, loaded.denoiser) if timed_later and recipes_alone else None
-        waits = relay is not None and known is not None and not plans.done() and room_for_next(variants)
+        recipe_alone = variants.together and not (chosen.parts or infer.pulls_levers or job.compiled_baseline)
+        known = None
+        if relay is not None and timed_later and recipe_alone:
+            known = latency_of_another(job, facts, directory, loaded.denoiser)
+        waits = known is not None and not plans.done() and room_for_next(variants)
         if not waits:
             plans.result()
         rest = building.pop_all()
