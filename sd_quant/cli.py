@@ -271,11 +271,11 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
             with working("getting ready"):
                 return task(config)
         except Exception as error:
-            refused = record_failure(directory, error, multirun)
-            if not multirun and isinstance(refused, SdQuantError):
-                sys.exit(fail(str(refused), refused.exit_code))
-            if refused is not error:
-                raise refused from error
+            raised = record_failure(directory, error, multirun)
+            if not multirun and isinstance(raised, SdQuantError):
+                sys.exit(fail(str(raised), raised.exit_code))
+            if raised is not error:
+                raise raised from error
             raise
 
     return recorded
