@@ -219,7 +219,7 @@ def test_families_are_exported_and_planned(script, tmp_path):
     rows = json.loads((tmp_path / "passes/sd3/rows.json").read_text())
     assert list(rows) == sides and not [row for row in rows.values() if "failed" in row], rows
     assert rows["unquantized"]["relative_error"] < 0.01 < rows["int8:3"]["relative_error"] < 0.3
-    assert printed.count("| int8") == 3
+    assert printed.count("\n| int8") == 3
     sdxl = ["--families", "sdxl", "--denoisers", tmp_path / "tiny.yaml", "--work", tmp_path / "two"]
     ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,diffusers_sdnq:int8_weight_only"))
     rows = json.loads((tmp_path / "two/rows.json").read_text())
