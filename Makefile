@@ -6,7 +6,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test soak soak-tests soak-consumers soak-benchmarks check style types quick \
+.PHONY: help quickstart install test soak soak-tests soak-consumers soak-benchmarks cluster-check check style types quick \
 	mutations processors hand-over-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
@@ -22,10 +22,10 @@ test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all but th
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak: ## The long tests, whatever became of the part before: three quarters of an hour on two cores
-	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks
+	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks cluster-check
 
 soak-tests: $(VENV)/.sd-quant-test
-	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit -m "soak and not consumer" --ignore tests/unit/benchmarks \
+	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit -m "soak and not consumer" --ignore tests/unit/benchmarks --ignore tests/cli/cluster \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
@@ -34,6 +34,9 @@ soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 
 soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
 	$(PYTEST) tests/unit/benchmarks -m soak --dist worksteal --durations 10
+
+cluster-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-ray ## Sweeps on a real Slurm and a real Ray cluster started here, and what befalls them (Slurm: as root, with Debian's slurm-wlm and munge)
+	PYTHONPATH=$(abspath $(VENV)/ray) OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli/cluster --durations 10
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick
@@ -81,6 +84,10 @@ $(VENV)/.sd-quant-run: pyproject.toml constraints.txt | $(PYTHON)
 
 $(VENV)/.sd-quant-test: pyproject.toml constraints.txt | $(PYTHON)
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.sd-quant-ray: tests/cli/cluster/requirements-ray.txt | $(PYTHON)
+	$(PIP) --no-deps --upgrade --target $(VENV)/ray --requirement $<
 	touch $@
 
 $(VENV)/.sd-quant-peers: tests/unit/benchmarks/requirements-peers.txt | $(PYTHON)

@@ -17,7 +17,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -33,7 +33,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import search, sweep
+from sd_quant import launchers, search, sweep
 from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.composition import composing, job_of, presets_of, refusal
 from sd_quant.config import check_writable, is_run
@@ -46,11 +46,10 @@ from sd_quant.errors import (
     fail,
     of_the_machine,
 )
-from sd_quant.files import write_json
 from sd_quant.knobs import described
 from sd_quant.places import CONF, check_shipped, output_path, shown, url
 from sd_quant.process import address_space_bytes, end_at_once
-from sd_quant.progress import working
+from sd_quant.progress import going_on, working
 from sd_quant.report.summary import FAILURE, read_sweep
 from sd_quant.shell import literal, program
 
@@ -186,13 +185,15 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         if wanted := getattr(jobs[-1], "search", None):
             plan = search.planned(plan, wanted)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
-        given = sweep.plain_config(command.name, overrides).hydra.sweep.dir if chosen else None
+        hydra = sweep.plain_config(command.name, overrides).hydra
+        given = hydra.sweep.dir if chosen else None
     begun = sweep.begun(output_path(SWEEPS), name) if given is None else None
     directory = begun or output_path(given or f"{SWEEPS}/{sweep.dated(name)}")
     plan["command"] = ["sd-quant", command.name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     command.before_sweep(jobs[0])
     with sweep.opened(directory, plan):
+        launchers.prepare(hydra.launcher, directory)
         if begun is not None:
             print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")
         print(sweep.start_line(read_sweep(directory)), flush=True)
@@ -200,7 +201,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         cancelled, ended_with, uncompared = False, None, None
         try:
             try:
-                with search.proposing() if wanted else nullcontext():
+                with search.proposing() if wanted else nullcontext(), going_on(sweep.Jobs(directory)):
                     main()
             except Exception as error:  # of the first job that failed, or of the launcher
                 LOG.debug("the sweep ended early", exc_info=error)
@@ -290,8 +291,7 @@ def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> 
     refused = of_the_machine(error) or error
     known = isinstance(refused, SdQuantError)
     reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
-    with suppress(OSError, ResourceError):  # the disk may be full
-        write_json(directory / FAILURE, {"status": "failed", "reason": reason, "exit_code": code})
+    sweep.write_failure(directory, reason, code)
     crashed_in_sweep = in_sweep and not known
     said = {"said_at_the_end": known and not in_sweep}
     LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)

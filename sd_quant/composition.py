@@ -18,11 +18,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sd_quant import placement, sweep
+from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
 from sd_quant.knobs import fields_of, near, nearest, only_of, read
+from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
 from sd_quant.text import one_line
 
@@ -67,7 +68,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf 
     "case": case,
     "own": own,
     "job_name": lambda directory, number: sweep.entry(Path(directory), int(number))["name"],
-    "places": placement.places,
+    "places": one_host.places,
 }
 for resolver, function in RESOLVERS.items():
     OmegaConf.register_new_resolver(resolver, function, replace=True)

@@ -19,6 +19,7 @@ MEMORY_WORDS = re.compile(  # the last four are about threads, graphs and librar
     r"|failed to serialize proto|arena alloc failed|failed to map segment",
     re.IGNORECASE,
 )
+TIME_WORDS = "timed-out too many times"  # of submitit, in a job that Slurm has told that its time is over
 LONGEST = 1400  # characters of a sentence
 
 
@@ -51,7 +52,7 @@ class ResourceError(SdQuantError):
 
 
 def of_the_machine(error: BaseException) -> ResourceError | None:
-    """Translate an error that says, in any library's words, that disk or memory is full; None for every other error.
+    """Translate an error that says, in any library's words, that disk, memory or time is used up; None for all others.
 
     The error's notes say where it happened; ``sd_quant.metrics.memory.StageTimer`` writes them.
     """
@@ -69,6 +70,8 @@ def of_the_machine(error: BaseException) -> ResourceError | None:
             name = getattr(found, "filename", None)
             could_not = f": {name} could not be written" if name else ""
             return ResourceError(f"the disk is full{where}{could_not}; free some space and rerun")
+        if TIME_WORDS in str(found):
+            return ResourceError(f"its time on the cluster was over{where}; raise hydra.launcher.timeout_min")
         if isinstance(found, MemoryError) or MEMORY_WORDS.search(str(found)):
             return ResourceError(
                 f"out of memory{where} ({one_line(found, 200) or type(found).__name__}); lower "

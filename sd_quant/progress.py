@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,15 @@ CHANGES = threading.Lock()  # guards GOING_ON and ``watching``
 watching: threading.Thread | None = None
 
 
-@contextmanager
-def working(description: str, total: int | None = None) -> Iterator[Work]:
+def working(description: str, total: int | None = None) -> AbstractContextManager[Work]:
     """Report the block as work that goes on."""
+    return going_on(Work(description, total))
+
+
+@contextmanager
+def going_on(work: Work) -> Iterator[Work]:
+    """Report the block as this ``work``."""
     global watching
-    work = Work(description, total)
     with CHANGES:
         GOING_ON.append(work)
         if watching is None:

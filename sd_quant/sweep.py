@@ -13,8 +13,9 @@ import json
 import logging
 import shlex
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import islice, product
 from math import prod
@@ -30,15 +31,15 @@ from omegaconf import DictConfig, OmegaConf
 from sd_quant.cache import open_lock, try_lock
 from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.config import deciding
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import digest, write_json
 from sd_quant.places import LONGEST_NAME, folder_name, input_path
-from sd_quant.progress import duration, each
+from sd_quant.progress import Work, duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
 from sd_quant.report.readings import seconds_of_stages
-from sd_quant.report.record import DONE
-from sd_quant.report.summary import FAILED, SWEEP, UNFINISHED, Sweep
+from sd_quant.report.record import DONE, RECORD
+from sd_quant.report.summary import FAILED, FAILURE, SWEEP, UNFINISHED, Sweep, is_running
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
@@ -241,6 +242,12 @@ def entry(directory: Path, number: int) -> dict:
     return json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"][number]
 
 
+def write_failure(directory: Path, reason: str, exit_code: int) -> None:
+    """Write why a job failed into its folder, if the disk takes it."""
+    with suppress(OSError, ResourceError):
+        write_json(directory / FAILURE, {"status": FAILED, "reason": reason, "exit_code": exit_code})
+
+
 def start_line(sweep: Sweep) -> str:
     done, failed = (sum(job.status == status for job in sweep.own) for status in (DONE, FAILED))
     before = [f"{done} done before"] if done else []
@@ -253,6 +260,32 @@ def start_line(sweep: Sweep) -> str:
         else f"sweep of {len(sweep.names)}"
     )
     return f"{what} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+
+
+class Jobs(Work):
+    """The jobs of a sweep, wherever they run, as work that goes on: what is known of them lies in their folders."""
+
+    def __init__(self, directory: Path):
+        super().__init__("jobs")
+        self.directory = directory
+        self.before = self.count()[0]
+
+    def count(self) -> tuple[int, int, int, int]:
+        """Return how many are done, have failed, run, and have not begun or have died."""
+        planned = json.loads((self.directory / SWEEP).read_text(encoding="utf-8"))["jobs"]
+        folders = [self.directory / job["name"] for job in planned if "same_as" not in job]
+        undone = [folder for folder in folders if not (folder / RECORD).exists()]
+        running = sum(is_running(folder) is True for folder in undone)
+        failed = sum((folder / FAILURE).exists() and not is_running(folder) for folder in undone)
+        return len(folders) - len(undone), failed, running, len(undone) - failed - running
+
+    def line(self) -> str:
+        """Describe the state, as ``jobs: 3 done, 1 failed, 2 running, 2 waiting; about 84 s to go``."""
+        (done, failed, running, waiting), taken = self.count(), time.monotonic() - self.started
+        told = f"{done} done, {failed} failed, {running} running, {waiting} waiting"
+        new = done - self.before
+        left = f"about {duration(taken * (running + waiting) / new)} to go" if new else f"{duration(taken)} so far"
+        return f"{self.description}: {told}; {left}"
 
 
 def jobs_in_all(sweep: Sweep) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,12 @@ def own_recipe(preset: str) -> Recipe | None:
 
     None where the preset enables nothing, or has knobs that cannot be read.
     """
-    knobs = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
+    return recipe_in(presets()[preset].read_text(encoding="utf-8"))
+
+
+@cache  # each of the thousand jobs of a sweep asks for all presets several times
+def recipe_in(text: str) -> Recipe | None:
+    knobs = yaml.safe_load(text)
     try:
         enable = read(Enable, knobs["enable"], "enable.")
     except (ConfigError, KeyError, TypeError):

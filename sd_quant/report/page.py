@@ -197,8 +197,9 @@ def started(sweep: Sweep) -> str:
 
 
 def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
-    """A sentence for each recipe that is slower quantized, each job without figures and each busy machine."""
+    """A sentence for each recipe that is slower quantized, each job without figures and each busy or unlike machine."""
     sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep, names)]
+    sentences += [f"UNLIKE: {sentence}" for sentence in unlike_most(sweep, names)]
     sentences += [
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
         for each in at(sweep.timing, "left_out") or []
@@ -235,6 +236,27 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
     again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
     how = f": {again}" if timed else "."  # no full stop behind a command
     return [f"{when}, {reason}; time again when the machine is quiet{how}" for reason, when in found.items()]
+
+
+def unlike_most(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
+    """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
+    ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
+    for job in sweep.own:
+        machine = at(job.record, "environment", "machine") or {}
+        processor = " ".join(filter(None, [machine.get("cpu"), *(machine.get("cpu_int8") or [])]))
+        known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
+        if job.record is not None:
+            for fact, value in ({**(at(job.record, "environment", "versions") or {})} | known).items():
+                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(names[job.name])
+    sentences = []
+    for fact, jobs in ran_with.items():
+        usual = max(jobs, key=lambda value: len(jobs[value]))
+        sentences += [
+            f"{fitted(', '.join(others), 200)} ran with {fact} {value}, most jobs with {usual}; compare with care."
+            for value, others in jobs.items()
+            if value != usual
+        ]
+    return sentences
 
 
 def value_and_text(row: Row, column: Column) -> tuple[object, str]:

@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def folder_in(directory: Path, name: str) -> Path:
 
 def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     try:
-        record = read_record(directory)
+        record = known_record(directory, *state_of(directory / RECORD))
         if record is not None:
             return Job(name, directory, varied, DONE, None, record)
         failure = read_object(directory / FAILURE)
@@ -222,18 +222,39 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     return Job(name, directory, varied, FAILED, str(failure.get("reason")))
 
 
+def state_of(path: Path) -> tuple[int, ...]:
+    """Return numbers that change with the file; none where there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=1024)  # every job of a sweep looks at all others when it begins
+def known_record(directory: Path, *state: int) -> dict[str, Any] | None:
+    return read_record(directory)
+
+
 def what_became_of(directory: Path) -> str:
     """The state of a job that left nothing. A lock ends with its process, so it tells running from dead."""
-    try:
-        with open_regular(directory / LOCK) as lock:
-            running = not try_lock(lock)
-    except OSError:
+    running = is_running(directory)
+    if running is None:
         return "it has not run"
     stages = STAGE.findall(last_text(directory / LOG))
     where = f" in the stage {stages[-1]}" if stages else ""
     if running:
         return f"it is running{where}"
     return f"it ended{where} without an error message, so it was killed, by a signal or for lack of memory"
+
+
+def is_running(directory: Path) -> bool | None:
+    """Whether a process works on the job in a folder, here or on another machine; None if none ever has."""
+    try:
+        with open_regular(directory / LOCK) as lock:
+            return not try_lock(lock)
+    except OSError:
+        return None
 
 
 def last_text(path: Path, most: int = 65536) -> str:

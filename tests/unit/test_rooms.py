@@ -28,9 +28,9 @@ ROOMS = (
     "interface",  # the same steps from Python
     "cli",  # what the commands share that Hydra configures
     "composition",  # YAML and overrides to a job
+    "launchers",  # what those of Hydra need beside their YAML
     "search",  # which jobs of a sweep's grid are done next
     "sweep",
-    "placement",  # which GPU and cores a job of a sweep has to itself
     "stages",  # the steps of the three commands
     "config",  # the jobs: what is composed from YAML, checked
     "trackers",

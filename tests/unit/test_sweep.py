@@ -8,7 +8,8 @@ import pytest
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-from sd_quant import sweep
+from sd_quant import progress, sweep
+from sd_quant.cache import locked
 from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
@@ -122,6 +123,26 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
 
 EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]
 LONG = {"nemo_docs_grid": pytest.mark.soak}
+
+
+def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_path, monkeypatch):
+    """One that ended before, one done since, one that failed, one tried again after a failure, one that never ran."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    jobs = [{"name": name} for name in "abcdef"] + [{"name": "g", "same_as": "a"}]
+    write_json(tmp_path / SWEEP, {"jobs": jobs})
+    for name in "abcde":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / RECORD).touch()
+    work = sweep.Jobs(tmp_path)
+    now[0] += 30
+    with locked(tmp_path / "e/.lock"), locked(tmp_path / "d/.lock"):
+        assert work.line() == "jobs: 1 done, 0 failed, 2 running, 3 waiting; 30 s so far"
+        (tmp_path / "b" / RECORD).touch()
+        for name in "cd":
+            (tmp_path / name / FAILURE).touch()
+        assert work.line() == "jobs: 2 done, 1 failed, 2 running, 1 waiting; about 90 s to go"
+    assert work.line() == "jobs: 2 done, 2 failed, 0 running, 2 waiting; about 60 s to go"
 
 
 @pytest.mark.parametrize("experiment", [pytest.param(name, marks=LONG.get(name, ())) for name in EXPERIMENTS])

@@ -197,6 +197,20 @@ def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_l
     assert "at most 768 pixels" in text
 
 
+def test_jobs_of_another_version_or_processor_are_named(tmp_path, without_plots):
+    for number in range(3):
+        write_job(tmp_path / f"level={number}")
+    sweep = write_plan(tmp_path, {f"level={number}": {"quant_level": float(number)} for number in range(3)})
+    assert "UNLIKE" not in written(sweep)[0]
+    change_record(
+        tmp_path / "level=1", {"environment.versions.openvino": "1.0", "environment.machine.cpu_int8": ["amx"]}
+    )
+    shown = "".join(written(read_sweep(tmp_path))[1].text)
+    assert "UNLIKE: quant_level=1 ran with openvino 1.0, most jobs with 2026.4; compare with care." in shown
+    assert "UNLIKE: quant_level=1 ran with processor" in shown and "amx, most jobs with" in shown
+    assert shown.count("UNLIKE") == 2
+
+
 @pytest.mark.parametrize("given", [["prompts=[it's a rocket, a key]", 'model.path="<b> ${x}"'], []])
 def test_the_command_of_a_page_pastes(tmp_path, without_plots, given):
     run = change_record(write_job(tmp_path / "run"), {"overrides": given})

@@ -1,0 +1,92 @@
+"""Faults of a cluster: what befalls a sweep, what is done about it, and a table of the outcomes."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sd_quant.cache import open_lock, try_lock
+
+from ..sweeps import JOBS as ALL_JOBS
+from ..sweeps import link_cache, same, without_times
+
+JOBS = ALL_JOBS[:2]
+FAULT = "fault | launcher | outcome"
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """A table of what was seen: one row for each test that has passed."""
+    reports = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    rows = [text for report in reports for name, text in report.user_properties if name == FAULT]
+    if rows:
+        terminalreporter.section("faults of a cluster")
+        terminalreporter.write_line("\n".join([f"| {FAULT} |", "|---|---|---|", *(f"| {row} |" for row in rows)]))
+
+
+@pytest.fixture
+def seen(record_property) -> Callable[[str, str, str], None]:
+    """``seen(fault, launcher, outcome)`` puts a row into the table of a test that passes."""
+    return lambda *cells: record_property(FAULT, " | ".join(cells))
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    return tmp_path / "sweep"
+
+
+@pytest.fixture
+def arguments(sweep_arguments, unbroken_sweep, tmp_path) -> Callable[..., list[str]]:
+    """Of a sweep of two of the jobs in the test's folder, with what the undisturbed one has left in its cache."""
+    link_cache(unbroken_sweep / "cache", tmp_path / "cache")
+    return lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(unbroken_sweep) -> list[dict]:
+    """The table of these jobs without a launcher."""
+    return without_times(unbroken_sweep / "table.csv")[: len(JOBS)]
+
+
+@pytest.fixture
+def whole(undisturbed, sweep) -> Callable[[], None]:
+    """Asserts that the sweep has its table, and that nobody holds a lock."""
+
+    def check() -> None:
+        assert same(without_times(sweep / "summary.csv"), undisturbed)
+        assert not [lock for lock in sweep.parent.rglob(".*lock") if held(lock)]
+
+    return check
+
+
+def held(lock: Path) -> bool:
+    with open_lock(lock) as file:
+        return not try_lock(file)
+
+
+def begun(sweep: Path, process, file: str = "config.yaml", text: str = "") -> None:
+    """Return when the jobs have written this file, with a text in it."""
+    files = [sweep / job / file for job in JOBS]
+    while not all(path.exists() and text in path.read_text() for path in files):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def failure_of(job: Path) -> str:
+    return json.loads((job / "failure.json").read_text())["reason"]
+
+
+@pytest.fixture
+def commands(start) -> Iterator[Callable]:
+    """``start`` of commands that end with the test."""
+    started = []
+
+    def run(*arguments, **environment):
+        started.append(start(*arguments, **environment))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()

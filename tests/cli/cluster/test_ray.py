@@ -1,0 +1,127 @@
+"""Sweeps on a Ray cluster of three nodes, each with processes of its own, and what befalls them.
+
+Ray and its launcher are not in the environment of the tests: ``make cluster-check`` installs them beside it.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .conftest import JOBS, begun
+
+pytestmark = [
+    pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make cluster-check installs it"),
+]  # fmt: skip
+RAY = ["hydra/launcher=ray_cluster", "hydra.launcher.ray.remote.num_gpus=0", "hydra.launcher.ray.remote.num_cpus=1"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator:
+    """A head that takes no jobs, and two nodes of a core each."""
+    from ray.cluster_utils import Cluster
+
+    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        running.add_node(num_cpus=1)
+    try:
+        yield running
+    finally:
+        running.shutdown()
+
+
+@pytest.fixture
+def run(commands, cluster, arguments) -> Callable:
+    """Starts the sweep on the cluster, with more knobs."""
+    return lambda *more: commands(*arguments(*RAY, *more), RAY_ADDRESS=cluster.address)
+
+
+def ended(process) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=600)
+    return process.returncode, stdout, stderr
+
+
+def worker_of(job: Path) -> int:
+    """The process that works on a job: it holds the lock in the job's folder."""
+    lock = job / ".lock"
+    inode = f":{lock.stat().st_ino} "
+    (line,) = (line for line in Path("/proc/locks").read_text().splitlines() if inode in line and "->" not in line)
+    return int(line.split()[4])
+
+
+def test_nothing_happens(run, whole, seen):
+    code, _, stderr = ended(run())
+    assert code == 0, stderr[-3000:]
+    whole()
+    seen("none", "ray", "the table of a sweep without a launcher")
+
+
+def test_a_jobs_process_dies(run, whole, sweep, seen):
+    command = run()
+    begun(sweep, command)
+    os.kill(worker_of(sweep / JOBS[0]), signal.SIGKILL)
+    code, _, stderr = ended(command)
+    assert code == 0, stderr[-3000:]
+    whole()
+    seen("a job's process is killed", "ray", "Ray tries the job again; nothing to do")
+
+
+def test_a_node_dies_under_a_job(run, whole, cluster, sweep, seen):
+    command = run()
+    begun(sweep, command)
+    lost = sorted(cluster.worker_nodes, key=lambda node: node.node_ip_address)[0]
+    cluster.remove_node(lost, allow_graceful=False)
+    cluster.add_node(num_cpus=1)
+    code, _, stderr = ended(command)
+    assert code == 0, stderr[-3000:]
+    whole()
+    seen("a node dies under a job, and another comes", "ray", "Ray gives the job to another node; nothing to do")
+
+
+def test_the_command_is_killed_and_given_again(run, whole, commands, arguments, sweep, seen):
+    command = run()
+    begun(sweep, command)
+    with suppress(ProcessLookupError):
+        os.killpg(command.pid, signal.SIGKILL)
+    command.communicate()
+    code, _, stderr = ended(commands(*arguments()))
+    assert code == 0, stderr[-3000:]
+    whole()
+    seen("the command is killed, and given again without a launcher", "ray", "Ray ends its jobs; they are done again")
+
+
+def test_two_sweeps_share_a_cache(run, whole, sweep, tmp_path, seen):
+    commands = run(), run(f"hydra.sweep.dir={tmp_path}/other")
+    for command in commands:
+        code, _, stderr = ended(command)
+        assert code == 0, stderr[-3000:]
+    whole()
+    sweep.rename(tmp_path / "first")
+    (tmp_path / "other").rename(sweep)
+    whole()
+    seen("two sweeps at once share a cache", "ray", "both tables are right")
+
+
+def test_no_node_has_the_gpus_that_a_job_asks_for(run, sweep, seen):
+    code, _, stderr = ended(run("hydra.launcher.ray.remote.num_gpus=1"))
+    assert code == 2, stderr[-3000:]
+    assert "asks for 1 CPU, 1 GPU for a job, and no machine of the Ray cluster has so much" in stderr
+    assert "it has 0 CPU, 0 GPU; 1 CPU, 0 GPU; ask for less" in stderr
+    assert not list(sweep.glob("*/metrics.json"))
+    seen("no node has the GPUs that a job asks for", "ray", "refused at once, with what there is")
+
+
+def test_there_is_no_cluster(commands, arguments):
+    code, _, stderr = ended(commands(*arguments(*RAY), RAY_ADDRESS="127.0.0.1:9"))
+    assert code == 4 and "no Ray cluster runs at" in stderr, stderr[-3000:]
+
+
+def test_a_local_ray_leaves_the_same(commands, arguments, whole):
+    code, _, stderr = ended(commands(*arguments("hydra/launcher=ray_local")))
+    assert code == 0, stderr[-3000:]
+    whole()
