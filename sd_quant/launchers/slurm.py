@@ -84,9 +84,8 @@ def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
         results = wait_for_results(job)
         if results[0].status != JobStatus.FAILED or (directory / name / FAILURE).exists():
             return results
-        failure = (
-            of_the_machine(results[0]._return_value) or results[0]._return_value
-        )  # it failed before its first word
+        error = results[0]._return_value  # of a job that failed before its first word
+        failure = of_the_machine(error) or error
     except (UncompletedJobError, FailedJobError):
         failure = ResourceError(reason(job))
     if (directory / name / RECORD).exists():  # it died after its last word
