@@ -9,7 +9,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from sd_quant import cli
+from sd_quant import cli, sweep
 from sd_quant.cli import recording_failure
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
@@ -69,7 +69,7 @@ def test_a_failure_that_cannot_be_written_keeps_its_words(hydra, capsys, monkeyp
         raise ResourceError("the disk is full: failure.json")
 
     failure = hydra(RunMode.RUN)
-    monkeypatch.setattr(cli, "write_json", full)
+    monkeypatch.setattr(sweep, "write_json", full)
     with pytest.raises(SystemExit) as left:
         failing(FULL)(None)
     assert left.value.code == 4 and not failure.exists()

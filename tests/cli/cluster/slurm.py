@@ -10,10 +10,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 MARK = "CHECKED_NODE"  # in the environment of a node's daemon and of what it starts
@@ -178,3 +180,8 @@ def slurm(folder: Path, nodes: int = 2, memory_mb: int = 5000) -> Iterator[Slurm
         yield cluster
     finally:
         cluster.stop()
+
+
+if __name__ == "__main__":  # python tests/cli/cluster/slurm.py 8 <command>: the command, beside a Slurm of eight nodes
+    with TemporaryDirectory(prefix="slurm") as here, slurm(Path(here), nodes=int(sys.argv[1])) as beside:
+        sys.exit(subprocess.run(sys.argv[2:], env=os.environ | beside.environment, check=False).returncode)
