@@ -192,8 +192,8 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     plan["command"] = ["sd-quant", command.name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     command.before_sweep(jobs[0])
+    launchers.prepare(hydra.launcher, directory)
     with sweep.opened(directory, plan):
-        launchers.prepare(hydra.launcher, directory)
         if begun is not None:
             print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")
         print(sweep.start_line(read_sweep(directory)), flush=True)

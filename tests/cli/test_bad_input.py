@@ -223,3 +223,10 @@ print("imported", *(name for name in {heavy!r} if name in sys.modules))
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=True
     )
     assert result.stdout.splitlines()[-1].strip() == "imported"
+
+
+def test_a_sweep_for_slurm_where_there_is_none_leaves_nothing(process, tmp_path):
+    given = ["-m", "quant_level=1,2", "hydra/launcher=slurm", f"hydra.sweep.dir={tmp_path}/sweep"]
+    result = process("quantize.py", *given, PATH=str(tmp_path))
+    assert result.returncode == 4 and "requires sbatch, srun, squeue, which is not on the PATH" in result.stderr
+    assert not (tmp_path / "sweep").exists()

@@ -75,8 +75,9 @@ def test_a_node_dies_under_a_job(run, whole, cluster, sweep, seen):
     cluster.kill_node("n2")
     cluster.wait(lambda: "down" in cluster.state_of("n2"), "n2 to be missed")
     cluster.start_node("n2")
-    code, _, stderr = ended(command)
+    code, stdout, stderr = ended(command)
     assert code == 0, stderr[-3000:]
+    assert "jobs: 1 done, 0 failed, 0 running, 1 waiting; about " in stdout
     assert cluster.run("scontrol", "show", "job", job).count("Restarts=1") == 1
     whole()
     seen("a node dies under a job, and comes back", "slurm", "Slurm gives the job to a node again; nothing to do")
