@@ -2,7 +2,8 @@
 
 Prompts are calibrated in segments that end at the snapshots, and each segment is cached when it is done. So a cancelled
 pass continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. When several processes
-need the same statistics, one calibrates and the others wait.
+need the same statistics, on one machine or on several that share the cache, each takes a segment that nobody makes, and
+waits only when none is left; one that dies costs its segment. Merged in their order, the result is that of one process.
 
 Lightning Fabric chooses the device. On one device the pass runs in this process. For several, Fabric starts a process
 each, which calibrates some of the segment's prompts and writes its statistics to a file; merging the files is exact,
@@ -23,7 +24,6 @@ from time import perf_counter
 import torch
 from safetensors.torch import load_file, save_file
 
-from sd_quant.cache import locked
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.overflow import watch
 from sd_quant.calibration.store import Entries, pack, unpack
@@ -62,9 +62,10 @@ def origin(
     }
 
 
-def next_segment(start: int, stop: int, snapshots: Iterable[int]) -> range:
-    """The prompts from ``start`` to the next snapshot, or to ``stop`` if that comes first."""
-    return range(start, min([stop, *(size for size in snapshots if size > start)]))
+def segments_of(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
+    """The prompts from ``start`` to ``stop``, divided at the snapshots between them."""
+    ends = sorted({stop, *(size for size in snapshots if start < size < stop)})
+    return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
 
 
 def calibrate(
@@ -99,20 +100,21 @@ def calibrate(
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type, hessians) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
     merged, done = Statistics({}, {}), 0
-    waiting = "waiting for another process, which calibrates the same"
-    with locked(entries.folder / ".lock", waiting) if entries else nullcontext():
-        while done < len(prompts):
-            if entries and (entry := entries.longest(done, len(prompts))):
-                segment, statistics = entry
-                LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
-            else:
+    while done < len(prompts):
+        if entries and (entry := entries.longest(done, len(prompts))):
+            segment, statistics = entry
+            LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
+        else:
+            missing = segments_of(done, len(prompts), snapshots)
+            with entries.claimed(missing) if entries else nullcontext(missing[0]) as segment:
+                if segment is None:  # another process has made the first of them, or has died
+                    continue
                 if announce:
                     one_of_each = [sampling.of_image(number) for number in range(len(sampling.sizes or [None]))]
                     times = (seconds_of_a_call(fabric, model, names, image, hessians) for image in one_of_each)
                     seconds = fmean(times) if devices == 1 else None
                     announce(fabric.device.type, len(prompts) - done, seconds)
                 announce = None
-                segment = next_segment(done, len(prompts), snapshots)
                 arguments = (names, prompts, segment, sampling, hessians)
                 statistics = (
                     collect_segment(fabric, model, *arguments, between_calls=between_calls, on_latent=on_latent)
@@ -121,8 +123,10 @@ def calibrate(
                 )
                 if entries:
                     entries.write(segment, statistics)
-            merged = merge([merged, statistics])
-            done = segment.stop
+            if segment.start != done:  # others make those before it
+                continue
+        merged = merge([merged, statistics])
+        done = segment.stop
     if unreached := [name for name in names if name not in merged.layers]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
     if entries:

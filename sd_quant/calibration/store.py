@@ -11,11 +11,13 @@ of both and of the tensors. An entry that is damaged or of another origin is not
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from sd_quant.cache import locked, open_lock, try_lock
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
 from sd_quant.files.archive import whole_file
@@ -67,9 +69,30 @@ class Entries:
             return None
         return unpack(tensors)
 
+    @contextmanager
+    def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
+        """Hold in the block the lock of the first of ``segments`` of which there is no entry and nobody makes one.
+
+        Yields the segment; None, after a wait for the first, where all are there or being made.
+        """
+        for segment in segments:
+            with open_lock(self.lock(segment)) as lock:
+                if not try_lock(lock):
+                    continue
+                first = segment == segments[0]  # whose entry may be there and damaged
+                if not (self.longest(segment.start, segment.stop) if first else self.path(segment).exists()):
+                    yield segment
+                    return
+        with locked(self.lock(segments[0]), "waiting for another process, which calibrates the same"):
+            yield None
+
+    def lock(self, segment: range) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f".{self.path(segment).stem}.lock"
+
     def write(self, segment: range, statistics: Statistics) -> None:
-        """Write an entry. The caller holds the folder's lock, so partial files are those of killed processes."""
-        for abandoned in self.folder.glob(".*.part"):
+        """Write an entry. The caller holds the segment's lock, so partial files are those of killed processes."""
+        for abandoned in self.folder.glob(f".{self.path(segment).name}.*.part"):
             abandoned.unlink()
         # ordered as the safetensors library does, so that equal statistics are equal bytes
         tensors = dict(sorted(pack(statistics).items(), key=lambda item: (-item[1].element_size(), item[0])))

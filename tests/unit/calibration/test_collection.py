@@ -17,7 +17,7 @@ from torch import nn
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
-from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, next_segment, origin
+from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments_of
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
@@ -64,18 +64,20 @@ def whole(model, names) -> Statistics:
 
 
 @pytest.mark.parametrize(
-    "start, stop, snapshots, expected",
+    "start, stop, snapshots, ends",
     [
-        (0, 5, [], 5),
-        (0, 5, [4, 2, 2], 2),
-        (2, 5, [4, 2, 2], 4),
-        (4, 5, [4, 2, 2], 5),
-        (0, 4, [4, 8], 4),
-        (3, 5, [2, 3, 4], 4),
+        (0, 5, [], [5]),
+        (0, 5, [4, 2, 2], [2, 4, 5]),
+        (2, 5, [4, 2, 2], [4, 5]),
+        (4, 5, [4, 2, 2], [5]),
+        (0, 4, [4, 8], [4]),
+        (3, 5, [2, 3, 4], [4, 5]),
     ],
 )
-def test_segments_end_at_the_snapshots(start, stop, snapshots, expected):
-    assert next_segment(start, stop, snapshots) == range(start, expected)
+def test_segments_end_at_the_snapshots(start, stop, snapshots, ends):
+    segments = segments_of(start, stop, snapshots)
+    assert [segment.stop for segment in segments] == ends
+    assert [segment.start for segment in segments] == [start, *ends[:-1]]
 
 
 # One pass
@@ -227,13 +229,34 @@ def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, c
     entry.unlink()
     calls.update(unet_xl=0)
     with ThreadPoolExecutor(1) as second:
-        with locked(entries / ".lock"):  # as the first holds it
+        with locked(entries / ".00000-00001.lock"):  # as the first holds it
             waiting = second.submit(collected, model, names, PROMPTS[:1], cache=tmp_path)
             time.sleep(0.3)
             assert not waiting.done()
             entry.write_bytes(content)
         waiting.result(60)
     assert not calls["unet_xl"]
+
+
+def test_of_several_that_want_the_same_each_makes_what_nobody_makes(model, names, whole, calls, tmp_path):
+    """The first of three segments is another's, which dies without having made it."""
+    collected(model, names, PROMPTS[:1], cache=tmp_path)
+    [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
+    first = entries / "00000-00001.safetensors"
+    first.unlink()
+    calls.update(unet_xl=0)
+    with ThreadPoolExecutor(1) as second:
+        with locked(entries / ".00000-00001.lock"):
+            helping = second.submit(collected, model, names, cache=tmp_path, snapshots=[1, 2])
+            others = [entries / f"0000{start}-0000{start + 1}.safetensors" for start in (1, 2)]
+            for _ in range(600):
+                if helping.done() or all(other.exists() for other in others):
+                    break
+                time.sleep(0.1)
+            assert all(other.exists() for other in others) and not first.exists() and not helping.done()
+        found = helping.result(60)
+    assert_same(found, whole)
+    assert first.exists() and calls["unet_xl"] == SAMPLING.steps * len(PROMPTS)
 
 
 def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
