@@ -96,9 +96,7 @@ def main() -> None:
         planned(knobs)
         return
     files = fill(sweep, options.run, knobs)
-    print(
-        f"{options.jobs} jobs, {files} files each, {len(list(options.work.rglob('*')))} files and folders", flush=True
-    )
+    print(f"{options.jobs} jobs of {files} files each", flush=True)
     this = [__file__, "--plan", "--jobs", str(options.jobs), "--run", str(options.run)]
     steps = {
         "composing and checking": this,
