@@ -55,11 +55,12 @@ def fill(folder: Path, run: Path, knobs: list[str]) -> int:
     plan, jobs = planned(knobs)
     write_json(folder / SWEEP, plan)
     record, made = json.loads((run / RECORD).read_text(encoding="utf-8")), made_of(inputs_of(jobs[0]))
-    files = [path.relative_to(run) for path in run.rglob("*") if path.is_file() and path.name != RECORD]
+    files = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    linked = [file for file in files if file.name != RECORD and file.suffix != ".log" and file.parts[0] != ".hydra"]
     draw = random.Random(0)
     for entry, job in zip(plan["jobs"], jobs, strict=True):
         target = folder / entry["name"]
-        for file in files:
+        for file in linked:  # not what the command writes in place: it would write into the run
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             os.link(run / file, target / file)
         own = copy.deepcopy(record)
@@ -69,7 +70,7 @@ def fill(folder: Path, run: Path, knobs: list[str]) -> int:
         psnr["values"] = [value + shift for value in psnr["values"]]
         psnr |= {"mean": psnr["mean"] + shift, "min": psnr["min"] + shift}
         write_json(target / RECORD, own)
-    return len(files) + 1
+    return len(files)
 
 
 def measured(command: list[str], log: Path) -> dict:

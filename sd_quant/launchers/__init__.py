@@ -1,4 +1,4 @@
-"""What each of Hydra's launchers needs beside its file in ``conf/hydra/launcher``, a module for each."""
+"""Prepares Hydra's launchers beyond their files in ``conf/hydra/launcher``, a module for each that requires it."""
 
 from importlib import import_module
 from pathlib import Path

@@ -38,7 +38,7 @@ def sweep(tmp_path) -> Path:
 
 @pytest.fixture
 def arguments(sweep_arguments, unbroken_sweep, tmp_path) -> Callable[..., list[str]]:
-    """Of a sweep of two of the jobs in the test's folder, with what the undisturbed one has left in its cache."""
+    """The command line of a sweep of two jobs in the test's folder, which has the undisturbed sweep's cache."""
     link_cache(unbroken_sweep / "cache", tmp_path / "cache")
     return lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)
 
@@ -71,6 +71,23 @@ def begun(sweep: Path, process, file: str = "config.yaml", text: str = "") -> No
     while not all(path.exists() and text in path.read_text() for path in files):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+
+
+def ended(process) -> tuple[int, str, str]:
+    """The exit code and the output of a command, which ends within ten minutes."""
+    stdout, stderr = process.communicate(timeout=600)
+    return process.returncode, stdout, stderr
+
+
+def both_end_whole(first, second, sweep: Path, whole: Callable[[], None]) -> None:
+    """Asserts that two commands end well, and that each has the whole table; the second's sweep is ``other``."""
+    for command in (first, second):
+        code, _, stderr = ended(command)
+        assert code == 0, stderr[-3000:]
+    whole()
+    sweep.rename(sweep.with_name("first"))
+    sweep.with_name("other").rename(sweep)
+    whole()
 
 
 def failure_of(job: Path) -> str:

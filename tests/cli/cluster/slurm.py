@@ -48,7 +48,7 @@ MinJobAge=60
 
 
 def why_not() -> str | None:
-    """What keeps a Slurm from being started here; None where nothing does."""
+    """Why no Slurm can be started here; None where one can."""
     missing = sorted({package for program, package in PACKAGES.items() if shutil.which(program) is None})
     if missing:
         return f"needs Debian's {' and '.join(missing)}"

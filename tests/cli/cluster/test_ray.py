@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import JOBS, begun
+from .conftest import JOBS, begun, both_end_whole, ended
 
 pytestmark = [
     pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
@@ -39,11 +39,6 @@ def cluster() -> Iterator:
 def run(commands, cluster, arguments) -> Callable:
     """Starts the sweep on the cluster, with more knobs."""
     return lambda *more: commands(*arguments(*RAY, *more), RAY_ADDRESS=cluster.address)
-
-
-def ended(process) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=600)
-    return process.returncode, stdout, stderr
 
 
 def worker_of(job: Path) -> int:
@@ -96,14 +91,7 @@ def test_the_command_is_killed_and_given_again(run, whole, commands, arguments, 
 
 
 def test_two_sweeps_share_a_cache(run, whole, sweep, tmp_path, seen):
-    commands = run(), run(f"hydra.sweep.dir={tmp_path}/other")
-    for command in commands:
-        code, _, stderr = ended(command)
-        assert code == 0, stderr[-3000:]
-    whole()
-    sweep.rename(tmp_path / "first")
-    (tmp_path / "other").rename(sweep)
-    whole()
+    both_end_whole(run(), run(f"hydra.sweep.dir={tmp_path}/other"), sweep, whole)
     seen("two sweeps at once share a cache", "ray", "both tables are right")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import JOBS, begun, failure_of
+from .conftest import JOBS, begun, both_end_whole, ended, failure_of
 from .slurm import Slurm, slurm, why_not
 
 pytestmark = [
@@ -43,11 +43,6 @@ def nothing_left(cluster) -> Iterator[None]:
     for name in cluster.names:
         cluster.kill_node(name)
         cluster.start_node(name)
-
-
-def ended(process) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=600)
-    return process.returncode, stdout, stderr
 
 
 def on_node(cluster: Slurm, name: str) -> str:
@@ -146,13 +141,7 @@ def test_the_command_is_killed_and_given_again(run, whole, commands, arguments, 
 def test_two_sweeps_share_a_cache(run, commands, arguments, whole, cluster, sweep, tmp_path, seen):
     first = run()
     second = commands(*arguments(*SLURM, f"hydra.sweep.dir={tmp_path}/other"), **cluster.environment)
-    for command in (first, second):
-        code, _, stderr = ended(command)
-        assert code == 0, stderr[-3000:]
-    whole()
-    sweep.rename(tmp_path / "first")
-    (tmp_path / "other").rename(sweep)
-    whole()
+    both_end_whole(first, second, sweep, whole)
     seen("two sweeps at once share a cache", "slurm", "both tables are right")
 
 
@@ -168,7 +157,7 @@ def test_a_node_does_not_share_the_folder(run, cluster, sweep, seen):
 
 
 def test_the_disk_of_a_node_is_full(run, whole, cluster, tmp_path, seen):
-    """Of the node itself, where temporary files go."""
+    """The disk is the node's own, where temporary files go."""
     cluster.kill_node("n2")
     cluster.wait(lambda: "down" in cluster.state_of("n2"), "n2 to be missed")
     local = tmp_path / "local"

@@ -274,8 +274,11 @@ def test_quickstarts_three_jobs_are_timed(script):
 def test_a_killed_sweep_ends_with_the_same_table_and_many_jobs_are_reported(script, tmp_path):
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL, "export_trt=none"]
     assert "the same table" in ended(script("sweep", "--work", tmp_path, "--knobs", *knobs))
-    run = ["--run", tmp_path / "unbroken/sweep/quant_level=3", "--jobs", "20", "--work", tmp_path / "many"]
-    printed = ended(script("thousand_jobs", *run, "--launch", "hydra/launcher=one_host", "hydra.launcher.n_jobs=2"))
+    run = tmp_path / "unbroken/sweep/quant_level=3"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    many = ["--run", run, "--jobs", "20", "--work", tmp_path / "many"]
+    printed = ended(script("thousand_jobs", *many, "--launch", "hydra/launcher=one_host", "hydra.launcher.n_jobs=2"))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert "20 jobs of " in printed and "a job that is done before: " in printed
     assert len(list((tmp_path / "many/sweep").glob("*/metrics.json"))) == 20
 

@@ -1,4 +1,4 @@
-"""What is said of launchers that are not there, and of those that fail."""
+"""Messages about launchers that are not installed or that fail."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a job has to itself on a machine that several share."""
+"""Which GPU and which cores each of several jobs on one machine gets."""
 
 import logging
 import os
