@@ -61,12 +61,13 @@ def derive(
             raise SdQuantError(
                 f"layer {name} was never reached during calibration, so it has no range to quantize with"
             )
-        layer = LayerAssignment(name, role, tuple((weight := weight_of(name)).shape), reason=reason)
-        if reason is None and role == "conv":
-            layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipes.get(name, recipe))
-        assignment[name] = layer
-        if name not in readers:
+        layer = LayerAssignment(name, role, (), reason=reason)
+        if name not in readers:  # whose weights are read later, once
+            layer = replace(layer, weight_shape=tuple((weight := weight_of(name)).shape))
+            if reason is None and role == "conv":
+                layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipes.get(name, recipe))
             advance()
+        assignment[name] = layer
 
     def own_recipe(readers: Sequence[str]) -> Recipe:
         quantized = [name for name in readers if assignment[name].reason is None]
@@ -74,8 +75,10 @@ def derive(
 
     for each in inputs:
         for shared in SMOOTHINGS[own_recipe(each.readers).smoothing]([each]):
-            own = own_recipe(shared.readers)
-            assignment |= assign_linears(shared, assignment, weight_of, bias_of, statistics, own)
+            weights, own = {name: weight_of(name) for name in shared.readers}, own_recipe(shared.readers)
+            for name, weight in weights.items():
+                assignment[name] = replace(assignment[name], weight_shape=tuple(weight.shape))
+            assignment |= assign_linears(shared, assignment, weights, weight_of, bias_of, statistics, own)
             for _ in shared.readers:
                 advance()
     if recipe.quant_level and not any(layer.format for layer in assignment.values()):

@@ -43,13 +43,14 @@ def output_errors(
     fake_quantized = inputs
     if layer.activation_format is not None:
         fake_quantized = layer.rounded_input(inputs)
+    both = torch.cat([inputs, fake_quantized - inputs])  # a product of both takes less time than two
     squares = torch.zeros(4, dtype=torch.float64)  # of the output, its error, the input's part of that and the weight's
     for chunk, part in row_chunks(weight, layer):
         smoothed = rewritten(chunk, part)
         weight_error = part.rounded_weight(smoothed).sub_(smoothed)
-        output, from_input = inputs @ smoothed.T, (fake_quantized - inputs) @ smoothed.T
-        from_weight = inputs @ weight_error.T
-        error = fake_quantized @ weight_error.T + from_input
+        output, from_input = (both @ smoothed.T).chunk(2)
+        from_weight, from_both = (both @ weight_error.T).chunk(2)
+        error = from_weight + from_both + from_input
         if part.bias is not None:
             error += part.bias.half().float() - part.bias
         if part.low_rank is not None:

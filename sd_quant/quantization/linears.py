@@ -27,6 +27,7 @@ SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a lay
 def assign_linears(
     shared: SharedInput,
     assignment: Mapping[str, LayerAssignment],
+    weights: Mapping[str, Tensor],
     weight_of: Callable[[str], Tensor],
     bias_of: Callable[[str], Tensor | None],
     statistics: Mapping[str, LayerStatistics],
@@ -34,20 +35,21 @@ def assign_linears(
 ) -> dict[str, LayerAssignment]:
     """The rows that change: those of the quantized readers; with folding, of all readers and of the producer.
 
-    ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision.
+    ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision. ``weights`` are the
+    readers'; ``weight_of`` and ``bias_of`` read the producer's.
     """
     layers = [assignment[name] for name in shared.readers]
     quantized = [layer for layer in layers if layer.reason is None]
     if not quantized:
         return {}
-    weights = {layer.name: weight_of(layer.name) for layer in layers}
     weight_amax = input_amax([weights[layer.name] for layer in quantized])
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
     readers = Readers(layers, weights, weight_amax, statistics[quantized[0].name], vector)
     if recipe.alpha == "auto":
         searched = readers
         if recipe.static_range(quantized[0].role):  # which clips what calibration has not seen
-            searched = replace(readers, vector=lambda amax, *others: vector(awake(amax), *others))
+            amax = awake(readers.channel_amax)
+            searched = replace(readers, vector=lambda _, *others: vector(amax, *others))
         assigned = searched.assigned(searched.best_alpha(recipe), recipe)
         fixed = readers.assigned(FIXED_ALPHA, recipe)
         assigned = [
@@ -75,43 +77,42 @@ class Readers:
     statistics: LayerStatistics  # of the tensor
     vector: Callable[[Tensor, Tensor, float], Tensor]  # ``pre_quant_scale`` or ``range_keeping_scale``
 
-    def assigned(self, alpha: float | None, recipe: Recipe, max_outputs: int | None = None) -> list[LayerAssignment]:
-        """The rows with one smoothing vector; layers in high precision get only the vector.
+    @property
+    def channel_amax(self) -> Tensor:
+        """The range of each channel of the tensor, fp32 [in_features]."""
+        return self.statistics.amax.amax(dim=0)
 
-        ``max_outputs`` reduces every layer to that many outputs, evenly spaced, and the rank of its low-rank branch in
-        proportion. With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped
-        checkpoint.
-        """
-        channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values
+    def assigned(self, alpha: float | None, recipe: Recipe) -> list[LayerAssignment]:
+        """The rows with one smoothing vector; layers in high precision get only the vector."""
+        channel_amax, sample = self.channel_amax, self.statistics.rows.values
         scale = None if alpha is None else self.vector(channel_amax, self.weight_amax, alpha)
         smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
         chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), self.layers[0].role, recipe))
-        step = {name: 1 if max_outputs is None else -(-len(each) // max_outputs) for name, each in self.weights.items()}
-        weights = {name: weight[:: step[name]] for name, weight in self.weights.items()}
         layers = [replace(layer, pre_quant_scale=scale, alpha=alpha) for layer in self.layers]
-        branches = self.branches(layers, weights, recipe)
+        branches = self.branches(layers, recipe) if recipe.rank else {}
         assigned = []
         for layer in layers:
             if layer.reason is None:
-                weight, layer = weights[layer.name], replace(layer, low_rank=branches.get(layer.name))
+                weight, layer = self.weights[layer.name], replace(layer, low_rank=branches.get(layer.name))
                 layer = with_output_errors(with_ranges(layer, weight, chosen, recipe), weight, self.statistics)
             assigned.append(layer)
         return assigned
 
-    def branches(
-        self, layers: Sequence[LayerAssignment], weights: Mapping[str, Tensor], recipe: Recipe
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """The branches of the quantized layers, whose rewritten ``weights`` may have a part of the outputs."""
+    def branches(self, layers: Sequence[LayerAssignment], recipe: Recipe) -> dict[str, tuple[Tensor, Tensor]]:
+        """The branches of the quantized layers. With a part of its outputs a layer has that part of the rank.
+
+        With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped checkpoint.
+        """
         groups: dict[str, list[LayerAssignment]] = {}
         for layer in (layer for layer in layers if layer.reason is None):
             groups.setdefault("qkv" if recipe.shared_branch and layer.role == "qkv" else layer.name, []).append(layer)
         branches: dict[str, tuple[Tensor, Tensor]] = {}
         for group in groups.values():
-            parts = {layer.name: rewritten(weights[layer.name], layer) for layer in group}
-            outputs, tried = (sum(len(each[name]) for name in parts) for each in (self.weights, parts))
-            if rank := rank_of(recipe.rank, (outputs, self.weight_amax.numel())):
-                shared = low_rank_of(list(parts.values()), max(1, round(rank * tried / outputs)))
-                branches |= zip(parts, shared, strict=True)
+            parts = {layer.name: rewritten(self.weights[layer.name], layer) for layer in group}
+            outputs, tried = sum(layer.weight_shape[0] for layer in group), sum(map(len, parts.values()))
+            rank = rank_of(recipe.rank, (outputs, self.weight_amax.numel()))
+            shared = low_rank_of(list(parts.values()), max(1, round(rank * tried / outputs)))
+            branches |= zip(parts, shared, strict=True)
         return branches
 
     def best_alpha(self, recipe: Recipe) -> float:
@@ -122,12 +123,13 @@ class Readers:
         would cost more than everything else in a recipe.
         """
         rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
-        searched = replace(self, statistics=replace(self.statistics, rows=rows))
+        step = {name: -(-len(weight) // SEARCHED_OUTPUTS) for name, weight in self.weights.items()}
+        weights = {name: weight[:: step[name]].float() for name, weight in self.weights.items()}
+        searched = replace(self, weights=weights, statistics=replace(self.statistics, rows=rows))
         unclipped = replace(recipe, observer="min_max")
 
         def cost(alpha: float) -> float:
-            tried = searched.assigned(alpha, unclipped, SEARCHED_OUTPUTS)
-            return sum((layer.accumulated_error or 0) ** 2 for layer in tried)
+            return sum((layer.accumulated_error or 0) ** 2 for layer in searched.assigned(alpha, unclipped))
 
         # without a sample the cost is always 0, and FIXED_ALPHA is taken
         return min(ALPHAS, key=lambda alpha: (cost(alpha), abs(alpha - FIXED_ALPHA)))

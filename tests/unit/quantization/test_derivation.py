@@ -72,6 +72,18 @@ def test_a_convolution_worked_by_hand():
     assert (layer.activation_scale, layer.pre_quant_scale, layer.alpha, layer.weight_axis) == (2.0, None, None, 0)
 
 
+@pytest.mark.parametrize("quant_level", [1, 2.5])
+def test_a_weight_is_read_once(quant_level):
+    """Of the full-size UNet a second time would take 5 GB of reading. Where smoothing goes is another reading."""
+    read = []
+    rows = derive(
+        ROLES, lambda name: read.append(name) or WEIGHTS[name], STATISTICS,
+        Recipe(quant_level, 0.5, collect_method="min-max", smoothing="modelopt"), INPUTS,
+    )  # fmt: skip
+    assert sorted(read) == sorted(ROLES)
+    assert {name: row.weight_shape for name, row in rows.items()} == {n: tuple(WEIGHTS[n].shape) for n in ROLES}
+
+
 def test_two_readers_share_one_vector_that_goes_into_their_norm_which_has_a_row():
     """a = (127, 2032), w = (127, 508) over both weights: the vector is (sqrt(127 / 127), sqrt(508 / 2032))."""
     rows = assign()

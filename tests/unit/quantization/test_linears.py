@@ -76,8 +76,8 @@ def test_fp16_holds_a_small_factor_of_a_scale():
     statistics = LayerStatistics("linear", torch.tensor([[1000.0, 1.0]]), sample_of(torch.empty(0, 2)))
     weights = {"to_q": torch.ones(2, 2), ROW.name: WEIGHT}
     rows = assign_linears(
-        ATTENTION, {"to_q": reader, ROW.name: ROW}, weights.__getitem__, lambda name: torch.zeros(12),
-        {"to_q": statistics}, Recipe(3.0, 1.0, collect_method="min-max"),
+        ATTENTION, {"to_q": reader, ROW.name: ROW}, {"to_q": weights["to_q"]}, weights.__getitem__,
+        lambda name: torch.zeros(12), {"to_q": statistics}, Recipe(3.0, 1.0, collect_method="min-max"),
     )  # fmt: skip
     assert rows["to_q"].pre_quant_scale.tolist() == [1.0, 1000.0] and rows["to_q"].activation_amax == 1000.0
     stored = rewritten(torch.zeros(12), rows[ROW.name]).half().float()
@@ -95,7 +95,7 @@ def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, 
     formats = Enable(Pair("int8", "int8"), Pair("int8", "int8"), None)
     recipe = Recipe(3.0, "auto", collect_method="min-max", enable=formats, per_token=per_token)
     row = assign_linears(
-        SharedInput(("to_q",), None), {"to_q": reader}, lambda name: weight, lambda name: None,
+        SharedInput(("to_q",), None), {"to_q": reader}, {"to_q": weight}, lambda name: weight, lambda name: None,
         {"to_q": statistics}, recipe,
     )["to_q"]  # fmt: skip
     smoothed = amax * row.pre_quant_scale
