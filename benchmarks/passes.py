@@ -1,19 +1,23 @@
 """One pass of a transformer at full size: presets against torch and OpenVINO unquantized, in fp32 and bf16.
 
     python benchmarks/passes.py --families pixart,sd3
-    python benchmarks/passes.py --families pixart --sides torch,compiled,compiled:bf16,int8:3
+    python benchmarks/passes.py --families pixart --sides torch,compiled,compiled:bf16,torchao_int8,int8:3
+    python benchmarks/passes.py --families sana
 
 Weights and statistics are drawn as in ``families.py``, because time does not depend on their values; the error stands
 beside each time to show that the sides compute the same function. Each side has a process of its own, so that its peak
 memory is its own, and is called once before it is timed. A machine may change its speed between processes: the first
-side is timed again at the end, and what it changed by is printed. A side is torch, compiled (torch.compile) or
-unquantized (OpenVINO), or a preset and its quant_level; behind it ``:bf16`` computes in bf16 what is not quantized.
+side is timed again at the end, and what it changed by is printed. A side is torch, compiled (torch.compile),
+torchao_int8 (its INT8 linears by torch.compile; it has to be importable) or unquantized (OpenVINO), or a preset and its
+quant_level; behind it ``:bf16`` computes in bf16 what is not quantized. SANA 1.6B, which is no family, is the pipeline
+of ``any_pipeline_full_size.py``, observed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +28,33 @@ from families import DENOISERS, checkpoint_of, described, statistics_of
 from sd_quant.files import write_json
 from sd_quant.places import HOME, input_path
 
-TORCH, COMPILED, UNQUANTIZED, BF16 = "torch", "compiled", "unquantized", "bf16"
+TORCH, COMPILED, TORCHAO_INT8, UNQUANTIZED, BF16 = "torch", "compiled", "torchao_int8", "unquantized", "bf16"
 SIDES = "torch,torch:bf16,unquantized,unquantized:bf16,int8:3,int8:3:bf16,int8_dynamic:3,int8_dynamic:3:bf16,int8:4"
-LATENT_FACTOR = 8  # pixels per latent
+OBSERVED = {"sana": {"width": 256, "height": 256}}  # the tokens that its own decoder makes 1024 x 1024 pixels of
+
+
+def subject(family: str, options: argparse.Namespace):
+    """The checkpoint, and the inputs of a call for one sample, the same in every process."""
+    import torch
+
+    if family in OBSERVED:
+        from benchmarks.any_pipeline_full_size import opened, write_folder
+
+        given, work = OBSERVED[family], options.work / family
+        if not (work / "pipeline").exists():
+            write_folder(work / "pipeline", options.layers)
+        checkpoint = opened(work).session.checkpoint
+    else:
+        given = described(family, options.denoisers)
+        checkpoint = checkpoint_of(family, given)
+    contract = checkpoint.parts()[checkpoint.family.DENOISER].contract
+
+    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return values.to(dtype).float() if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+
+    shapes = contract.shapes_for(1, given["width"], given["height"])
+    return checkpoint, {name: drawn(shape, contract.dtypes[name]) for name, shape in shapes.items()}
 
 
 def assignment_of(checkpoint, network, preset: str, level: str) -> dict:
@@ -56,24 +84,34 @@ def torch_call(checkpoint, side: str, half: bool):
 
     from sd_quant.models.parts import wrapped
 
-    (component,) = checkpoint.components
-    modules = checkpoint.build()
-    network = modules[component].to(torch.bfloat16 if half else torch.float32)
-    stored = checkpoint.components[component]
-    with torch.no_grad():
-        for name, tensor in network.state_dict().items():
-            tensor.copy_(stored[name])
-    part = wrapped(checkpoint.parts(), modules)[checkpoint.family.DENOISER].eval()
-    if side == COMPILED:
+    description, modules = checkpoint.parts()[checkpoint.family.DENOISER], checkpoint.build()
+    dtype, stored = torch.bfloat16 if half else torch.float32, checkpoint.components[description.component]
+    network = modules[description.component].to(dtype)
+    for name in network.state_dict():
+        network.load_state_dict({name: stored[name].to(dtype)}, strict=False, assign=True)
+    part = wrapped(checkpoint.parts(), modules)[checkpoint.family.DENOISER].requires_grad_(False).eval()
+    if side == TORCHAO_INT8:
+        part = quantized_by_torchao(part)
+    if side != TORCH:
         part = torch.compile(part)
 
     @torch.no_grad()
     def call(**inputs):
-        cast = {name: x.bfloat16() if half and x.is_floating_point() else x for name, x in inputs.items()}
+        cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         output = part(**cast)
         return (output if isinstance(output, torch.Tensor) else output[0]).float()
 
     return call
+
+
+def quantized_by_torchao(part):
+    """The network as torchao quantizes it for torch.compile: its linears, with inputs scaled token by token."""
+    import torch._inductor.config
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    torch._inductor.config.freezing = True  # which makes its INT8 products faster on a CPU
+    quantize_(part, Int8DynamicActivationInt8WeightConfig())
+    return part
 
 
 def engine_call(checkpoint, side: str, half: bool, work: Path):
@@ -106,27 +144,21 @@ def engine_call(checkpoint, side: str, half: bool, work: Path):
 
 def child(family: str, side: str, options: argparse.Namespace) -> None:
     import torch
-    from common import drawn_inputs, timed
+    from common import timed
 
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.numbers import relative_error
     from sd_quant.process import reset_peak
 
-    given, work = described(family, options.denoisers), options.work / family
-    checkpoint = checkpoint_of(family, given)
-    plain, half = side.removesuffix(f":{BF16}"), side.endswith(f":{BF16}")
+    work = options.work / family
     work.mkdir(parents=True, exist_ok=True)
-    contract = checkpoint.parts()[checkpoint.family.DENOISER].contract
-    inputs = {
-        name: x.to(contract.dtypes[name])
-        for name, x in drawn_inputs(contract, 1, given["width"] // LATENT_FACTOR).items()
-    }
+    checkpoint, inputs = subject(family, options)
+    plain, half = side.removesuffix(f":{BF16}"), side.endswith(f":{BF16}")
     layers = lambda: None  # noqa: E731
-    if plain in (TORCH, COMPILED):
+    if plain in (TORCH, COMPILED, TORCHAO_INT8):
         call = torch_call(checkpoint, plain, half)
     else:
         call, layers = engine_call(checkpoint, plain, half, work)
-    inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
     output = call(**inputs)
     reset_peak()
     samples = [timed(lambda: call(**inputs))[1] for _ in range(options.repeats)]
@@ -144,7 +176,11 @@ def measured(family: str, side: str, options: argparse.Namespace) -> dict:
     """The figures of a side, by a process of its own; what it said where it failed."""
     command = [sys.executable, __file__, "--child", family, side, "--work", str(options.work)]
     command += ["--denoisers", str(options.denoisers), "--repeats", str(options.repeats)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)
+    command += ["--layers", str(options.layers)]
+    path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=HOME, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
     lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
     if result.returncode == 0:
         return json.loads(lines[-1])
@@ -177,6 +213,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each side (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("outputs/passes"))
     parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
+    parser.add_argument("--layers", type=int, default=20, help="blocks of SANA; 20 is the full size")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.work = input_path(options.work)

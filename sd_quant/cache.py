@@ -30,12 +30,17 @@ READ_ONLY = 0o444  # runs link to the same files
 
 @contextmanager
 def locked(path: Path, waiting: str = "") -> Iterator[None]:
-    """Hold the lock file ``path`` in the block; ``waiting`` is logged where another process holds it."""
+    """Hold the lock file ``path`` in the block.
+
+    Where another process holds it, ``waiting`` is logged, and afterwards how long this one has waited.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lock(path) as file:
         if not try_lock(file):
             LOG.info("%s", waiting or f"waiting for another process that holds {path}")
+            start = time.monotonic()
             fcntl.flock(file, fcntl.LOCK_EX)
+            LOG.info("waited %.0f s for it", time.monotonic() - start)
         yield
 
 

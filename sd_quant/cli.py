@@ -260,8 +260,10 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
     @functools.wraps(task)
     def recorded(config: DictConfig) -> object:
         hydra, directory = HydraConfig.get(), output_directory()
-        os.chdir(hydra.runtime.cwd)  # a launcher may have started this elsewhere
         multirun = hydra.mode == RunMode.MULTIRUN
+        if multirun:
+            sweep.check_shared(directory.parent)
+        os.chdir(hydra.runtime.cwd)  # a launcher may have started this elsewhere
         if multirun:
             LOG.info("%s", sweep.job_line(read_sweep(directory.parent), hydra.job.num))
             if "same_as" in sweep.entry(directory.parent, hydra.job.num):

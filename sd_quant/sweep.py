@@ -12,6 +12,7 @@ import glob
 import json
 import logging
 import shlex
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -309,6 +310,15 @@ def left(sweep: Sweep) -> str:
     seconds = [sum(seconds_of_stages(job.record).values()) for job in sweep.own if job.record is not None]
     waiting = len(sweep.own) - len(seconds) + jobs_in_all(sweep) - len(sweep.names)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
+
+
+def check_shared(directory: Path) -> None:
+    """Raises ResourceError on a machine that does not see the sweep's folder as the command does that started it."""
+    if not (directory / SWEEP).exists():
+        raise ResourceError(
+            f"{directory} has no {SWEEP} on {socket.gethostname()}, which was to do a job, expected the one that the "
+            "command has written; let this machine share the folder, or set hydra.sweep.dir to one that all share"
+        )
 
 
 def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str]:

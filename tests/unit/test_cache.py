@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -185,6 +186,22 @@ def test_processes_wait_for_each_other(tmp_path):
         assert process.exitcode == 0
     assert (tmp_path / "calls").read_text() == "made\n"
     assert {(tmp_path / f"run{number}" / "a").read_text() for number in range(4)} == {"whole"}
+
+
+def test_the_log_says_for_whom_and_how_long_a_process_has_waited(tmp_path, caplog):
+    def second() -> None:
+        with locked(tmp_path / "lock", "waiting for the first"):
+            pass
+
+    caplog.set_level("INFO")
+    waiting = threading.Thread(target=second)
+    with locked(tmp_path / "lock"):
+        waiting.start()
+        while not caplog.messages:
+            time.sleep(0.01)
+        assert caplog.messages == ["waiting for the first"]
+    waiting.join()
+    assert caplog.messages[1:] == ["waited 0 s for it"]
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.parent / "elsewhere")])

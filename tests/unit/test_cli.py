@@ -107,6 +107,15 @@ def test_a_job_that_succeeds_has_not_failed(hydra):
     assert recording_failure(lambda config: config + 1)(1) == 2 and not failure.exists()
 
 
+def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_path):
+    """Its results would be lost."""
+    failure = hydra(RunMode.MULTIRUN)
+    (tmp_path / SWEEP).unlink()
+    with pytest.raises(ResourceError, match=r"no sweep\.json on \S+, which was to do a job, .* let this machine share"):
+        recording_failure(lambda config: 0)(None)
+    assert not failure.exists()
+
+
 def test_a_job_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
     """A launcher may have started its process anywhere."""
     hydra(RunMode.MULTIRUN)

@@ -5,6 +5,8 @@ Ray and its launcher are not in the environment of the tests: ``make cluster-che
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -102,6 +104,26 @@ def test_no_node_has_the_gpus_that_a_job_asks_for(run, sweep, seen):
     assert "it has 0 CPU, 0 GPU; 1 CPU, 0 GPU; ask for less" in stderr
     assert not sweep.exists()
     seen("no node has the GPUs that a job asks for", "ray", "refused at once, with what there is")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: it mounts a disk in the place of a folder")
+def test_a_node_does_not_share_the_folder(run, cluster, sweep, seen):
+    sweep.mkdir()
+    script = 'mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={cluster.address}"]
+    start += ["--num-cpus=1", '--resources={"apart": 1}']
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", script, "sh", str(sweep), *start], start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert any("Ray runtime started" in line for line in node.stdout)
+        code, _, stderr = ended(run("+hydra.launcher.ray.remote.resources.apart=1"))
+    finally:
+        os.killpg(node.pid, signal.SIGKILL)
+        node.communicate()
+    assert code == 1 and "which was to do a job" in stderr and "let this machine share the folder" in stderr, stderr
+    seen("a node does not share the folder", "ray", "no job begins there, and the command says why")
 
 
 def test_there_is_no_cluster(commands, arguments):

@@ -245,11 +245,16 @@ def test_levers_are_put_on_one_scale(script, tmp_path):
 
 
 @pytest.mark.soak
-def test_one_block_of_a_full_size_denoiser_is_written(script, tmp_path):
-    ended(script("any_pipeline_full_size", "--layers", "1", "--work", tmp_path))
-    exported = json.loads((tmp_path / "export.json").read_text())
-    parameters = json.loads((tmp_path / "write.json").read_text())["parameters"]
+def test_one_block_of_a_full_size_denoiser_is_written_and_called(script, tmp_path):
+    work, sides = tmp_path / "sana", ["torch", "torchao_int8", "int8_dynamic:3"]
+    ended(script("any_pipeline_full_size", "--layers", "1", "--work", work))
+    exported = json.loads((work / "export.json").read_text())
+    parameters = json.loads((work / "write.json").read_text())["parameters"]
     assert parameters < exported["bytes"] < 2 * parameters
+    passes = ["--families", "sana", "--layers", "1", "--repeats", "1", "--work", tmp_path, "--sides", ",".join(sides)]
+    ended(script("passes", *passes, needs=["torchao"]))
+    errors = [row["relative_error"] for row in json.loads((work / "rows.json").read_text()).values()]
+    assert errors[0] == 0 and all(0.005 < error < 0.1 for error in errors[1:])
 
 
 @pytest.mark.soak
