@@ -123,9 +123,10 @@ class Command:
                 return
             check_address_space()
             with composing(self.name):
-                sweeps = sweep.is_sweep(self.name, overrides, arguments.multirun)
+                plain = sweep.plain_config(self.name, overrides)
+                sweeps = sweep.is_sweep(plain, arguments.multirun)
                 if not sweeps:
-                    check_command(self, overrides)
+                    check_command(self, overrides, plain)
             if sweeps:
                 end_at_once(run_sweep(self, main, overrides))
             main()
@@ -166,11 +167,13 @@ def check_address_space() -> None:
         )
 
 
-def check_command(command: Command, overrides: list[str]) -> None:
-    """Compose and check a single run, without writing anything. Raises SdQuantError."""
-    config = compose(command.name, overrides, return_hydra_config=True)
+def check_command(command: Command, overrides: list[str], plain: DictConfig) -> None:
+    """Check a single run without writing anything; ``plain`` is composed of what does not vary. Raises SdQuantError."""
+    parsed = sweep.parse(overrides)
+    varies = any(override.is_sweep_override() for override in parsed)  # which Hydra refuses
+    config = compose(command.name, overrides, return_hydra_config=True) if varies else plain
     directory = output_path(str(config.hydra.run.dir))
-    given = [override.get_key_element() for override in sweep.parse(overrides)]
+    given = [override.get_key_element() for override in parsed]
     command.before_run(job_of(command.job, config), directory, given)
     check_writable(directory)
 

@@ -48,9 +48,9 @@ STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a w
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
 
-def is_sweep(config_name: str, arguments: Sequence[str], multirun: bool) -> bool:
-    """Whether ``-m``, or the ``hydra.mode`` of an experiment, makes the command a sweep."""
-    return multirun or plain_config(config_name, arguments).hydra.mode == RunMode.MULTIRUN
+def is_sweep(plain: DictConfig, multirun: bool) -> bool:
+    """Whether ``-m``, or the ``hydra.mode`` of an experiment, makes the command of a ``plain_config`` a sweep."""
+    return multirun or plain.hydra.mode == RunMode.MULTIRUN
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:

@@ -27,12 +27,11 @@ from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
 from sd_quant.report.readings import degenerate_images, slower
 from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
 from sd_quant.report.record import CANDIDATE, DONE, at, read_object
-from sd_quant.report.summary import PROVENANCE, Row, Sweep, machine_of, shown_columns, workload
+from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, machine_of, shown_columns, workload
 from sd_quant.report.table import Column, Table
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import printable
 
-REPORT = "report.html"
 FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
 FRONTS = {
     TIME: {"sign": "◆", "meaning": "no other recipe is both faster and closer to full precision"},

@@ -39,7 +39,7 @@ from sd_quant.report.table import Column, Table, as_markdown, as_text
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
-PROVENANCE = "provenance.json"
+PROVENANCE, REPORT = "provenance.json", "report.html"
 FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 

@@ -10,8 +10,9 @@ from sd_quant.places import shown, url
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.readings import score_of
+from sd_quant.report.record import RECORD
 from sd_quant.report.run_table import run_table
-from sd_quant.report.summary import SWEEP
+from sd_quant.report.summary import REPORT, SWEEP
 
 LOG = logging.getLogger(__name__)
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
@@ -20,17 +21,19 @@ DONE_BEFORE = "done before: nothing that this job depends on has changed since"
 def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
     """Print the table of a run, or log a line of a sweep's job; returns the mean PSNR in dB.
 
-    A run gets its report; the jobs of a sweep have theirs together.
+    A run gets its report, unless it has one of this very record; the jobs of a sweep have theirs together.
     """
     psnr = score_of(record, SCORES["psnr"]).value.value
     if in_sweep(directory):
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
-    from sd_quant.report.rebuild import rebuild  # which draws
-
     print(run_table(record))
-    with working("report"):
-        page = rebuild(directory)
+    page = directory / REPORT
+    if not page.exists() or page.stat().st_mtime_ns < (directory / RECORD).stat().st_mtime_ns:
+        from sd_quant.report.rebuild import rebuild  # which draws
+
+        with working("report"):
+            rebuild(directory)
     print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
     print(f"report: {url(page)}")
     return psnr

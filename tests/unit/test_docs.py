@@ -136,7 +136,7 @@ def test_every_job_command_is_a_job():
         try:
             with composing(primary):
                 jobs = [overrides]
-                if sweep.is_sweep(primary, overrides, "-m" in arguments):
+                if sweep.is_sweep(sweep.plain_config(primary, overrides), "-m" in arguments):
                     _, jobs = sweep.expand(primary, overrides)
         except ResourceError:  # a launcher that is not installed
             continue

@@ -14,9 +14,8 @@ from sd_quant import report, stages
 from sd_quant.engines import RUNTIMES
 from sd_quant.interchange import NAMES as FOREIGN_FORMATS
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.report.page import REPORT
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, PROVENANCE
+from sd_quant.report.summary import FAILURE, PROVENANCE, REPORT
 from sd_quant.stages.job_folder import WRITTEN
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"

@@ -18,9 +18,8 @@ from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
-from sd_quant.report.page import REPORT
 from sd_quant.report.record import DONE, RECORD
-from sd_quant.report.summary import FAILURE, markdown, read_sweep
+from sd_quant.report.summary import FAILURE, REPORT, markdown, read_sweep
 from sd_quant.search import Outcome, axis, propose, told_of
 
 from .report.sweeps import record_of
@@ -219,8 +218,9 @@ def test_without_optuna_it_says_what_to_install(monkeypatch):
 @pytest.mark.slow
 def test_a_single_run_searches_nothing(tmp_path):
     command = cli.import_module("sd_quant.commands.quantize").main
+    overrides = ["search=3", "verdict.speedup=1.2", f"hydra.run.dir={tmp_path}/run"]
     with (
         cli.composing("quantize"),
         pytest.raises(ConfigError, match="^search is 3 and proposes jobs of a sweep, and thi"),
     ):
-        cli.check_command(command, ["search=3", "verdict.speedup=1.2", f"hydra.run.dir={tmp_path}/run"])
+        cli.check_command(command, overrides, sweep.plain_config("quantize", overrides))
