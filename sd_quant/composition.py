@@ -67,7 +67,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf 
     "alpha_of": alpha_of,
     "case": case,
     "own": own,
-    "job_name": lambda directory, number: sweep.entry(Path(directory), int(number))["name"],
+    "job_name": lambda directory, number: sweep.folder_of(Path(directory), int(number)),
     "places": one_host.places,
 }
 for resolver, function in RESOLVERS.items():

@@ -312,6 +312,11 @@ def left(sweep: Sweep) -> str:
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 
+def folder_of(directory: Path, number: int) -> str:
+    """Return the name of a job's folder. Where ``check_shared`` will refuse the job, it is the job's number."""
+    return entry(directory, number)["name"] if (directory / SWEEP).exists() else str(number)
+
+
 def check_shared(directory: Path) -> None:
     """Raises ResourceError on a machine that does not see the sweep's folder as the command does that started it."""
     if not (directory / SWEEP).exists():

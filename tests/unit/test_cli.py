@@ -110,7 +110,9 @@ def test_a_job_that_succeeds_has_not_failed(hydra):
 def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_path):
     """Its results would be lost."""
     failure = hydra(RunMode.MULTIRUN)
+    assert sweep.folder_of(tmp_path, 1) == "two"
     (tmp_path / SWEEP).unlink()
+    assert sweep.folder_of(tmp_path, 1) == "1"
     with pytest.raises(ResourceError, match=r"no sweep\.json on \S+, which was to do a job, .* let this machine share"):
         recording_failure(lambda config: 0)(None)
     assert not failure.exists()

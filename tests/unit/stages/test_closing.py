@@ -1,0 +1,28 @@
+"""What is said of a run in the end."""
+
+import os
+
+from sd_quant.report.record import RECORD
+from sd_quant.report.summary import REPORT
+from sd_quant.stages import closing
+
+
+def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
+    drawn = []
+
+    def rebuild(directory):
+        drawn.append(directory)
+        (directory / REPORT).write_text("page")
+
+    monkeypatch.setattr(closing, "run_table", lambda record: "the table")
+    monkeypatch.setattr("sd_quant.report.rebuild.rebuild", rebuild)
+    (tmp_path / RECORD).write_text("{}")
+    for _ in range(2):
+        closing.closing_words({}, tmp_path)
+        assert drawn == [tmp_path] and f"{tmp_path}/report.html" in capsys.readouterr().out
+    later = (tmp_path / REPORT).stat().st_mtime_ns + 1
+    os.utime(tmp_path / RECORD, ns=(later, later))  # such as by a hand-over
+    closing.closing_words({}, tmp_path)
+    (tmp_path / REPORT).unlink()
+    closing.closing_words({}, tmp_path)
+    assert len(drawn) == 3
