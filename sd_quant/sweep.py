@@ -49,7 +49,7 @@ MOST_JOBS = 1000  # each is composed and checked before the first starts, and st
 
 
 def is_sweep(plain: DictConfig, multirun: bool) -> bool:
-    """Whether ``-m``, or the ``hydra.mode`` of an experiment, makes the command of a ``plain_config`` a sweep."""
+    """Whether a command is a sweep: by ``-m``, or by the ``hydra.mode`` in its ``plain_config``."""
     return multirun or plain.hydra.mode == RunMode.MULTIRUN
 
 

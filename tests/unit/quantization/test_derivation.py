@@ -74,7 +74,7 @@ def test_a_convolution_worked_by_hand():
 
 @pytest.mark.parametrize("quant_level", [1, 2.5])
 def test_a_weight_is_read_once(quant_level):
-    """Of the full-size UNet a second time would take 5 GB of reading. Where smoothing goes is another reading."""
+    """A second time would be 5 GB more of the full-size UNet. Without folding, because that reads producers again."""
     read = []
     rows = derive(
         ROLES, lambda name: read.append(name) or WEIGHTS[name], STATISTICS,

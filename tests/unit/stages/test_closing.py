@@ -1,4 +1,4 @@
-"""What is said of a run in the end."""
+"""The last lines that a run prints, and the report that they name."""
 
 import os
 
