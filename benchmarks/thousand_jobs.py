@@ -17,6 +17,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from sd_quant.report.record import RECORD
 from sd_quant.report.summary import SWEEP
 from sd_quant.stages.job_folder import fingerprint_of, inputs_of
 from sd_quant.sweep import plan_of
+
+WAITED = re.compile(r"waited (\d+) s for it")  # of ``cache.locked``, in a job's log
 
 
 def knobs_of(jobs: int) -> list[str]:
@@ -111,6 +114,8 @@ def main() -> None:
         print(f"{name}: {told}", flush=True)
     plan, report, whole = (each["seconds"] for each in found.values())
     print(f"a job that is done before: {(whole - plan - report) / options.jobs:.3f} s")
+    waits = [float(wait) for log in sweep.glob("*/quantize.log") for wait in WAITED.findall(log.read_text())]
+    print(f"waited for locks: {sum(waits):.0f} s in all, {max(waits, default=0):.0f} s at most")
     print(f"report.html: {(sweep / 'report.html').stat().st_size / 1e6:.1f} MB")
     write_json(options.work / "figures.json", found)
 

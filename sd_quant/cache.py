@@ -13,9 +13,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -42,6 +43,22 @@ def locked(path: Path, waiting: str = "") -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             LOG.info("waited %.0f s for it", time.monotonic() - start)
         yield
+
+
+@contextmanager
+def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
+    """Hold in the block the first of these lock files that no other process holds, and yield its number in the list.
+
+    Where others hold all, this is the first, after a wait as in ``locked``.
+    """
+    for number, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_lock(path) as file:
+            if try_lock(file):
+                yield number
+                return
+    with locked(paths[0], waiting):
+        yield 0
 
 
 def open_lock(path: Path) -> IO[str]:
@@ -91,16 +108,41 @@ class Cache:
         if self.directory is None:
             make(target)
             return
-        entry, described = self.entry(kind, origin), json.loads(json.dumps(origin))
+        entry = self.entry(kind, origin)
         with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
-            if names := sound(entry, described):
+            if put(entry, origin, target, make):
                 LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
-            else:
-                names = fill(entry, described, make)
-            os.utime(entry / MANIFEST)
-            for name in names:
-                link(entry / name, target / name)
         self.trim(spared=entry)
+
+    def provide_all(
+        self,
+        kind: str,
+        origins: Mapping[str, Mapping[str, object]],
+        target: Path,
+        make: Callable[[str, Path], object],
+    ) -> None:
+        """Put the files of several entries, which ``make(name, folder)`` writes, into ``target/<name>``.
+
+        Processes that want the same entries, on one machine or on several that share the cache, divide them: each
+        makes one that nobody makes, and waits only where none is left. One that dies costs the entry that it made.
+        """
+        left = list(origins)
+        for name in left:
+            (target / name).mkdir(parents=True, exist_ok=True)
+        if self.directory is None:
+            for name in left:
+                make(name, target / name)
+            return
+        entries = {name: self.entry(kind, origins[name]) for name in left}
+        found = 0
+        while left:
+            locks = [lock_of(entries[name]) for name in left]
+            with first_free(locks, f"another process makes the last of the {kind}: waiting for it") as number:
+                name = left.pop(number)
+                found += put(entries[name], origins[name], target / name, partial(make, name))
+        if found:
+            LOG.info("%d of %d %s come from the cache", found, len(origins), kind)
+        self.trim(spared=entries[name])
 
     def trim(self, spared: Path) -> None:
         """Remove the least recently used entries above the limit, but not ``spared`` or any in use.
@@ -124,6 +166,19 @@ class Cache:
                     LOG.info("the cache is over its limit: %s goes, unused for the longest time", entry)
                     shutil.rmtree(entry, ignore_errors=True)
                     excess -= size
+
+
+def put(entry: Path, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> bool:
+    """Link the files of an entry into ``target``, and return whether it was there; otherwise it is made.
+
+    The caller holds the entry's lock.
+    """
+    described = json.loads(json.dumps(origin))
+    there = sound(entry, described)
+    for name in there or fill(entry, described, make):
+        link(entry / name, target / name)
+    os.utime(entry / MANIFEST)
+    return bool(there)
 
 
 def lock_of(entry: Path) -> Path:

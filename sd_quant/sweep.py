@@ -285,7 +285,7 @@ class Jobs(Work):
         (done, failed, running, waiting), taken = self.count(), time.monotonic() - self.started
         told = f"{done} done, {failed} failed, {running} running, {waiting} waiting"
         new = done - self.before
-        left = f"about {duration(taken * (running + waiting) / new)} to go" if new else f"{duration(taken)} so far"
+        left = f"about {duration(taken * (running + waiting) / new)} to go" if new > 0 else f"{duration(taken)} so far"
         return f"{self.description}: {told}; {left}"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.cache import locked, open_lock, try_lock
+from sd_quant.cache import first_free
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
 from sd_quant.files.archive import whole_file
@@ -73,21 +73,17 @@ class Entries:
     def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
         """Hold in the block the lock of the first of ``segments`` of which there is no entry and nobody makes one.
 
-        Yields the segment; None, after a wait for the first, where all are there or being made.
+        Yields the segment; None where another process has made it meanwhile, if need be after a wait for the first.
         """
-        for segment in segments:
-            with open_lock(self.lock(segment)) as lock:
-                if not try_lock(lock):
-                    continue
-                first = segment == segments[0]  # whose entry may be there and damaged
-                if not (self.longest(segment.start, segment.stop) if first else self.path(segment).exists()):
-                    yield segment
-                    return
-        with locked(self.lock(segments[0]), "waiting for another process, which calibrates the same"):
-            yield None
+        absent = [segment for segment in segments if segment == segments[0] or not self.path(segment).exists()]
+        locks = [self.lock(segment) for segment in absent]
+        with first_free(locks, "waiting for another process, which calibrates the same") as number:
+            segment = absent[number]
+            first = number == 0  # whose entry may be there and damaged
+            made = self.longest(segment.start, segment.stop) if first else self.path(segment).exists()
+            yield None if made else segment
 
     def lock(self, segment: range) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f".{self.path(segment).stem}.lock"
 
     def write(self, segment: range, statistics: Statistics) -> None:

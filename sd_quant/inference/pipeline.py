@@ -30,6 +30,17 @@ from sd_quant.models.family import PipelineAdapter, remade
 from sd_quant.models.parts import Part
 
 LOG = logging.getLogger(__name__)
+Tensors = dict[str, Tensor]
+# Of batches of numbers of prompts, and a function that makes what is named by a batch's place in the list, all that is
+# made, in order. The third argument tells, by batch, what else it depends on.
+ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[Any]], list[Tensors]]
+
+
+def in_turn(
+    batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
+) -> list[Tensors]:
+    """Make all batches here, one after the other."""
+    return [make(place) for place in range(len(batches))]
 
 
 class EngineNetwork(nn.Module):
@@ -260,11 +271,12 @@ class Pipeline:
         decode: bool = True,
         on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
+        by_batch: ByBatch = in_turn,
     ) -> Generated:
         """An image for each of the ``prompts``, or for those whose ``numbers`` are given; the number decides its noise.
 
         ``decode=False`` returns latents alone. ``on_batch`` is called with the numbers of the prompts that are denoised
-        next, ``on_step`` with the step.
+        next, ``on_step`` with the step. ``by_batch`` lets batches be denoised, here or elsewhere.
         Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
         """
         self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
@@ -277,17 +289,20 @@ class Pipeline:
         if sampling.source is not None:
             encode_images(pipe, sampling.source, numbers)
         of_batch = [sampling.of_image(batch[0]) for batch in batches]
+
+        def denoised(place: int) -> Tensors:
+            on_batch(batches[place])
+            steps, final = self.denoise(pipe, batches[place], encoded[place], of_batch[place], on_step)
+            return {"steps": torch.stack(steps, dim=1), "final": final}
+
+        made = by_batch(batches, denoised, ())
         latents: dict[int, Tensor] = {}
         images: dict[int, np.ndarray] = {}
-        final_latents = []
-        for batch, text, sampled in zip(batches, encoded, of_batch, strict=True):
-            on_batch(batch)
-            steps, final = self.denoise(pipe, batch, text, sampled, on_step)
-            latents |= zip(batch, torch.stack(steps, dim=1), strict=True)
-            final_latents.append(final)
+        for batch, each in zip(batches, made, strict=True):
+            latents |= zip(batch, each["steps"], strict=True)
         if decode:
-            for batch, final, sampled in zip(batches, final_latents, of_batch, strict=True):
-                images |= zip(batch, self.decode(batch, final, sampled), strict=True)
+            for batch, each, sampled in zip(batches, made, of_batch, strict=True):
+                images |= zip(batch, self.decode(batch, each["final"], sampled), strict=True)
         in_order = [latents[number] for number in numbers]
         one_shape = len({each.shape for each in in_order}) == 1
         return Generated(

@@ -8,19 +8,18 @@ images. What lies between networks is computed again, a few operations on latent
 each class into its three phases, which takes a file for each family.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.calls import Calls
-from sd_quant.inference.pipeline import Generated, Sampling, calls_of, made_with
+from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, calls_of, in_turn, made_with
 from sd_quant.metrics.images import joined
 from sd_quant.models.parts import Part
 from sd_quant.observed.watching import Run, Style, bound, request, told_steps
@@ -34,7 +33,7 @@ class ReplayedNetwork(nn.Module):
     """A network of a pipeline that an engine computes, and that gives answers again.
 
     ``network`` may be on the meta device: its configuration and the signature of its method are used. ``answers`` are
-    those of the calls of one batch, in order; a call beyond them is computed, or ends the pipeline's call if
+    the outputs in the calls of one batch, in order; a call beyond them is computed, or ends the pipeline's call if
     ``stops``. ``on_call`` and ``through`` as in ``EngineNetwork``.
     """
 
@@ -46,7 +45,7 @@ class ReplayedNetwork(nn.Module):
         self.network = [network]  # in a list, so that it is no submodule
         self.on_call: Callable[[], object] = lambda: None
         self.through: Calls | None = None
-        self.answers: list[Any] = []
+        self.answers: list[Tensors] = []
         self.given, self.stops = 0, False
 
     def __getattr__(self, name: str) -> Any:
@@ -67,17 +66,17 @@ class ReplayedNetwork(nn.Module):
             self.answers.append(self.computed(args, kwargs))
         answer = self.answers[self.given]
         self.given += 1
-        return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, answer)  # pipelines change them
+        return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
 
-    def computed(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def computed(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensors:
         self.on_call()
         arguments = bound(getattr(self.network[0], self.method), args, kwargs)
         given = self.part.arguments(self.part.contract, arguments)
         outputs = self.outputs(given) if self.through is None else self.through(self.outputs, given)
-        return self.part.answer({
+        return {
             name: output.cpu().float() if output.is_floating_point() else output.cpu()
             for name, output in outputs.items()
-        })  # fmt: skip
+        }
 
     def outputs(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The engine's outputs."""
@@ -116,6 +115,7 @@ class ObservedPipeline:
         decode: bool = True,
         on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
+        by_batch: ByBatch = in_turn,
     ) -> Generated:
         """An image for each of the ``prompts``, or for those whose ``numbers`` are given; the number decides its noise.
 
@@ -129,17 +129,25 @@ class ObservedPipeline:
         images: dict[int, np.ndarray] = {}
         for batch, known in zip(batches, answers, strict=True):
             self.run(prompts, batch, sampling, known, until=self.denoisers)
-        for batch, known in zip(batches, answers, strict=True):
+
+        def denoised(place: int) -> Tensors:
+            batch, known = batches[place], answers[place]
             on_batch(batch)
             steps, result = self.run(prompts, batch, sampling, known, until=self.decoders, on_step=on_step)
-            latents |= zip(batch, by_image(steps, len(batch)), strict=True)
+            made = {"steps": by_image(steps, len(batch))} | packed(known)
             if decode and result is not None:  # nothing is decoded by a network
-                images |= zip(batch, self.pixels(batch, result), strict=True)
-        for batch, known in zip(batches, answers, strict=True):
-            if decode and batch[0] not in images:
-                _, result = self.run(prompts, batch, sampling, known, until=())
-                images |= zip(batch, self.pixels(batch, result), strict=True)
+                made["images"] = torch.from_numpy(self.pixels(batch, result))
+            return made
+
+        made = by_batch(batches, denoised, ())
+        for batch, known, each in zip(batches, answers, made, strict=True):
             known.clear()
+            latents |= zip(batch, each["steps"], strict=True)
+            if "images" not in each and decode:
+                _, result = self.run(prompts, batch, sampling, unpacked(each, self.stands), until=())
+                each["images"] = torch.from_numpy(self.pixels(batch, result))
+            images |= zip(batch, each["images"].numpy(), strict=True) if decode else ()
+            each.clear()
         in_order = [latents[number] for number in numbers]
         one_shape = len({each.shape for each in in_order}) == 1
         return Generated(
@@ -215,6 +223,29 @@ class ObservedPipeline:
                 "that are; its weights may be stored in fewer bits than it needs: export it in fp32"
             )
         return np.repeat((values * 255).round().astype(np.uint8), 3 if values.shape[-1] == 1 else 1, axis=-1)
+
+
+def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
+    """Networks' answers under names that ``unpacked`` reads: ``answer/<network>/<call>/<output>``."""
+    return {
+        f"answer/{network}/{call}/{name}": output
+        for network, calls in answers.items()
+        for call, outputs in enumerate(calls)
+        for name, output in outputs.items()
+    }
+
+
+def unpacked(tensors: Tensors, networks: Iterable[str]) -> dict[str, list[Tensors]]:
+    """Reverse ``packed`` of what these ``networks`` answered."""
+    answers: dict[str, list[Tensors]] = {network: [] for network in networks}
+    calls = sorted(
+        (path.split("/", 3)[1:] for path in tensors if path.startswith("answer/")), key=lambda at: int(at[1])
+    )
+    for network, call, name in calls:
+        if len(answers[network]) == int(call):
+            answers[network].append({})
+        answers[network][int(call)][name] = tensors[f"answer/{network}/{call}/{name}"]
+    return answers
 
 
 def by_image(steps: Sequence[Tensor], images: int) -> Tensor:

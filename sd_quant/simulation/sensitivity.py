@@ -8,8 +8,9 @@ several layers kept at once shows how well that holds. The road not taken is an 
 which requires the square of this many passes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -60,46 +61,72 @@ def guided(output: Tensor, guidance_scale: float) -> Tensor:
     return unconditional + guidance_scale * (conditional - unconditional)
 
 
-@torch.no_grad()
-def sensitivity_of(
-    simulated: nn.Module,
-    run: Callable[[], Tensor],
-    layers: Sequence[str],
-    kept: int,
-    advance: Callable[[], object] = lambda: None,
-) -> Sensitivity:
-    """Sensitivity of ``layers`` of the ModelOpt model ``simulated``; ``kept`` is one point of its curve.
+class Switched:
+    """The ModelOpt model ``simulated`` with ``layers`` that are quantized one by one or together.
 
-    ``run`` returns the output of the network that contains the model, for the sampled inputs. ``advance`` is called
-    after each of the ``1 + len(layers) + len(curve_points(...))`` measurements. Afterwards all layers are quantized.
+    ``run`` returns the output of the network that contains the model, for the sampled inputs. All layers are quantized
+    except in a measurement.
     """
-    quantizers = {}
-    for name in layers:
-        layer = simulated.get_submodule(name)
-        quantizers[name] = [each for each in (layer.input_quantizer, layer.weight_quantizer) if each.is_enabled]
 
-    def switch(names: Sequence[str], on: bool) -> None:
-        for quantizer in (quantizer for name in names for quantizer in quantizers[name]):
-            quantizer.enable() if on else quantizer.disable()
+    def __init__(self, simulated: nn.Module, run: Callable[[], Tensor], layers: Sequence[str]):
+        self.run = run
+        modules = {name: simulated.get_submodule(name) for name in layers}
+        self.quantizers = {
+            name: [each for each in (layer.input_quantizer, layer.weight_quantizer) if each.is_enabled]
+            for name, layer in modules.items()
+        }
 
-    switch(layers, False)
-    expected = run()
-    advance()
-    errors = {}
-    for name in layers:
-        switch([name], True)
-        errors[name] = relative_error(expected, run())
-        switch([name], False)
-        advance()
+    @torch.no_grad()
+    def output(self, quantized: Collection[str]) -> Tensor:
+        """The network's output with no other layers quantized."""
+        for name, quantizers in self.quantizers.items():
+            for quantizer in quantizers:
+                quantizer.enable() if name in quantized else quantizer.disable()
+        try:
+            return self.run()
+        finally:
+            for quantizer in (quantizer for quantizers in self.quantizers.values() for quantizer in quantizers):
+                quantizer.enable()
+
+    @cached_property
+    def expected(self) -> Tensor:
+        return self.output(())
+
+    def error(self, quantized: Collection[str]) -> float:
+        """The relative error of the network's output with no other layers quantized."""
+        return relative_error(self.expected, self.output(quantized))
+
+
+# Of the layers that are quantized, by a name, and a function that measures the network's error with them: all errors.
+Measure = Callable[[Mapping[str, Collection[str]], Callable[[Collection[str]], float]], dict[str, float]]
+
+
+def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collection[str]], float]) -> dict[str, float]:
+    """Measure all errors here."""
+    return {name: error(quantized) for name, quantized in choices.items()}
+
+
+def sensitivity_of(
+    error: Callable[[Collection[str]], float], layers: Sequence[str], kept: int, measure: Measure = one_by_one
+) -> Sensitivity:
+    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized; ``kept`` is one point of its
+    curve.
+
+    The errors of all layers are measured together, and then those of the curve: ``len(layers)`` and
+    ``len(curve_points(...))``. ``measure`` lets them be measured, here or elsewhere.
+    """
+    errors = measure({name: [name] for name in layers}, error)
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
-    order, curve = list(ranked), []
-    switch(layers, True)
-    for count in curve_points(kept, len(layers)):
-        switch(order[:count], False)
-        predicted = sum(ranked[name] ** 2 for name in order[count:]) ** 0.5
-        curve.append({"kept": count, "relative_error": relative_error(expected, run()), "predicted": predicted})
-        advance()
-    switch(layers, True)
+    rest = {str(count): list(ranked)[count:] for count in curve_points(kept, len(layers))}
+    measured = measure(rest, error)
+    curve = [
+        {
+            "kept": int(count),
+            "relative_error": measured[count],
+            "predicted": sum(ranked[name] ** 2 for name in quantized) ** 0.5,
+        }
+        for count, quantized in rest.items()
+    ]
     return Sensitivity(ranked, curve)
 
 

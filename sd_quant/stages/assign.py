@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sd_quant.calibration.store import content_digest
 from sd_quant.checkpoints.lora import adapted_in, factors_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
@@ -21,13 +23,17 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
+    Switched,
     curve_points,
     guided,
+    one_by_one,
     sensitivity_of,
     sensitivity_rows,
 )
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded, check_no_convolutions
 from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.shared import Shared
 
 UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
 
@@ -144,13 +150,19 @@ def assign_nearest(loaded: Loaded, part: str, recipes: Mapping[str, Recipe]) -> 
 
 
 def most_sensitive(
-    loaded: Loaded, statistics: Statistics, assignment: dict[str, LayerAssignment], directory: Path
+    loaded: Loaded,
+    statistics: Statistics,
+    assignment: dict[str, LayerAssignment],
+    directory: Path,
+    shared: Shared | None = None,
 ) -> tuple[Sensitivity, list[str]]:
     """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
 
-    Writes ``sensitivity.csv`` and its plot to ``directory``.
+    Writes ``sensitivity.csv`` and its plot to ``directory``. ``shared`` as for ``measure_sensitivity``.
     """
-    sensitivity = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale)
+    sensitivity = measure_sensitivity(
+        loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
+    )
     table = sensitivity_rows(sensitivity, assignment, loaded.kept)
     write_csv(table, directory / "sensitivity.csv")
     plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
@@ -163,18 +175,46 @@ def measure_sensitivity(
     statistics: Statistics,
     kept: int,
     guidance_scale: float,
+    shared: Shared | None = None,
 ) -> Sensitivity:
-    """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics."""
-    part = open_simulated(checkpoint, assignment)
-    simulated, (output,) = denoiser_of(checkpoint, part.module), part.outputs
-    inputs = {name: sample.values for name, sample in statistics.calls.items()}
-    calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+    """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics.
+
+    With ``shared``, other jobs' measurements of the same assignment on the same inputs count, and jobs that measure at
+    once divide the layers.
+    """
     layers = [layer.name for layer in assignment.values() if layer.format]
-    with progress(1 + len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
-        return sensitivity_of(
-            simulated,
-            lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in calls]),
+    calls = {name: sample.values for name, sample in statistics.calls.items()}
+
+    @cache
+    def switched() -> Switched:
+        part = open_simulated(checkpoint, assignment)
+        (output,) = part.outputs
+        each_call = [dict(zip(calls, values, strict=True)) for values in zip(*calls.values(), strict=True)]
+        return Switched(
+            denoiser_of(checkpoint, part.module),
+            lambda: torch.cat([guided(part(**call)[output].cpu(), guidance_scale) for call in each_call]),
             layers,
-            kept,
-            advance,
         )
+
+    measure = (
+        one_by_one
+        if shared is None
+        else partial(
+            shared.measured,
+            shared.made_of("simulation.sensitivity", "stages.open_parts")
+            | {
+                "modelopt": shared.facts["versions"].get("nvidia-modelopt"),
+                "assignment": assignment_digest(assignment),
+                "calls": content_digest("", "", calls),
+                "guidance_scale": guidance_scale,
+            },
+        )
+    )
+    with progress(len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
+
+        def error(quantized: Collection[str]) -> float:
+            found = switched().error(quantized)
+            advance()
+            return found
+
+        return sensitivity_of(error, layers, kept, measure)

@@ -18,6 +18,7 @@ from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fi
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
 from sd_quant.stages.layer_times import Times, time_costs, times_of_job
 from sd_quant.stages.load import Loaded, units_of
+from sd_quant.stages.shared import Shared
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,20 @@ def choose(
     directory: Path,
     step: Callable[[str], AbstractContextManager],
     times: Times | None = None,
+    shared: Shared | None = None,
 ) -> Chosen:
     """Choose the assignment, in stages that ``step`` times.
 
     Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
 
-    ``times`` are those of ``quantize.budget_ms``, where they are known already. Raises ConfigError for a budget that
+    ``times`` are those of ``quantize.budget_ms``, where they are known already. ``shared`` as for
+    ``measure_sensitivity``. Raises ConfigError for a budget that
     cannot be met.
     """
     sensitivity = None
     if loaded.recipe.fit is not None:
         with step("fit"):
-            whole = fit_pipeline(loaded, statistics, directory)
+            whole = fit_pipeline(loaded, statistics, directory, shared)
         return written(loaded, Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
     if loaded.labels is not None:
         with step("assign"):
@@ -65,24 +68,26 @@ def choose(
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):
-        fitted = within_limit(loaded, statistics, directory, times)
+        fitted = within_limit(loaded, statistics, directory, times, shared)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
         parts = assign_parts(loaded, statistics.parts)
     if loaded.kept:
         with step("sensitivity"):
-            sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory)
+            sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)
             assignment = assign(loaded, statistics, kept)
     return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
 
 
-def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, times: Times | None) -> Fitted | None:
+def within_limit(
+    loaded: Loaded, statistics: Statistics, directory: Path, times: Times | None, shared: Shared | None
+) -> Fitted | None:
     """The choice within ``quantize.budget`` or ``quantize.budget_ms``; None without such a limit."""
     recipe = loaded.recipe
     if recipe.budget_ms is not None:
         times = times or times_of_job(loaded, directory)
     elif (limit := bytes_to_share(loaded)) is None:
         return None
-    measured = measure_presets(loaded, statistics)
+    measured = measure_presets(loaded, statistics, shared)
     if recipe.budget_ms is None:
         return fit_budget(loaded, statistics, measured, limit, directory)
     by_time = partial(time_costs, times)

@@ -1,8 +1,8 @@
 """Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd_quant.cache import Cache
 from sd_quant.config import Infer
-from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
-from sd_quant.inference.pipeline import Generated, Sampling
+from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
-from sd_quant.report.record import weights_sha256
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
-from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
+from sd_quant.stages.shared import Shared
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
-Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 SAMPLED = 4  # calls of the denoiser that are kept
+BATCH = "batch.safetensors"
+COUNTED = "counted"
 
 
 @dataclass(frozen=True)
@@ -55,45 +54,66 @@ class VariantOutputs:
 
 
 @dataclass(frozen=True)
-class KeptOutputs:
-    """Outputs of unquantized variants, which no recipe changes, in the cache."""
-
-    facts: dict  # of the job, which the key is made of
-    directory: Path  # for temporary files
-    cache: Cache
+class KeptOutputs(Shared):
+    """Outputs of variants in the cache. No recipe changes those of unquantized ones."""
 
     def provide(
         self,
         checkpoint: Checkpoint,
         prompts: list[str],
         infer: Infer,
-        make: Callable[[], VariantOutputs],
-        engine: Mapping[str, str] = {},
+        make: Callable[[ByBatch], VariantOutputs],
+        engine: Mapping[str, Any] = {},
         sampling: Sampling | None = None,
     ) -> VariantOutputs:
         """Return what ``make`` returns, or what the cache has for the same model, machine, images and ``engine``.
 
-        ``sampling`` is the reference's by default.
+        Jobs that want the same at once divide the batches. ``sampling`` is the reference's by default.
         """
         origin = self.origin(checkpoint, prompts, infer, engine, sampling or sampling_of(infer))
+        made = cache(lambda: make(partial(self.divided, origin)))
+        if not self.cache.holds("images", origin):
+            made()  # beside others that do the same, which is why no lock is held yet
         with temporary_folder(self.directory) as temporary:
             path = Path(temporary) / "images.safetensors"
             self.cache.provide(
-                "images", origin, path.parent, lambda folder: save_file(pack(make()), folder / path.name)
+                "images", origin, path.parent, lambda folder: save_file(pack(made()), folder / path.name)
             )
             return unpack(load_file(path))
 
+    def divided(
+        self,
+        origin: Mapping[str, Any],
+        batches: Sequence[Sequence[int]],
+        make: Callable[[int], Tensors],
+        also: Sequence[Any] = (),
+    ) -> list[Tensors]:
+        """Batches of the images of this ``origin``, each from the cache or made here: a ``pipeline.ByBatch``."""
+        prompts, more = origin["prompts"], also or [None] * len(batches)
+        origins = {
+            str(place): {
+                **origin,
+                "prompts": [prompts[number] for number in batch],
+                "numbers": list(batch),
+                "also": each,
+            }
+            for place, (batch, each) in enumerate(zip(batches, more, strict=True))
+        }
+
+        def write(place: str, folder: Path) -> None:
+            made = make(int(place))
+            save_file({name: tensor.cpu().contiguous().clone() for name, tensor in made.items()}, folder / BATCH)
+
+        with temporary_folder(self.directory) as temporary:
+            self.cache.provide_all("latents", origins, Path(temporary), write)
+            return [load_file(Path(temporary) / place / BATCH) for place in origins]
+
     def origin(
-        self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, str], sampling: Sampling
+        self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
     ) -> dict[str, Any]:
         """What images of an unquantized variant depend on, as a key of the cache."""
-        packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
         return {
-            "checkpoint": weights_sha256(self.facts),
-            "source": source_digest("checkpoints.kinds", "export.parts", "inference.parity", "inference.loading"),
-            "versions": {name: self.facts["versions"].get(name) for name in packages},
-            # processors round differently
-            "machine": [self.facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
+            **self.made_of("export.parts", "inference.parity", "inference.loading"),
             "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
             "prompts": prompts,
             "sampling": sampling.described(),
@@ -105,38 +125,49 @@ class KeptOutputs:
 def compare_images(
     checkpoint: Checkpoint,
     framework: VariantOutputs,
-    engines: Engines,
-    quantized: Collection[str],
+    variants: Variants,
     prompts: list[str],
     infer: Infer,
     kept: KeptOutputs,
 ) -> VariantOutputs:
-    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's.
-
-    ``quantized`` names the parts that are quantized.
-    """
+    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
+    engines, key = variants.engines, dict[str, Any](engine=infer.engine)
     unquantized = kept.provide(
         checkpoint, prompts, infer,
-        lambda: compare_unquantized(checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer),
-        {"engine": infer.engine},
+        partial(compare_unquantized, checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer), key,
     )  # fmt: skip
-    variant = engines[QUANTIZED]  # its other parts are the unquantized ones
+    variant, sampling = engines[QUANTIZED], recipe_sampling(infer)  # its other parts are the unquantized ones
+    key |= {"assignments": variants.digests(), "simulated": variants.simulated is not None}
+    key["opened"] = source_digest("stages.open_parts")
     images = framework.images | unquantized.images
     outputs = framework.outputs | unquantized.outputs
-    watched = WatchedVariant(variant, {})
-    images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, recipe_sampling(infer), "quantized")
-    outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in quantized}
-    return VariantOutputs(
-        images, framework.inputs, outputs, framework.calls, counted(checkpoint, watched, prompts, infer)
-    )
+    watched, denoiser, counts = WatchedVariant(variant, {}), checkpoint.family.DENOISER, list[Tensor]()
+
+    def counting(
+        batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
+    ) -> list[Tensors]:
+        """Let each batch bring the number of the denoiser's calls, and of samples in them."""
+
+        def made(place: int) -> Tensors:
+            watched.count[denoiser] = watched.samples[denoiser] = 0
+            return make(place) | {COUNTED: torch.tensor([watched.count[denoiser], watched.samples[denoiser]])}
+
+        found = kept.divided(kept.origin(checkpoint, prompts, infer, key, sampling), batches, made)
+        counts.extend(tensors.pop(COUNTED) for tensors in found)
+        return found
+
+    images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
+    outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in variants.assignments}
+    calls, samples = (int(total) for total in torch.stack(counts).sum(dim=0))
+    of_an_image = counted(checkpoint, calls, samples, prompts, infer)
+    return VariantOutputs(images, framework.inputs, outputs, framework.calls, of_an_image)
 
 
-def counted(checkpoint: Checkpoint, watched: WatchedVariant, prompts: list[str], infer: Infer) -> CallsOfAnImage:
-    """The denoiser's calls for each of the images that a variant has made of ``prompts``."""
-    denoiser, sampling = checkpoint.family.DENOISER, sampling_of(infer)
-    calls = watched.count[denoiser] // len(sampling.batches(range(len(prompts))))
+def counted(checkpoint: Checkpoint, calls: int, samples: int, prompts: list[str], infer: Infer) -> CallsOfAnImage:
+    """The denoiser's calls for each of the images of ``prompts``, of all calls and of all samples in them."""
+    calls //= len(sampling_of(infer).batches(range(len(prompts))))
     a_call = samples_per_image(checkpoint, infer.scale)
-    halves = a_call * calls - watched.samples[denoiser] // len(prompts) if a_call == 2 else 0
+    halves = a_call * calls - samples // len(prompts) if a_call == 2 else 0
     return CallsOfAnImage(calls - halves, halves)
 
 
@@ -144,20 +175,47 @@ def framework_images(
     checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer, kept: KeptOutputs
 ) -> VariantOutputs:
     """Make torch's images in full precision, with which everything is compared."""
-    return kept.provide(checkpoint, prompts, infer, lambda: compare_framework(checkpoint, variant, prompts, infer))
+    return kept.provide(checkpoint, prompts, infer, partial(compare_framework, checkpoint, variant, prompts, infer))
 
 
 def compare_framework(
-    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer
+    checkpoint: Checkpoint,
+    variant: Mapping[str, Engine],
+    prompts: list[str],
+    infer: Infer,
+    by_batch: ByBatch = in_turn,
 ) -> VariantOutputs:
     """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way."""
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
     calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
-    watched = WatchedVariant(variant, {denoiser: {steps // 2, *calls}})
-    images = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "framework")
-    inputs = {part: seen[steps // 2 if part == denoiser else 0] for part, seen in watched.seen.items()}
+    wanted = sorted({steps // 2, *calls})
+    watched = WatchedVariant(variant, {denoiser: wanted})
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def watching(
+        batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
+    ) -> list[Tensors]:
+        """Let each batch bring the inputs of the calls that are wanted of it."""
+        of_batch = [[call for call in wanted if call // steps == place] for place in range(len(batches))]
+
+        def made(place: int) -> Tensors:
+            watched.count[denoiser] = place * steps
+            tensors, inputs = make(place), watched.seen.pop(denoiser, {})
+            return tensors | {
+                f"call/{call}/{name}": tensor
+                for call in of_batch[place]
+                for name, tensor in inputs.get(call, {}).items()
+            }
+
+        found = by_batch(batches, made, of_batch)
+        for path, tensor in [row for tensors in found for row in tensors.items() if row[0].startswith("call/")]:
+            _, call, name = path.split("/", 2)
+            seen.setdefault(int(call), {})[name] = tensor
+        return found
+
+    images = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "framework", watching)
+    inputs = {denoiser: seen[steps // 2]} | {part: calls[0] for part, calls in watched.seen.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    seen = watched.seen[denoiser]
     kept = {str(number): copies_of(seen[number]) for number in calls if number in seen}  # one of them may be in inputs
     return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
 
@@ -175,10 +233,16 @@ def sampled_calls(batches: int, steps: int) -> list[int]:
 
 
 def compare_unquantized(
-    checkpoint: Checkpoint, variant: Mapping[str, Engine], inputs: dict[str, dict], prompts: list[str], infer: Infer
+    checkpoint: Checkpoint,
+    variant: Mapping[str, Engine],
+    inputs: dict[str, dict],
+    prompts: list[str],
+    infer: Infer,
+    by_batch: ByBatch = in_turn,
 ) -> VariantOutputs:
     """Make the images of the unquantized engine, and the outputs of its parts for torch's ``inputs``."""
-    images = generate(pipeline_of(checkpoint, variant), prompts, sampling_of(infer), FULL_PRECISION.replace("_", " "))
+    description = FULL_PRECISION.replace("_", " ")
+    images = generate(pipeline_of(checkpoint, variant), prompts, sampling_of(infer), description, by_batch)
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
     return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 

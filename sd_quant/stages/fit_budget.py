@@ -23,6 +23,7 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.stages.assign import assign, measure_sensitivity
 from sd_quant.stages.chosen_by_images import PROMPTS, image_errors
 from sd_quant.stages.load import Loaded, units_of
+from sd_quant.stages.shared import Shared
 from sd_quant.stages.variants import Assignments
 
 LOG = logging.getLogger(__name__)
@@ -143,16 +144,20 @@ def bytes_to_share(loaded: Loaded) -> int | None:
 
 
 def errors_of(
-    loaded: Loaded, statistics: Statistics, seen: Callable[[str, dict[str, LayerAssignment]], object] = lambda *_: None
+    loaded: Loaded,
+    statistics: Statistics,
+    shared: Shared | None,
+    seen: Callable[[str, dict[str, LayerAssignment]], object] = lambda *_: None,
 ) -> dict[str, dict[str, float]]:
     """Relative errors of the denoiser's output by the label of a recipe and by the one layer that it quantizes.
 
-    ``seen`` gets each label with the assignment of all layers that can have it.
+    ``shared`` as for ``measure_sensitivity``. ``seen`` gets each label with the assignment of all layers that can have
+    it.
     """
     errors, names = {}, [name for unit in units_of(loaded) for name in unit]
     for label in loaded.offered:
         assignment = assign_chosen(loaded, statistics, dict.fromkeys(names, label))
-        measured = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale)
+        measured = measure_sensitivity(loaded.checkpoint, assignment, statistics, 0, loaded.guidance_scale, shared)
         errors[label] = measured.network_error
         seen(label, assignment)
     return errors
@@ -184,14 +189,14 @@ class Measured:
     squared_error_of: Callable[[Assignments, str], float]  # see ``image_errors``
 
 
-def measure_presets(loaded: Loaded, statistics: Statistics) -> Measured:
+def measure_presets(loaded: Loaded, statistics: Statistics, shared: Shared | None = None) -> Measured:
     """Measure each layer with each preset at the network's output, and each preset for all layers in images."""
     (squared_error_of, _), uniform = image_errors(loaded), dict[str, float]()
 
     def seen(label: str, assignment: dict[str, LayerAssignment]) -> None:
         uniform[label] = squared_error_of({loaded.denoiser: assignment}, f"all in {label}") ** 0.5
 
-    return Measured(errors_of(loaded, statistics, seen), uniform, squared_error_of)
+    return Measured(errors_of(loaded, statistics, shared, seen), uniform, squared_error_of)
 
 
 def fit_budget(

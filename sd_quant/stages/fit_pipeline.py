@@ -28,20 +28,21 @@ from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.inference.memory import working_bytes
 from sd_quant.models.parts import exported, network_in
-from sd_quant.progress import progress
+from sd_quant.progress import each as each_of
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, stored_bytes, with_weights
 from sd_quant.quantization.formats import divides
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
-from sd_quant.simulation.sensitivity import curve_points, sensitivity_of
+from sd_quant.simulation.sensitivity import Switched
 from sd_quant.stages.assign import assign_nearest, layers_of
 from sd_quant.stages.chosen_by_images import image_errors
 from sd_quant.stages.fit_budget import assign_chosen, byte_costs, errors_of, recipes_of
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
+from sd_quant.stages.shared import Shared
 from sd_quant.stages.variants import Assignments
 
 LOG = logging.getLogger(__name__)
@@ -171,7 +172,9 @@ def check_fit(loaded: Loaded) -> None:
         groups_of(loaded, offers_of(loaded))
 
 
-def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> FittedPipeline:
+def fit_pipeline(
+    loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None = None
+) -> FittedPipeline:
     """The assignments of all parts with which images change least within ``quantize.fit`` bytes.
 
     Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each format, and which it got.
@@ -179,7 +182,7 @@ def fit_pipeline(loaded: Loaded, statistics: Statistics, directory: Path) -> Fit
     offers = offers_of(loaded)
     groups = groups_of(loaded, offers)
     error_of, calls = image_errors(loaded)
-    priced = price(loaded, statistics, offers, calls, error_of)
+    priced = price(loaded, statistics, offers, calls, error_of, shared)
     candidates = {"by layer": by_layer(groups, priced)}
     if (labels := by_part(groups, priced, loaded.denoiser)) is not None:
         candidates["by part"] = labels
@@ -208,11 +211,12 @@ def price(
     offers: Mapping[str, Offer],
     calls: Mapping[str, Sequence[Mapping[str, Tensor]]],
     error_of: Callable[[Assignments, str], float],
+    shared: Shared | None,
 ) -> dict[str, Priced]:
     """The offers with their errors in images: measured by layer on ``calls``, and by ``error_of`` a whole part."""
     priced = {}
     for part, offer in offers.items():
-        errors, rate = errors_of_part(loaded, statistics, offer, calls.get(part, ())), 0.0
+        errors, rate = errors_of_part(loaded, statistics, offer, calls.get(part, ()), shared), 0.0
         if total := sum(error**2 for error in errors.get(offer.smallest, {}).values()):
             alone = assigned(loaded, statistics, offers, {part: offer.all_in(offer.smallest)})
             rate = error_of(alone, f"{part} in {offer.smallest}") / total
@@ -230,11 +234,15 @@ def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer]
 
 
 def errors_of_part(
-    loaded: Loaded, statistics: Statistics, offer: Offer, calls: Sequence[Mapping[str, Tensor]]
+    loaded: Loaded,
+    statistics: Statistics,
+    offer: Offer,
+    calls: Sequence[Mapping[str, Tensor]],
+    shared: Shared | None,
 ) -> Errors:
     """Relative errors of a part's outputs by each layer alone; the denoiser's are of calls that calibration kept."""
     if offer.part == loaded.denoiser:
-        return errors_of(loaded, statistics)
+        return errors_of(loaded, statistics, shared)
     errors: dict[str, Mapping[str, float]] = {}
     for label in [label for label, recipe in offer.recipes.items() if recipe is not None and offer.units]:
         engine = open_simulated(
@@ -242,9 +250,8 @@ def errors_of_part(
         )
         network = network_in(loaded.parts[offer.part], engine.module)
         layers = [name for name, own in offer.all_in(label).items() if own == label]
-        with progress(1 + len(layers) + len(curve_points(0, len(layers))), f"sensitivity, {offer.part}") as advance:
-            found = sensitivity_of(network, lambda own=engine: outputs_of(own, calls), layers, 0, advance)
-        errors[label] = found.network_error
+        switched = Switched(network, lambda own=engine: outputs_of(own, calls), layers)
+        errors[label] = {name: switched.error([name]) for name in each_of(layers, f"sensitivity, {offer.part}")}
     return errors
 
 

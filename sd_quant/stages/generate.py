@@ -9,7 +9,7 @@ from sd_quant.calibration.prompts import KEPT, write_prompts
 from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
-from sd_quant.inference.pipeline import Generated, Pipeline, Sampling
+from sd_quant.inference.pipeline import ByBatch, Generated, Pipeline, Sampling, in_turn
 from sd_quant.inference.source_images import SourceImages, read_source
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.places import input_path
@@ -71,11 +71,16 @@ def latents_of(infer: Infer) -> Tensor | None:
     return read_latents(input_path(infer.latents), numbers, rows, columns)
 
 
-def generate(pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str) -> Generated:
-    """An image for each prompt, with a progress bar that shows the ``description``."""
+def generate(
+    pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str, by_batch: ByBatch = in_turn
+) -> Generated:
+    """An image for each prompt, with a progress bar that shows the ``description``.
+
+    ``by_batch`` as for ``Pipeline``.
+    """
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
-        return pipeline(prompts, sampling, on_step=lambda step: advance())
+        return pipeline(prompts, sampling, on_step=lambda step: advance(), by_batch=by_batch)
 
 
 def keep_prompts(infer: Infer, directory: Path) -> None:

@@ -48,10 +48,11 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import Timed, in_image
-from sd_quant.stages.compare import CallsOfAnImage, Engines
+from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
+Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 LOG = logging.getLogger(__name__)
 TIMED_LATER = "timed together with the other jobs' engines when all jobs have ended"
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}

@@ -5,19 +5,16 @@ The reference keeps the checkpoint's own sampler and steps. Beside a recipe's im
 that. Images that no recipe changes are made once for a sweep.
 """
 
-import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from sd_quant.config import Infer, QuantizeJob
 from sd_quant.errors import ConfigError
-from sd_quant.files import read_regular, temporary_folder, write_json
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Sampling, made_with
+from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
 from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule, products_of_errors
 from sd_quant.inference.samplers import (
     BETTER_SOLVER,
@@ -33,13 +30,12 @@ from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs
-from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import calibration_source_of, generate, recipe_sampling, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
-SCHEDULE = "schedule.json"  # in the cache
+SCHEDULES = "schedules"  # a kind of the cache
 
 
 def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
@@ -102,11 +98,13 @@ def scheduled(
     source = {"source": source_digest("inference.reuse")}
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
-    products = from_cache(kept, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling))
+    products = kept.found(
+        SCHEDULES, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling)
+    )
     found = candidates(products, sampling.steps_taken, infer.saved_steps)
-    chosen = from_cache(
-        kept,
-        origin | {"schedules": found, "assignments": digests_of(variants)},
+    chosen = kept.found(
+        SCHEDULES,
+        origin | {"schedules": found, "assignments": variants.digests()},
         lambda: asdict(choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half)),
     )
     LOG.info(
@@ -116,19 +114,6 @@ def scheduled(
         100 * chosen["fewer_error"],
     )  # fmt: skip
     return replace(infer, schedule=chosen["schedule"], reuse=None), chosen
-
-
-def from_cache(kept: KeptOutputs, origin: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, which JSON can hold, or what the cache has for this ``origin``."""
-    with temporary_folder(kept.directory) as temporary:
-        folder = Path(temporary)
-        kept.cache.provide("schedules", origin, folder, lambda made: write_json(made / SCHEDULE, {"found": make()}))
-        return json.loads(read_regular(folder / SCHEDULE))["found"]
-
-
-def digests_of(variants: Variants) -> dict[str, str]:
-    """A digest of what each quantized part computes, by part."""
-    return {part: assignment_digest(each) for part, each in sorted(variants.assignments.items())}
 
 
 def compared(
@@ -153,13 +138,11 @@ def compared(
     def images_of(variant: str, sampling: Sampling, what: str) -> Images:
         """Images that other recipes or other schedules have too, made once."""
 
-        def make() -> VariantOutputs:
-            made = generate(pipeline_of(checkpoint, engines[variant]), prompts, sampling, what)
+        def make(by_batch: ByBatch) -> VariantOutputs:
+            made = generate(pipeline_of(checkpoint, engines[variant]), prompts, sampling, what, by_batch)
             return VariantOutputs({variant: made}, {}, {}, {})
 
-        key = {"engine": infer.engine}
-        if variant == QUANTIZED:
-            key["assignments"] = json.dumps(digests_of(variants))
+        key = {"engine": infer.engine} | ({"assignments": variants.digests()} if variant == QUANTIZED else {})
         return kept.provide(checkpoint, prompts, infer, make, key, sampling).images[variant].images
 
     bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")

@@ -32,7 +32,7 @@ from sd_quant.engines.torch import PRECISIONS, dtype_on
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Generated
+from sd_quant.inference.pipeline import ByBatch, Generated
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, pack, unpack
@@ -58,17 +58,18 @@ class Reference:
     prompts: Sequence[str]
     kept: KeptOutputs
 
-    def made(self, way: str, infer: Infer, make: Callable[[], Generated], detail: object = "") -> Generated:
+    def made(self, way: str, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = "") -> Generated:
         """The images that ``make`` makes by ``infer``, or that the cache has of this ``way`` and its ``detail``."""
         outputs = self.kept.provide(
             self.loaded.checkpoint, list(self.prompts), infer,
-            lambda: VariantOutputs({way: make()}, {}, {}, {}), {"noise_floor": f"{way} {detail}".rstrip()},
+            lambda by_batch: VariantOutputs({way: make(by_batch)}, {}, {}, {}),
+            {"noise_floor": f"{way} {detail}".rstrip()},
         )  # fmt: skip
         return outputs.images[way]
 
-    def generated(self, way: str, infer: Infer, engines: Variant | None = None) -> Generated:
+    def generated(self, way: str, infer: Infer, by_batch: ByBatch, engines: Variant | None = None) -> Generated:
         pipeline = pipeline_of(self.loaded.checkpoint, engines or self.engines)
-        return generate(pipeline, list(self.prompts), sampling_of(infer), f"noise floor, {way}")
+        return generate(pipeline, list(self.prompts), sampling_of(infer), f"noise floor, {way}", by_batch)
 
 
 def noise_floor(
@@ -139,13 +140,13 @@ def images_by(way: str, reference: Reference, theirs: Generated) -> Generated:
     infer = reference.infer
     if way == BATCH:
         other = other_batch(infer)
-        return reference.made(way, other, lambda: reference.generated(way, other))
+        return reference.made(way, other, partial(reference.generated, way, other))
     if way == THREADS:
         return with_other_threads(reference, theirs)
     if way == ISA:
-        return reference.made(way, infer, lambda: on_lower_class(reference), torch.backends.cpu.get_cpu_capability())
+        return reference.made(way, infer, lambda _: on_lower_class(reference), torch.backends.cpu.get_cpu_capability())
     other = replace(infer, precision=way)
-    return reference.made(way, other, lambda: in_precision(reference, other))
+    return reference.made(way, other, partial(in_precision, reference, other))
 
 
 def other_batch(infer: Infer) -> Infer:
@@ -159,10 +160,10 @@ def precisions(loaded: Loaded, infer: Infer) -> list[torch.dtype]:
     return [dtype_on(device, infer.precision, contract) for contract in contracts_of(loaded.checkpoint).values()]
 
 
-def in_precision(reference: Reference, infer: Infer) -> Generated:
+def in_precision(reference: Reference, infer: Infer, by_batch: ByBatch) -> Generated:
     engines = torch_variant(reference.loaded, infer, {})
     try:
-        return reference.generated(infer.precision, infer, engines)
+        return reference.generated(infer.precision, infer, by_batch, engines)
     finally:
         engines.pool.close()
 
@@ -180,11 +181,11 @@ def with_other_threads(reference: Reference, theirs: Generated) -> Generated:
     return made
 
 
-def with_threads(reference: Reference, number: int) -> Generated:
+def with_threads(reference: Reference, number: int, by_batch: ByBatch) -> Generated:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
-        return reference.generated(THREADS, reference.infer)
+        return reference.generated(THREADS, reference.infer, by_batch)
     finally:
         torch.set_num_threads(before)
 

@@ -203,7 +203,8 @@ def run(
             statistics = statistics_of(
                 loaded.base, loaded.roles, job, calibrated, between_calls=share, part_recipes=loaded.part_recipes
             )
-        chosen, peaks = choose(loaded, statistics, directory, step, times), statistics.peaks
+        kept = KeptOutputs(facts, directory, cache)
+        chosen, peaks = choose(loaded, statistics, directory, step, times, kept), statistics.peaks
         del statistics  # Hessians may take gigabytes
         assignment = chosen.assignment
         assignments = {loaded.denoiser: assignment, **chosen.parts}
@@ -214,7 +215,6 @@ def run(
         variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline, lasting)
         with step("images"):
             share()
-            kept = KeptOutputs(facts, directory, cache)
             framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
             floor = noise_floor(job.noise_floor, loaded, variants, framework, prompts, job.infer, kept)
             variants.make_room()
@@ -229,9 +229,7 @@ def run(
         )
         with step("images"), sharing(lambda: not plans.done()):
             infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
-            comparison = compare_images(
-                loaded.checkpoint, framework, variants.engines, assignments, prompts, infer, kept
-            )
+            comparison = compare_images(loaded.checkpoint, framework, variants, prompts, infer, kept)
             recipe = "mixed" if job.quantize.mixes else job.quantize.format
             label = f"{recipe} level {job.quantize.quant_level:g}"
             frame = job.infer.width if loaded.checkpoint.family.MOVES else None

@@ -29,6 +29,7 @@ from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
 from sd_quant.stages.resources import Needs, by_torch, workload_of
@@ -82,6 +83,10 @@ class Variants:
     def assignment(self) -> Mapping[str, LayerAssignment]:
         """The denoiser's."""
         return self.assignments[self.loaded.denoiser]
+
+    def digests(self) -> dict[str, str]:
+        """A digest of what each quantized part computes, by part."""
+        return {part: assignment_digest(each) for part, each in sorted(self.assignments.items())}
 
     def simulation(self, part: str) -> TorchEngine:
         """A quantized part with ModelOpt's quantizers."""

@@ -189,6 +189,44 @@ def test_processes_wait_for_each_other(tmp_path):
     assert {(tmp_path / f"run{number}" / "a").read_text() for number in range(4)} == {"whole"}
 
 
+def share_slowly(folder: Path, number: int, dies: bool = False) -> None:
+    def make(name: str, entry: Path) -> None:
+        if dies and name == "0":
+            (folder / "died").touch()
+            os._exit(1)
+        (folder / f"{name} by {number}").touch()
+        time.sleep(0.3)
+        (entry / "a").write_text(f"{name} is whole")
+
+    origins = {name: {"of": name} for name in "012345"}
+    Cache(folder / "cache", 1e9).provide_all("things", origins, folder / f"run{number}", make)
+
+
+def test_processes_divide_what_they_all_want_and_one_that_dies_costs_what_it_made(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    first = fork.Process(target=share_slowly, args=(tmp_path, 0, True))
+    first.start()
+    first.join(30)
+    assert first.exitcode == 1 and (tmp_path / "died").exists()
+    processes = [fork.Process(target=share_slowly, args=(tmp_path, number)) for number in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    made = sorted(path.name for path in tmp_path.glob("* by *"))
+    assert [name[0] for name in made] == list("012345"), "each once"
+    assert {name[-1] for name in made} == {"1", "2"}, "by both"
+    for run in ("run1", "run2"):
+        assert [(tmp_path / run / name / "a").read_text() for name in "012345"] == [f"{n} is whole" for n in "012345"]
+
+
+def test_without_a_cache_all_is_made_in_order(tmp_path):
+    made = []
+    Cache(None).provide_all("things", {"b": {}, "a": {}}, tmp_path, lambda name, folder: made.append((name, folder)))
+    assert made == [("b", tmp_path / "b"), ("a", tmp_path / "a")]
+
+
 def test_the_log_says_for_whom_and_how_long_a_process_has_waited(tmp_path, caplog):
     def second() -> None:
         with locked(tmp_path / "lock", "waiting for the first"):

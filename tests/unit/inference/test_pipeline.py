@@ -133,6 +133,18 @@ def test_each_image_has_noise_of_its_own_seed(pipeline):
         assert generator.initial_seed() == 5 + number
 
 
+def test_batches_may_be_made_in_any_order(pipeline):
+    """As by several processes, each of which makes what the others do not."""
+
+    def backwards(batches, make, also):
+        assert batches == [[0, 1], [2]]
+        return [make(place) for place in (1, 0)][::-1]
+
+    made = pipeline(PROMPTS, SAMPLING, by_batch=backwards)
+    expected = pipeline(PROMPTS, SAMPLING)
+    assert np.array_equal(made.images, expected.images) and torch.equal(made.latents, expected.latents)
+
+
 @pytest.mark.parametrize("kind", [StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline])
 def test_an_image_takes_the_steps_that_diffusers_takes(kind):
     """Also where the nearest number is the next: 0.7 of 4 steps are 2."""

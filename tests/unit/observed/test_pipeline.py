@@ -8,6 +8,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.tiny_pipelines import CASES, build
@@ -117,6 +118,26 @@ def test_images_and_latents_are_those_of_diffusers(observe, case):
             assert (ours - latent).norm() <= 1e-5 * latent.norm()
     assert Counter(calls) == expected, "answers are given again, not computed again"
     assert np.abs(made.images[0].astype(int) - made.images[1]).max() > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["PixArtSigmaPipeline", "AmusedPipeline"])
+def test_what_another_process_denoised_is_decoded_here(observe, case, tmp_path):
+    """From a file, and nothing is denoised again. The second's images come of no decoder."""
+    checkpoint, settings = observe(case), sampling(case)
+
+    def elsewhere(batches, make, also) -> list[dict]:
+        for place in range(len(batches)):
+            save_file({name: x.clone().contiguous() for name, x in make(place).items()}, tmp_path / str(place))
+        return [load_file(tmp_path / str(place)) for place in range(len(batches))]
+
+    expected = counted(checkpoint)[0](PROMPTS[:2], settings, by_batch=elsewhere)
+    pipeline, calls = counted(checkpoint)
+    files = [load_file(tmp_path / str(place)) for place in range(2)]
+    made = pipeline(PROMPTS[:2], settings, by_batch=lambda batches, make, also: files)
+    assert np.array_equal(made.images, expected.images) and not set(calls) & set(pipeline.denoisers)
+    assert np.array_equal(made.images, counted(checkpoint)[0](PROMPTS[:2], settings).images)
+    assert all(torch.equal(*pair) for pair in zip(made.latents, expected.latents, strict=True))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
+    Switched,
     curve_points,
     guided,
     layers_to_keep,
@@ -76,9 +77,10 @@ def error_by_hand(network, by_hand):
 @pytest.fixture(scope="module")
 def measured(network, assignment) -> tuple[nn.Module, Sensitivity]:
     """The simulation as it is left, and what was found."""
-    simulated, calls = simulate(copy.deepcopy(network), assignment), []
-    found = sensitivity_of(simulated, lambda: simulated(X), NAMES, 2, lambda: calls.append(None))
-    assert len(calls) == 1 + len(NAMES) + len(curve_points(2, len(NAMES)))  # progress is told of every measurement
+    simulated = simulate(copy.deepcopy(network), assignment)
+    switched, asked = Switched(simulated, lambda: simulated(X), NAMES), []
+    found = sensitivity_of(lambda quantized: asked.append(None) or switched.error(quantized), NAMES, 2)
+    assert len(asked) == len(NAMES) + len(curve_points(2, len(NAMES)))
     return simulated, found
 
 
@@ -111,7 +113,7 @@ def test_the_model_is_left_with_every_layer_quantized(measured, by_hand):
 def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand):
     """They are part of what the others are compared with."""
     simulated = simulate(copy.deepcopy(network), assignment)
-    found = sensitivity_of(simulated, lambda: simulated(X), ["0", "4"], 0)
+    found = sensitivity_of(Switched(simulated, lambda: simulated(X), ["0", "4"]).error, ["0", "4"], 0)
     assert found.network_error.keys() == {"0", "4"}
     expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
     assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)

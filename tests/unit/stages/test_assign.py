@@ -23,7 +23,8 @@ def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatc
     calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(stage, "open_simulated", lambda *_: Part())
     monkeypatch.setattr(stage, "denoiser_of", lambda *_: None)
-    monkeypatch.setattr(stage, "sensitivity_of", lambda simulated, run, *_: run())
+    monkeypatch.setattr(stage, "Switched", lambda simulated, run, layers: SimpleNamespace(error=lambda _: run()))
+    monkeypatch.setattr(stage, "sensitivity_of", lambda error, *_: error([]))
     measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
     assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
 

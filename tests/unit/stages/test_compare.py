@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sd_quant.cache import Cache
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
 
@@ -26,10 +27,13 @@ class Adding:
 def faked(monkeypatch):
     """A checkpoint of two parts, and engines that generate calls a step of each prompt, and then the decoder."""
 
-    def generate(engines, prompts, sampling, description):
-        for _ in prompts:
+    def generate(engines, prompts, sampling, description, by_batch):
+        def denoise(place: int) -> dict[str, torch.Tensor]:
             for step in range(sampling.steps_taken):
                 engines["unet"](x=torch.tensor([float(step)]))
+            return {}
+
+        by_batch([[number] for number in range(len(prompts))], denoise, ())
         engines["vae"](x=torch.tensor([50.0]))
 
     monkeypatch.setattr(compare, "generate", generate)
@@ -52,6 +56,56 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
     for name, number in VARIANTS.items():
         outputs = {part: output["out"].item() for part, output in (found.outputs | theirs.outputs)[name].items()}
         assert outputs == {"unet": 10 + number, "vae": 50 + number}
+
+
+def test_each_batch_brings_the_calls_that_are_kept_of_it(monkeypatch):
+    """Whoever makes it, and in whichever order."""
+    checkpoint, engines = faked(monkeypatch)
+    asked = []
+
+    def backwards(batches, make, also):
+        asked.extend(also)
+        return [make(place) for place in reversed(range(len(batches)))][::-1]
+
+    found = compare.compare_framework(
+        checkpoint, engines[compare.FRAMEWORK], ["a cat"] * 8, SimpleNamespace(steps=20), backwards
+    )
+    assert found.inputs["unet"]["x"].item() == 10
+    assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
+    assert asked == [[2, 10], [], [47], [], [92], [], [137], []]
+
+
+class Kept(compare.KeptOutputs):
+    """Outputs in a cache, of which two jobs' keys differ in prompts alone."""
+
+    def origin(self, checkpoint, prompts, infer, engine, sampling):
+        return {"prompts": prompts}
+
+
+def test_a_job_of_more_images_makes_those_that_are_missing(tmp_path):
+    """As one does that goes on where another was killed: batches are kept as they are made."""
+    kept, made = Kept({}, tmp_path, Cache(tmp_path / "cache", 1e9)), []
+    sampling = SimpleNamespace(batches=lambda numbers: [list(numbers)[first : first + 2] for first in (0, 2, 4)])
+
+    def images(prompts):
+        def make(by_batch):
+            batches = [batch for batch in sampling.batches(range(len(prompts))) if batch]
+
+            def denoise(place):
+                made.append([prompts[number] for number in batches[place]])
+                return {"steps": torch.tensor([float(number) for number in batches[place]])}
+
+            steps = torch.cat([each["steps"] for each in by_batch(batches, denoise, ())])
+            pixels = np.zeros((len(prompts), 2, 2, 3), np.uint8)
+            return compare.VariantOutputs({"framework": Generated(pixels, steps)}, {}, {}, {})
+
+        return kept.provide(None, prompts, None, make, sampling=sampling).images["framework"].latents
+
+    assert images(list("abcd")).tolist() == [0, 1, 2, 3]
+    assert images(list("abcdef")).tolist() == [0, 1, 2, 3, 4, 5]
+    assert made == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert images(list("ab") * 2).tolist() == [0, 1, 2, 3], "the same prompts with other numbers have other noise"
+    assert made[3:] == [["a", "b"]]
 
 
 @pytest.mark.parametrize(("batches", "expected"), [(8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37])])
@@ -93,6 +147,5 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     """Of two images in two batches, by twelve calls; what has half of the samples is a half call."""
     checkpoint, _ = faked(monkeypatch)
     monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
-    watched = SimpleNamespace(count={"unet": 12}, samples={"unet": samples})
-    found = compare.counted(checkpoint, watched, ["a", "b"], SimpleNamespace(steps=6, scale=5.0))
+    found = compare.counted(checkpoint, 12, samples, ["a", "b"], SimpleNamespace(steps=6, scale=5.0))
     assert (found.whole, found.half) == expected

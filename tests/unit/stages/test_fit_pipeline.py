@@ -136,7 +136,7 @@ def test_rates_turn_errors_of_outputs_into_errors_of_images_and_the_better_choic
     monkeypatch.setattr(images_of_choice, "choosing", lambda loaded: loaded.infer)
     monkeypatch.setattr(images_of_choice, "full_precision", lambda *_: (full, {}))
     monkeypatch.setattr(images_of_choice, "simulated_images", images)
-    monkeypatch.setattr(stage, "errors_of_part", lambda loaded, statistics, offer, calls: ERRORS[offer.part])
+    monkeypatch.setattr(stage, "errors_of_part", lambda loaded, statistics, offer, *_: ERRORS[offer.part])
     monkeypatch.setattr(stage, "assign_labels", lambda loaded, statistics, offer, labels: dict(labels))
     fitted = stage.fit_pipeline(given, None, tmp_path)
     assert asked == ["unet in int4", "text in int8", "formats by layer", "formats by part"]

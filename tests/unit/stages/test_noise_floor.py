@@ -50,8 +50,8 @@ def floor_of(tiny, *ways: str, infer=None):
 def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monkeypatch):
     seen, generate, counts = {}, stage.generate, [3]
 
-    def spied(pipeline, prompts, sampling, description):
-        made = generate(pipeline, prompts, sampling, description)
+    def spied(pipeline, prompts, sampling, description, by_batch):
+        made = generate(pipeline, prompts, sampling, description, by_batch)
         engine = pipeline.engines["unet"]
         seen.setdefault(description.rpartition(" ")[2], []).append(
             (sampling.batch_size, torch.get_num_threads(), next(engine.module.parameters()).dtype, sampling.seed)
@@ -76,7 +76,7 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
 
 
 def test_a_way_that_fails_leaves_the_others_and_says_why(tiny, monkeypatch):
-    def overflows(pipeline, prompts, sampling, description):
+    def overflows(pipeline, prompts, sampling, description, by_batch):
         raise SdQuantError("torch gave a latent that is not finite")
 
     monkeypatch.setattr(stage, "generate", overflows)
