@@ -1,22 +1,36 @@
 """Refuse a sweep whose jobs ask for more than any machine of the Ray cluster has: Ray would wait without end.
 
-A cluster that starts machines when they are asked for has to have started one of the kind.
+A cluster that starts machines when they are asked for has to have started one of the kind. Jobs are kept from GPUs that
+are too old for them, and one that died does not end the command, as it would by the launcher.
 """
 
 import os
 import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
+from sd_quant import sweep
 from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.launchers.failed import failed
+from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.text import one_line
 
+KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs, such as H100
 
-def prepare(launcher: DictConfig, directory: Path) -> None:
-    """Connect to the cluster and compare. Raises ResourceError without a cluster, ConfigError for too large a job."""
+
+def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
+    """Connect to the cluster and compare; ``needs`` are the jobs' by name.
+
+    Raises ResourceError without a cluster, ConfigError for too large a job.
+    """
     import ray
+    from hydra_plugins.hydra_ray_launcher import _core
 
     settings: Any = OmegaConf.to_container(launcher.ray, resolve=True)
     address = settings["init"].get("address")
@@ -32,12 +46,43 @@ def prepare(launcher: DictConfig, directory: Path) -> None:
             f"no Ray cluster runs at {address} ({one_line(error, 200)}); start the command on a machine of the "
             "cluster, name it by RAY_ADDRESS, or take hydra/launcher=ray_local"
         ) from error
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in alive]
     if not any(has_room(settings["remote"], node) for node in nodes):
         raise ConfigError(
             f"hydra.launcher.ray.remote asks for {told(wanted(settings['remote']))} for a job, and no machine of the "
             f"Ray cluster has so much: it has {'; '.join(sorted({told(node) for node in nodes}))}; ask for less"
         )
+    too_old = dict[str, list[str]]()
+    if settings["remote"].get("num_gpus"):
+        kinds = [node["Labels"].get(KIND, "") for node in alive if node["Resources"].get("GPU")]
+        too_old = places_too_old(needs, {kind: {kind} for kind in kinds})
+    _core.launch_job_on_ray = partial(launched, _core.launch_job_on_ray, directory, too_old)
+    _core.ray = SimpleNamespace(get=partial(result_of, directory))
+
+
+def launched(
+    launch: Callable, directory: Path, too_old: Mapping[str, Sequence[str]], context: Any, remote: DictConfig,
+    job: DictConfig, *rest: Any,
+) -> tuple[str, Any]:  # fmt: skip
+    """Launch a job where its GPU is not among the kinds that are ``too_old`` for it; returns its name and its task."""
+    name = sweep.entry(directory, job.hydra.job.num)["name"]
+    if kinds := too_old.get(name):
+        settings: Any = OmegaConf.to_container(remote, resolve=True)
+        theirs = settings.get("label_selector") or {}
+        remote = OmegaConf.create(settings | {"label_selector": {KIND: f"!in({','.join(kinds)})"} | theirs})
+    return name, launch(context, remote, job, *rest)
+
+
+def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
+    """Wait for a job that was ``launched``; one whose process or node died more often than Ray tries has failed."""
+    import ray
+
+    name, task = job
+    try:
+        return ray.get(task)
+    except ray.exceptions.RayError as error:
+        return failed(directory, name, ResourceError(f"Ray's task for it has ended: {one_line(error, 300)}"))
 
 
 def wanted(remote: dict) -> dict[str, float]:

@@ -6,21 +6,24 @@ submitit raises for the first dead job, and so ends the command while others go 
 """
 
 import logging
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partialmethod
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
+from submitit.core.core import Job
 from submitit.core.utils import FailedJobError, UncompletedJobError
-from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from sd_quant import sweep
 from sd_quant.errors import ResourceError, of_the_machine
-from sd_quant.report.record import RECORD
+from sd_quant.launchers.failed import failed
+from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.report.summary import FAILURE
 from sd_quant.text import one_line
 
@@ -35,18 +38,52 @@ ADVICE = {
     "TIMEOUT": "; raise hydra.launcher.timeout_min",
 }
 KILLED = ", as Slurm does for want of memory on some clusters; raise hydra.launcher.mem_gb"
-wait_for_results = SlurmJob.results
+wait_for_results, submit = SlurmJob.results, SlurmExecutor._internal_process_submissions
 
 
-def prepare(launcher: DictConfig, directory: Path) -> None:
-    """Have submitit ask the queue, and go on when a job dies. Raises ResourceError where Slurm is not installed."""
-    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
+def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
+    """Have submitit ask the queue, go on when a job dies, and leave out nodes whose GPUs are too old.
+
+    ``needs`` are the jobs' by name. Raises ResourceError where Slurm is not installed, ConfigError where no node has
+    the GPU that a job requires.
+    """
+    if missing := [name for name in ("sbatch", "srun", "squeue", "sinfo") if shutil.which(name) is None]:
         raise ResourceError(
             f"hydra/launcher=slurm requires {', '.join(missing)}, which is not on the PATH of this machine; start the "
             "command on a machine of the cluster, or take hydra/launcher=one_host"
         )
     SlurmJob.watcher = Queue(delay_s=POLLED_EVERY)
     SlurmJob.results = partialmethod(results_of, directory)  # type: ignore[assignment]
+    excluded = dict[str, list[str]]()
+    if any(launcher.get(knob) for knob in ("gpus_per_node", "gpus_per_task", "gres")):
+        excluded = places_too_old(needs, gpus_of_nodes(launcher.get("partition")))
+    SlurmExecutor._internal_process_submissions = partialmethod(submitted, directory, excluded)  # type: ignore
+
+
+def gpus_of_nodes(partition: str | None) -> dict[str, set[str]]:
+    """The types of GPUs by node, as the cluster names them; none where it does not say."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N|%G"] + ([f"--partition={partition}"] if partition else [])
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        LOG.warning("sinfo does not answer: %s", one_line(result.stderr, 200))
+    rows = [line.partition("|") for line in result.stdout.splitlines()]
+    return {node: set(re.findall(r"gpu:([^:,(]+):", resources)) for node, _, resources in rows}
+
+
+def submitted(
+    executor: SlurmExecutor, directory: Path, excluded: Mapping[str, Sequence[str]], submissions: list
+) -> list[Job]:
+    """Submit an array of jobs for each set of nodes that are to be left out; ``excluded`` names them by job."""
+    theirs, groups, jobs = executor.parameters.get("exclude"), dict[str, list[int]](), dict[int, Job]()
+    for place, submission in enumerate(submissions):
+        nodes = excluded.get(sweep.entry(directory, submission.args[2])["name"], ())
+        groups.setdefault(",".join([theirs] * bool(theirs) + [*nodes]), []).append(place)
+    for nodes, places in groups.items():
+        if nodes:
+            executor.parameters["exclude"] = nodes
+        jobs |= zip(places, submit(executor, [submissions[place] for place in places]), strict=True)
+        executor.parameters.pop("exclude", None)
+    return [jobs[place] for place in range(len(submissions))]
 
 
 class Queue(SlurmInfoWatcher):
@@ -88,11 +125,7 @@ def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
         failure = of_the_machine(error) or error
     except (UncompletedJobError, FailedJobError):
         failure = ResourceError(reason(job))
-    if (directory / name / RECORD).exists():  # it died after its last word
-        return [JobReturn(status=JobStatus.COMPLETED, _return_value=None)]
-    LOG.error("%s: %s", name, failure)
-    sweep.write_failure(directory / name, one_line(failure), getattr(failure, "exit_code", 1))
-    return [JobReturn(status=JobStatus.FAILED, _return_value=failure)]
+    return [failed(directory, name, failure)]
 
 
 def reason(job: SlurmJob) -> str:

@@ -172,6 +172,18 @@ def test_the_disk_of_a_node_is_full(run, whole, cluster, tmp_path, seen):
     seen("a node's own disk is full", "slurm", "a job does not require it")
 
 
+def test_jobs_go_where_their_formats_run(commands, arguments, cluster, sweep, seen):
+    """FP8 takes compute capability 8.9, and Slurm would give the first job to the first node, with an A100."""
+    before = set(cluster.jobs())
+    knobs = [knob for knob in arguments(*SLURM) if not knob.startswith(("quant_level=", "infer=openvino"))]
+    command = [*knobs, "hydra.launcher.gpus_per_node=1", "infer=auto", "quantize=fp8,int8"]
+    code, _, stderr = ended(commands(*command, **cluster.environment))
+    assert code == 0, stderr[-3000:]
+    fp8, _ = sorted(cluster.jobs().keys() - before, key=int)  # in the order in which they were submitted
+    assert cluster.jobs()[fp8][1] == "n2"
+    seen("a format that not all GPUs have", "slurm", "its jobs go to nodes that do")
+
+
 def test_there_is_no_such_partition(run, sweep):
     code, _, stderr = ended(run("hydra.launcher.partition=none"))
     assert code == 1 and "invalid partition specified: none" in stderr

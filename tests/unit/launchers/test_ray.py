@@ -1,8 +1,13 @@
 """Which jobs fit on a Ray cluster; a real one stands behind ``tests/cli/cluster``."""
 
-import pytest
+import json
+from types import SimpleNamespace
 
-from sd_quant.launchers.ray import has_room, told, wanted
+import pytest
+from omegaconf import OmegaConf
+
+from sd_quant.launchers.ray import KIND, has_room, launched, told, wanted
+from sd_quant.report.summary import SWEEP
 
 NODE = {"CPU": 8.0, "GPU": 1.0, "memory": 5e9, "object_store_memory": 2e9, "node:10.0.0.1": 1.0, "big": 2.0}
 
@@ -19,3 +24,16 @@ def test_what_is_there_is_told_without_rays_own_marks():
     assert told(NODE) == "8 CPU, 1 GPU, 2 big"
     assert told({}) == "0 CPU, 0 GPU"
     assert told(wanted({"num_gpus": 0.5})) == "1 CPU, 0.5 GPU"
+
+
+@pytest.mark.parametrize(("name", "theirs", "expected"), [
+    ("a", None, None), ("b", None, {KIND: "!in(A100,T4)"}), ("b", {"zone": "x"}, {KIND: "!in(A100,T4)", "zone": "x"}),
+    ("b", {KIND: "H100"}, {KIND: "H100"}),
+])  # fmt: skip
+def test_a_job_is_kept_from_gpus_that_are_too_old_for_it(tmp_path, name, theirs, expected):
+    (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": "a"}, {"name": "b"}]}))
+    remote = OmegaConf.create({"num_gpus": 1} | ({"label_selector": theirs} if theirs else {}))
+    job = SimpleNamespace(hydra=SimpleNamespace(job=SimpleNamespace(num="ab".index(name))))
+    found = launched(lambda *given: given, tmp_path, {"b": ["A100", "T4"]}, "context", remote, job, "task", "state")
+    assert found[0] == name and found[1][0] == "context" and found[1][2:] == (job, "task", "state")
+    assert found[1][1] == {"num_gpus": 1} | ({"label_selector": expected} if expected else {})

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
@@ -137,7 +138,31 @@ def test_a_job_that_died_after_its_last_word_is_done(results, tmp_path):
     assert not (tmp_path / "b" / FAILURE).exists()
 
 
+def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
+    printed = (
+        "n1|gpu:a100:4(S:0-1),gpu:h100:1\nn2|gpu:2(S:0)\nn3|(null)\nn4|nic:1,gpu:nvidia_l40s:2\n"
+    )
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
+    assert slurm.gpus_of_nodes(None) == {"n1": {"a100", "h100"}, "n2": set(), "n3": set(), "n4": {"nvidia_l40s"}}
+
+
+def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path):
+    """Each without the nodes that it cannot use, beside those that the user leaves out; results keep their order."""
+    (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": name} for name in "abcd"]}))
+    executor, arrays = SimpleNamespace(parameters={"exclude": "n9"}), []
+
+    def submit(executor, submissions):
+        arrays.append((executor.parameters["exclude"], [submission.args[2] for submission in submissions]))
+        return [f"job of {submission.args[2]}" for submission in submissions]
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    submissions = [SimpleNamespace(args=([], "", number)) for number in range(4)]
+    jobs = slurm.submitted(executor, tmp_path, {"a": [], "b": ["n1", "n2"], "d": ["n1", "n2"]}, submissions)
+    assert jobs == [f"job of {number}" for number in range(4)]
+    assert arrays == [("n9", [0, 2]), ("n9,n1,n2", [1, 3])]
+
+
 def test_without_slurm_nothing_is_submitted(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ResourceError, match="requires sbatch, srun, squeue, which is not on the PATH"):
-        prepare(LAUNCHER, tmp_path)
+    with pytest.raises(ResourceError, match="requires sbatch, srun, squeue, sinfo, which is not on the PATH"):
+        prepare(LAUNCHER, tmp_path, {})

@@ -1,0 +1,76 @@
+"""Which GPUs of a cluster are too old for a job, by the names that clusters give them.
+
+A name that is not known here, such as one of a site's own, passes: a job that starts on a GPU without its formats
+refuses by itself. The road not taken is to ask for GPUs that are known to be new enough, which would leave those out.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sd_quant.engines import RUNTIMES
+from sd_quant.errors import ConfigError
+from sd_quant.quantization.formats import FORMATS, min_compute_capability
+
+# https://developer.nvidia.com/cuda-gpus and /cuda/gpus/legacy; "RTX 6000" alone is a name of three generations
+COMPUTE_CAPABILITY = {
+    "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a100": 80, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86,
+    "a16": 86, "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "l40s": 89, "4090": 89, "h20": 90, "h100": 90,
+    "h200": 90, "gh200": 90, "b200": 100, "gb200": 100, "b300": 103, "gb300": 103, "5090": 120,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job's formats take of a GPU."""
+
+    compute_capability: int = 0  # 89 for 8.9
+    required: bool = False  # False: on an older GPU the job takes another engine
+
+    def too_old(self, name: str) -> bool:
+        """Whether a GPU of this name, such as ``nvidia_a100-sxm4-80gb``, is known and lacks a format."""
+        known = [
+            COMPUTE_CAPABILITY[word] for word in re.split(r"[^a-z0-9]+", name.lower()) if word in COMPUTE_CAPABILITY
+        ]
+        return bool(known) and known[0] < self.compute_capability
+
+
+def need_of(job: Any) -> Need:
+    """The need of a job that is given a GPU; none of one without formats, or by an engine that uses no GPU."""
+    if not hasattr(job, "formats"):
+        return Need()
+    formats, runtime = job.formats(), RUNTIMES[job.infer.engine]
+    automatic = job.infer.chosen_because is not None  # here, which may be a machine without a GPU
+    if automatic or runtime.file == "plan":
+        return Need(min_compute_capability(set().union(*formats.values())), not automatic)
+    if runtime.file is None:
+        capabilities = (FORMATS[name].torch_compute_capability or (0, 0) for name in formats["inputs"])
+        major, minor = max(capabilities, default=(0, 0))
+        return Need(10 * major + minor, True)
+    return Need()
+
+
+def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    """By job, the places whose GPUs are all too old; ``places`` gives the names of GPUs that each has.
+
+    Raises ConfigError, naming a job, where its GPU is required and no place has one.
+    """
+    with_gpus = {place: names for place, names in places.items() if names}
+    found = {
+        job: sorted(place for place, names in with_gpus.items() if all(map(need.too_old, names)))
+        for job, need in needs.items()
+    }
+    for job, old in found.items():
+        if with_gpus and len(old) == len(with_gpus):
+            if needs[job].required:
+                raise ConfigError(
+                    f"job {job} takes a GPU of compute capability {needs[job].compute_capability / 10:g}, and the "
+                    f"cluster has {', '.join(sorted(distinct(with_gpus.values())))}; choose another preset or engine"
+                )
+            found[job] = []
+    return found
+
+
+def distinct(names: Iterable[Collection[str]]) -> set[str]:
+    return set().union(*names)
