@@ -143,6 +143,9 @@ def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_p
             (tmp_path / name / FAILURE).touch()
         assert work.line() == "jobs: 2 done, 1 failed, 2 running, 1 waiting; about 90 s to go"
     assert work.line() == "jobs: 2 done, 2 failed, 0 running, 2 waiting; about 60 s to go"
+    for name in "ab":  # of another version, done again
+        (tmp_path / name / RECORD).unlink()
+    assert work.line() == "jobs: 0 done, 2 failed, 0 running, 4 waiting; 30 s so far"
 
 
 @pytest.mark.parametrize("experiment", [pytest.param(name, marks=LONG.get(name, ())) for name in EXPERIMENTS])

@@ -1,6 +1,7 @@
 """Faults of a cluster: what befalls a sweep, what is done about it, and a table of the outcomes."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..sweeps import JOBS as ALL_JOBS
 from ..sweeps import link_cache, same, without_times
 
 JOBS = ALL_JOBS[:2]
+EIGHT = ["quant_level=2,3", "alpha=0.3,0.5,0.7,0.9"]
 FAULT = "fault | launcher | outcome"
 
 
@@ -47,6 +49,37 @@ def arguments(sweep_arguments, unbroken_sweep, tmp_path) -> Callable[..., list[s
 def undisturbed(unbroken_sweep) -> list[dict]:
     """The table of these jobs without a launcher."""
     return without_times(unbroken_sweep / "table.csv")[: len(JOBS)]
+
+
+@pytest.fixture(scope="session")
+def eight(process, sweep_arguments, unbroken_sweep, tmp_path_factory) -> tuple[list[dict], float]:
+    """The table of eight jobs without a launcher, and the seconds that they took on one core."""
+    folder = tmp_path_factory.mktemp("eight")
+    link_cache(unbroken_sweep / "cache", folder / "cache")
+    started, cores = time.monotonic(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        result = process(*sweep_arguments(folder, *EIGHT))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return without_times(folder / "sweep/summary.csv"), time.monotonic() - started
+
+
+@pytest.fixture
+def eight_jobs(run, eight, sweep, seen) -> Callable[[str], None]:
+    """Asserts that a launcher does eight jobs as they are done without one, and tells what it took."""
+
+    def check(launcher: str) -> None:
+        started, (rows, alone) = time.monotonic(), eight
+        code, stdout, stderr = ended(run(*EIGHT))
+        seconds = time.monotonic() - started
+        assert code == 0 and "sacct" not in stdout + stderr, stderr[-3000:]
+        assert len(rows) == 8 and same(without_times(sweep / "summary.csv"), rows)
+        took = f"{seconds:.0f} s on two nodes of a core; {alone:.0f} s in one process on one core"
+        seen("none, eight jobs", launcher, f"the table of a sweep without a launcher; {took}")
+
+    return check
 
 
 @pytest.fixture

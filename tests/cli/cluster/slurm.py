@@ -73,7 +73,9 @@ class Slurm:
             for name, gpu in zip(self.names, cycle(GPUS))
         ]
         (folder / "gres.conf").write_text(
-            "\n".join(f"NodeName={name} Name=gpu Type={gpu} File=/dev/null" for name, gpu in zip(self.names, cycle(GPUS)))
+            "\n".join(
+                f"NodeName={name} Name=gpu Type={gpu} File=/dev/null" for name, gpu in zip(self.names, cycle(GPUS))
+            )
         )
         (folder / "slurm.conf").write_text("\n".join([*lines, "PartitionName=all Nodes=ALL Default=YES State=UP\n"]))
         (folder / "state").mkdir()

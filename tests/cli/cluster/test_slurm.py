@@ -2,13 +2,16 @@
 
 import os
 import re
+import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ..conftest import REPOSITORY
 from .conftest import JOBS, begun, both_end_whole, ended, failure_of
 from .slurm import Slurm, slurm, why_not
 
@@ -55,13 +58,9 @@ def job_of(job: str) -> str:
     return JOBS[int(job.rpartition("_")[2])]
 
 
-def test_nothing_happens(run, whole, cluster, seen):
-    code, stdout, stderr = ended(run())
-    assert code == 0, stderr[-3000:]
-    assert "sacct" not in stdout + stderr
-    assert {node for _, node in list(cluster.jobs().values())[-len(JOBS) :]} == set(cluster.names)
-    whole()
-    seen("none", "slurm", "the table of a sweep without a launcher")
+def test_nothing_happens(eight_jobs, cluster):
+    eight_jobs("slurm")
+    assert {node for _, node in cluster.jobs().values()} == set(cluster.names)
 
 
 def test_a_node_dies_under_a_job(run, whole, cluster, sweep, seen):
@@ -182,6 +181,28 @@ def test_jobs_go_where_their_formats_run(commands, arguments, cluster, sweep, se
     fp8, _ = sorted(cluster.jobs().keys() - before, key=int)  # in the order in which they were submitted
     assert cluster.jobs()[fp8][1] == "n2"
     seen("a format that not all GPUs have", "slurm", "its jobs go to nodes that do")
+
+
+def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, cluster, tmp_path, seen):
+    """An array of the same command, as docs/launchers.md has it: what one node has is what one alone would have."""
+    prompts = "infer.prompts=[a rocket,a teapot,a lamp,a boat,a chair,a clock]"
+    knobs = [*tiny.knobs, "quant_level=3", "quantize.keep=2", "infer.steps=10", prompts]
+    alone = f"hydra.run.dir={tmp_path}/alone", f"cache.dir={with_graphs(tmp_path / 'other')}"
+    assert process("quantize.py", *knobs, *alone).returncode == 0
+    with_graphs(tmp_path / "cache")
+    command = shlex.join([sys.executable, "quantize.py", *knobs, f"cache.dir={tmp_path}/cache"])
+    script = f"{command} hydra.run.dir={tmp_path}/node$SLURM_ARRAY_TASK_ID"
+    cluster.run(
+        "sbatch", "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={REPOSITORY}", "--wrap", script
+    )
+    logs = [tmp_path / f"node{number}" / "quantize.log" for number in (1, 2)]
+    cluster.wait(lambda: all(log.exists() and "calibrate" in log.read_text() for log in logs), "both to work")
+    cluster.kill_node("n2")
+    cluster.wait((tmp_path / "node1" / "metrics.json").exists, "the other to end", 120)
+    for file in ("sensitivity.csv", "layers.csv", *(f"images/quantized/{number:04}.png" for number in range(6))):
+        assert (tmp_path / "node1" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+    assert not (tmp_path / "node2" / "metrics.json").exists()
+    seen("one job on two nodes, one of which dies", "slurm", "the other goes on; its result is that of one alone")
 
 
 def test_there_is_no_such_partition(run, sweep):

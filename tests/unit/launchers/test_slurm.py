@@ -139,9 +139,7 @@ def test_a_job_that_died_after_its_last_word_is_done(results, tmp_path):
 
 
 def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
-    printed = (
-        "n1|gpu:a100:4(S:0-1),gpu:h100:1\nn2|gpu:2(S:0)\nn3|(null)\nn4|nic:1,gpu:nvidia_l40s:2\n"
-    )
+    printed = "n1|gpu:a100:4(S:0-1),gpu:h100:1\nn2|gpu:2(S:0)\nn3|(null)\nn4|nic:1,gpu:nvidia_l40s:2\n"
     monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
     assert slurm.gpus_of_nodes(None) == {"n1": {"a100", "h100"}, "n2": set(), "n3": set(), "n4": {"nvidia_l40s"}}
 
