@@ -196,11 +196,14 @@ def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, c
         "sbatch", "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={REPOSITORY}", "--wrap", script
     )
     logs = [tmp_path / f"node{number}" / "quantize.log" for number in (1, 2)]
-    cluster.wait(lambda: all(log.exists() and "calibrate" in log.read_text() for log in logs), "both to work")
+    made = tmp_path / "cache" / "sensitivities"
+    cluster.wait(lambda: all(log.exists() and "sensitivity ..." in log.read_text() for log in logs), "both to measure")
+    cluster.wait(lambda: len(list(made.glob("[!.]*"))) > 3, "both to have measured")
     cluster.kill_node("n2")
     cluster.wait((tmp_path / "node1" / "metrics.json").exists, "the other to end", 120)
     for file in ("sensitivity.csv", "layers.csv", *(f"images/quantized/{number:04}.png" for number in range(6))):
         assert (tmp_path / "node1" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+    assert re.search(r" [1-9]\d* of \d+ sensitivities come from the cache", logs[0].read_text()), "what the other made"
     assert not (tmp_path / "node2" / "metrics.json").exists()
     seen("one job on two nodes, one of which dies", "slurm", "the other goes on; its result is that of one alone")
 
