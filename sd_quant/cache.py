@@ -2,8 +2,8 @@
 
 A run gets hard links to an entry's files: it stays whole when the entry is removed, and needs no disk of its own until
 then. An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its hashes are
-checked whenever it is used, and a damaged entry is made again. Above its limit the cache removes the least recently
-used entries. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
+checked whenever it is used, and a damaged entry is made again. When one is made and the cache is above its limit, the
+least recently used entries go. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
 """
 
 import fcntl
@@ -112,6 +112,7 @@ class Cache:
         with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
             if put(entry, origin, target, make):
                 LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
+                return
         self.trim(spared=entry)
 
     def provide_all(
@@ -142,7 +143,8 @@ class Cache:
                 found += put(entries[name], origins[name], target / name, partial(make, name))
         if found:
             LOG.info("%d of %d %s come from the cache", found, len(origins), kind)
-        self.trim(spared=entries[name])
+        if found < len(origins):
+            self.trim(spared=entries[name])
 
     def trim(self, spared: Path) -> None:
         """Remove the least recently used entries above the limit, but not ``spared`` or any in use.

@@ -111,7 +111,7 @@ class KeptOutputs(Shared):
     def origin(
         self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
     ) -> dict[str, Any]:
-        """What images of an unquantized variant depend on, as a key of the cache."""
+        """What images depend on, as a key of the cache; ``engine`` says of which variant they are."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
             "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
