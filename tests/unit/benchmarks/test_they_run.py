@@ -94,6 +94,7 @@ IN_PROCESSES = {
     "any_pipeline",
     "any_pipeline_full_size",
     "candidates",
+    "divided",
     "families",
     "full_size",
     "full_size_parts",
@@ -286,6 +287,16 @@ def test_a_killed_sweep_ends_with_the_same_table_and_many_jobs_are_reported(scri
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert "20 jobs of " in printed and "a job that is done before: " in printed
     assert len(list((tmp_path / "many/sweep").glob("*/metrics.json"))) == 20
+
+
+@pytest.mark.soak
+@pytest.mark.needs(cores=2)
+def test_two_processes_do_one_job(script, tmp_path):
+    """Which has the same results to the bit as by one, or the script fails."""
+    knobs = [*SMALL, "quant_level=3", "alpha=0.8", "quantize.keep=1", "export_trt=none", "infer.steps=2"]
+    lines = ended(script("divided", *knobs, "--work", tmp_path)).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["calibrate", "sensitivity", "images", "all"]
+    assert len(list((tmp_path / "together0/cache/sensitivities").glob("[!.]*"))) > 10
 
 
 @pytest.mark.soak
