@@ -3,7 +3,8 @@
 A run gets hard links to an entry's files: it stays whole when the entry is removed, and needs no disk of its own until
 then. An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its hashes are
 checked whenever it is used, and a damaged entry is made again. When one is made and the cache is above its limit, the
-least recently used entries go. The road not taken is joblib.Memory, which pickles results and hashes arguments, not files.
+least recently used entries go. The road not taken is joblib.Memory, which pickles results and hashes arguments, not
+files.
 """
 
 import fcntl

@@ -31,8 +31,8 @@ from sd_quant.models.parts import Part
 
 LOG = logging.getLogger(__name__)
 Tensors = dict[str, Tensor]
-# Of batches of numbers of prompts, and a function that makes what is named by a batch's place in the list, all that is
-# made, in order. The third argument tells, by batch, what else it depends on.
+# ``by_batch(batches, make, also)`` returns what ``make(place)`` makes of each of the batches, which are numbers of
+# prompts, in their order; ``also`` says of each what else that depends on.
 ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[Any]], list[Tensors]]
 
 

@@ -97,7 +97,7 @@ class Switched:
         return relative_error(self.expected, self.output(quantized))
 
 
-# Of the layers that are quantized, by a name, and a function that measures the network's error with them: all errors.
+# ``measure(choices, error)`` returns by name the ``error`` with each of the choices of layers quantized.
 Measure = Callable[[Mapping[str, Collection[str]], Callable[[Collection[str]], float]], dict[str, float]]
 
 
@@ -109,11 +109,10 @@ def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collecti
 def sensitivity_of(
     error: Callable[[Collection[str]], float], layers: Sequence[str], kept: int, measure: Measure = one_by_one
 ) -> Sensitivity:
-    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized; ``kept`` is one point of its
-    curve.
+    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized.
 
-    The errors of all layers are measured together, and then those of the curve: ``len(layers)`` and
-    ``len(curve_points(...))``. ``measure`` lets them be measured, here or elsewhere.
+    ``kept`` is one point of its curve. The errors of single layers are measured first, ``len(layers)``, and then those
+    of the curve, ``len(curve_points(...))``. ``measure`` lets them be measured, here or elsewhere.
     """
     errors = measure({name: [name] for name in layers}, error)
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
