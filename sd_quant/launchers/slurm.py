@@ -136,7 +136,9 @@ def reason(job: SlurmJob) -> str:
     if not (job.paths.stdout.exists() or job.paths.stderr.exists()):
         return f"{ended} and wrote nothing into {job.paths.folder.parent}; do all nodes share this folder?"
     lines = [line for line in (job.stderr() or "").splitlines() if line.strip()]
-    told = [line for line in lines if "slurmstepd: error:" in line] or lines
+    told = [line for line in lines if re.search("slurmstepd.*: error:", line)] or lines
     said = f": {one_line(told[-1], 300)}" if told else ""
+    if "memory limit" in said:  # which some versions give as FAILED
+        state = "OUT_OF_MEMORY"
     advice = KILLED if said.endswith("Killed") else ADVICE.get(state, "")
     return f"{ended}{said}{advice}"

@@ -103,6 +103,8 @@ def results(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("state", "stderr", "told"), [
     ("OUT_OF_MEMORY", "a\nslurmstepd: error: Job 7 exceeded memory limit\nsrun: error: b\n",
      "OUT_OF_MEMORY on n2: slurmstepd: error: Job 7 exceeded memory limit; raise hydra.launcher.mem_gb"),
+    ("FAILED", "a\nslurmstepd-n2: error: Exceeded job memory limit\nb\n",
+     "FAILED on n2: slurmstepd-n2: error: Exceeded job memory limit; raise hydra.launcher.mem_gb"),
     ("TIMEOUT", "c\n", "TIMEOUT on n2: c; raise hydra.launcher.timeout_min"),
     ("FAILED", "x\nsrun: error: n2: task 0: Killed\n", "FAILED on n2: srun: error: n2: task 0: Killed" + slurm.KILLED),
     ("CANCELLED", "\n", "CANCELLED on n2"),
