@@ -211,7 +211,7 @@ def price(
     offers: Mapping[str, Offer],
     calls: Mapping[str, Sequence[Mapping[str, Tensor]]],
     error_of: Callable[[Assignments, str], float],
-    shared: Shared | None,
+    shared: Shared | None = None,
 ) -> dict[str, Priced]:
     """The offers with their errors in images: measured by layer on ``calls``, and by ``error_of`` a whole part."""
     priced = {}
