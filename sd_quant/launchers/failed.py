@@ -13,8 +13,11 @@ LOG = logging.getLogger(__name__)
 
 
 def failed(directory: Path, name: str, failure: Exception) -> JobReturn:
-    """What Hydra gets of the job ``name`` of the sweep in ``directory``, whose folder gets the ``failure`` too."""
-    if (directory / name / RECORD).exists():  # it died after its last word
+    """Write the ``failure`` into the folder of the job ``name``, and return a result for Hydra that has it.
+
+    ``directory`` is the sweep's. A job that has its record is done, whatever happened to its process afterwards.
+    """
+    if (directory / name / RECORD).exists():
         return JobReturn(status=JobStatus.COMPLETED, _return_value=None)
     LOG.error("%s: %s", name, failure)
     sweep.write_failure(directory / name, one_line(failure), getattr(failure, "exit_code", 1))

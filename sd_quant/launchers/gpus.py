@@ -4,36 +4,37 @@ A name that is not known here, such as one of a site's own, passes: a job that s
 refuses by itself. The road not taken is to ask for GPUs that are known to be new enough, which would leave those out.
 """
 
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
+from sd_quant.quantization.gpus import GPUS
 
-# https://developer.nvidia.com/cuda-gpus and /cuda/gpus/legacy; "RTX 6000" alone is a name of three generations
-COMPUTE_CAPABILITY = {
-    "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a100": 80, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86,
-    "a16": 86, "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "l40s": 89, "4090": 89, "h20": 90, "h100": 90,
-    "h200": 90, "gh200": 90, "b200": 100, "gb200": 100, "b300": 103, "gb300": 103, "5090": 120,
+# By a word of a GPU's name, beside those whose times are predicted: https://developer.nvidia.com/cuda-gpus and
+# /cuda/gpus/legacy. "RTX 6000" alone is a name of three generations.
+COMPUTE_CAPABILITY = {name.rpartition("_")[2]: gpu.compute_capability for name, gpu in GPUS.items()} | {
+    "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86, "a16": 86,
+    "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "h20": 90, "gh200": 90, "gb200": 100, "b300": 103,
+    "gb300": 103,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job's formats take of a GPU."""
+    """What a job's formats require of the GPU that it is given."""
 
     compute_capability: int = 0  # 89 for 8.9
     required: bool = False  # False: on an older GPU the job takes another engine
 
     def too_old(self, name: str) -> bool:
-        """Whether a GPU of this name, such as ``nvidia_a100-sxm4-80gb``, is known and lacks a format."""
-        known = [
-            COMPUTE_CAPABILITY[word] for word in re.split(r"[^a-z0-9]+", name.lower()) if word in COMPUTE_CAPABILITY
-        ]
-        return bool(known) and known[0] < self.compute_capability
+        """Whether a GPU of this name, such as ``nvidia_a100-sxm4-80gb``, is known to be older than is needed."""
+        words = re.split(r"[^a-z0-9]+", name.lower())
+        return any(COMPUTE_CAPABILITY.get(word, math.inf) < self.compute_capability for word in words)
 
 
 def need_of(job: Any) -> Need:
@@ -64,13 +65,10 @@ def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[st
     for job, old in found.items():
         if with_gpus and len(old) == len(with_gpus):
             if needs[job].required:
+                there = sorted(set().union(*with_gpus.values()))
                 raise ConfigError(
                     f"job {job} takes a GPU of compute capability {needs[job].compute_capability / 10:g}, and the "
-                    f"cluster has {', '.join(sorted(distinct(with_gpus.values())))}; choose another preset or engine"
+                    f"cluster has {', '.join(there)}; choose another preset or engine"
                 )
             found[job] = []
     return found
-
-
-def distinct(names: Iterable[Collection[str]]) -> set[str]:
-    return set().union(*names)

@@ -111,7 +111,7 @@ class KeptOutputs(Shared):
     def origin(
         self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
     ) -> dict[str, Any]:
-        """What images depend on, as a key of the cache; ``engine`` says of which variant they are."""
+        """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
             "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
@@ -131,14 +131,18 @@ def compare_images(
     kept: KeptOutputs,
 ) -> VariantOutputs:
     """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
-    engines, key = variants.engines, dict[str, Any](engine=infer.engine)
     unquantized = kept.provide(
         checkpoint, prompts, infer,
-        partial(compare_unquantized, checkpoint, engines[FULL_PRECISION], framework.inputs, prompts, infer), key,
+        partial(compare_unquantized, checkpoint, variants.engines[FULL_PRECISION], framework.inputs, prompts, infer),
+        {"engine": infer.engine},
     )  # fmt: skip
-    variant, sampling = engines[QUANTIZED], recipe_sampling(infer)  # its other parts are the unquantized ones
-    key |= {"assignments": variants.digests(), "simulated": variants.simulated is not None}
-    key["opened"] = source_digest("stages.open_parts")
+    variant, sampling = variants.engines[QUANTIZED], recipe_sampling(infer)  # its other parts are the unquantized ones
+    recipe = {
+        "engine": infer.engine,
+        "assignments": variants.digests(),
+        "simulated": variants.simulated is not None,
+        "opened": source_digest("stages.open_parts"),
+    }
     images = framework.images | unquantized.images
     outputs = framework.outputs | unquantized.outputs
     watched, denoiser, counts = WatchedVariant(variant, {}), checkpoint.family.DENOISER, list[Tensor]()
@@ -152,7 +156,7 @@ def compare_images(
             watched.count[denoiser] = watched.samples[denoiser] = 0
             return make(place) | {COUNTED: torch.tensor([watched.count[denoiser], watched.samples[denoiser]])}
 
-        found = kept.divided(kept.origin(checkpoint, prompts, infer, key, sampling), batches, made)
+        found = kept.divided(kept.origin(checkpoint, prompts, infer, recipe, sampling), batches, made)
         counts.extend(tensors.pop(COUNTED) for tensors in found)
         return found
 

@@ -1,4 +1,4 @@
-"""What jobs of one model share through the cache, and divide where they want it at once."""
+"""Results that jobs of one model share through the cache, and how they divide the work where several begin at once."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ class Shared:
     cache: Cache
 
     def made_of(self, *modules: str) -> dict[str, Any]:
-        """What anything depends on that is computed of the unquantized model by these modules."""
+        """What every result depends on: the model, the code of these ``modules``, packages and the machine."""
         packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
         return {
             "checkpoint": weights_sha256(self.facts),
@@ -36,13 +36,13 @@ class Shared:
         }
 
     def found(self, kind: str, origin: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, which JSON can hold, or what the cache has for this ``origin``."""
+        """The result of this ``origin``: from the cache, or else what ``make`` returns, which JSON can hold."""
         return self.all_found(kind, {"one": origin}, lambda name: make())["one"]
 
     def all_found(
         self, kind: str, origins: Mapping[str, Mapping[str, Any]], make: Callable[[str], Any]
     ) -> dict[str, Any]:
-        """What ``make`` returns for each name, or what the cache has for its origin; see ``Cache.provide_all``."""
+        """The results of several origins by name, as ``found``; jobs that want the same make them together."""
         with temporary_folder(self.directory) as temporary:
             folder = Path(temporary)
 

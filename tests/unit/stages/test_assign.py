@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import torch
 
+from sd_quant.cache import Cache
 from sd_quant.models.parts import Heads
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
+from sd_quant.stages.shared import Shared
 
 
 def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch):
@@ -27,6 +30,34 @@ def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatc
     monkeypatch.setattr(stage, "sensitivity_of", lambda error, *_: error([]))
     measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
     assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
+
+
+def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, tmp_path):
+    """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else."""
+    asked = []
+
+    def switched(simulated, run, layers):
+        return SimpleNamespace(error=lambda quantized: asked.append(quantized) or 1 / (1 + len(quantized)))
+
+    monkeypatch.setattr(stage, "Switched", switched)
+    monkeypatch.setattr(stage, "open_simulated", lambda *_: SimpleNamespace(module=None, outputs=("out",)))
+    monkeypatch.setattr(stage, "denoiser_of", lambda *_: None)
+    facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "", "usable_cores": 1, "gpus": []}}
+    shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
+    one, other = (
+        {name: LayerAssignment(name, "ffn", (4, 4), format=each) for name in "ab"} for each in ("int8", "fp8")
+    )
+
+    def measured(assignment=one, call=0.0, scale=5.0, kept=0) -> int:
+        asked.clear()
+        statistics = Statistics({}, {"x": Sample(torch.full((1, 2), call), torch.arange(1))})
+        found = stage.measure_sensitivity(None, assignment, statistics, kept, scale, shared)
+        assert found.network_error == {"a": 0.5, "b": 0.5}
+        return len(asked)
+
+    everything = 2 + 2  # each layer, and the curve's points of none and one that is kept
+    assert [measured(), measured(), measured(kept=1)] == [everything, 0, 0]
+    assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [everything] * 3 + [0]
 
 
 def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):

@@ -1,5 +1,7 @@
 """Which call of the denoiser the engines are compared on."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,6 +108,76 @@ def test_a_job_of_more_images_makes_those_that_are_missing(tmp_path):
     assert made == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert images(list("ab") * 2).tolist() == [0, 1, 2, 3], "the same prompts with other numbers have other noise"
     assert made[3:] == [["a", "b"]]
+
+
+def test_jobs_that_want_the_same_images_at_once_divide_them(tmp_path):
+    """Two, of which each sees the other begin before it makes an image."""
+    cache, made, both = Cache(tmp_path / "cache", 1e9), [], threading.Barrier(2, timeout=30)
+
+    def job(number: int) -> None:
+        (folder := tmp_path / str(number)).mkdir()
+
+        def make(by_batch):
+            both.wait()
+
+            def denoise(place):
+                made.append((place, number))
+                time.sleep(0.2)
+                return {"steps": torch.tensor([float(place)])}
+
+            steps = torch.cat([each["steps"] for each in by_batch([[0], [1], [2], [3]], denoise, ())])
+            return compare.VariantOutputs({"it": Generated(np.zeros((4, 2, 2, 3), np.uint8), steps)}, {}, {}, {})
+
+        outputs = Kept({}, folder, cache).provide(None, list("abcd"), None, make, sampling=object())
+        results.append(outputs.images["it"].latents.tolist())
+
+    results: list[list] = []
+    threads = [threading.Thread(target=job, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [[0, 1, 2, 3]] * 2
+    assert sorted(place for place, _ in made) == [0, 1, 2, 3] and {number for _, number in made} == {0, 1}
+
+
+def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path):
+    """They come from the cache for the same assignment alone, with the number of calls by which they were made."""
+    checkpoint, engines = faked(monkeypatch)
+    monkeypatch.setattr(compare, "recipe_sampling", lambda infer: SimpleNamespace(steps_taken=infer.steps))
+    monkeypatch.setattr(compare, "counted", lambda checkpoint, *counts: counts[:2])
+    calls = []
+
+    class Counting(Adding):
+        def __call__(self, x):
+            calls.append(self.number)
+            return super().__call__(x)
+
+    class OfRecipe(compare.KeptOutputs):
+        def origin(self, checkpoint, prompts, infer, engine, sampling):
+            return {"prompts": prompts, **engine}
+
+        def provide(self, *_):
+            return compare.VariantOutputs({}, {}, {compare.FULL_PRECISION: {}}, {})
+
+    framework = compare.VariantOutputs({}, {"unet": {"x": torch.ones(1)}}, {compare.FRAMEWORK: {}}, {})
+
+    def images(digest: str, simulated: str | None = None):
+        parts = {"unet": Counting(float(len(digest))), "vae": Adding(0)}
+        variants = SimpleNamespace(
+            engines=engines | {compare.QUANTIZED: parts}, assignments={"unet": {}}, simulated=simulated,
+            digests=lambda: {"unet": digest},
+        )  # fmt: skip
+        kept = OfRecipe({}, tmp_path, Cache(tmp_path / "cache", 1e9))
+        infer = SimpleNamespace(steps=5, engine="openvino")
+        made = compare.compare_images(checkpoint, framework, variants, ["a", "b"], infer, kept)
+        assert made.of_an_image == (10, 10)
+        calls_of_images = len(calls) - 1  # one is compared
+        calls.clear()
+        return calls_of_images
+
+    assert [images("one"), images("one"), images("three")] == [10, 0, 10]
+    assert [images("one", "no engine"), images("one")] == [10, 0]
 
 
 @pytest.mark.parametrize(("batches", "expected"), [(8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37])])
