@@ -18,14 +18,14 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all but the long ones (8 minutes on two cores)
-	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit -m "not soak and not consumer" \
+	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit --cadence commit \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak: ## The long tests, whatever became of the part before: three quarters of an hour on two cores
 	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks cluster-check
 
 soak-tests: $(VENV)/.sd-quant-test
-	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit -m "soak and not consumer" --ignore tests/unit/benchmarks --ignore tests/cli/cluster \
+	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit --cadence nightly -m "not consumer" \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
@@ -33,7 +33,7 @@ soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 		tests/unit/interchange tests/unit/metrics/test_ocr.py tests/unit/quantization/test_adapters.py -m consumer --dist loadfile --durations 10
 
 soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
-	$(PYTEST) tests/unit/benchmarks -m soak --dist worksteal --durations 10
+	$(PYTEST) tests/unit/benchmarks --cadence release --dist worksteal --durations 10
 
 cluster-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-ray ## Sweeps on a real Slurm and a real Ray cluster started here, and what befalls them (Slurm: as root, with Debian's slurm-wlm and munge)
 	PYTHONPATH=$(abspath $(VENV)/ray) OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli/cluster --durations 10
@@ -49,7 +49,7 @@ types:
 	$(PYTHON) -m mypy
 
 quick:
-	$(PYTEST) tests/unit --dist worksteal --quiet -m "not slow and not soak and not consumer"
+	$(PYTEST) tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.mutations.run --workers 2

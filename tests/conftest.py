@@ -48,6 +48,29 @@ def pytest_unconfigure() -> None:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+CADENCES = {"release": "release", "nightly": "nightly", "consumer": "nightly", "commit": "commit"}  # the rarest first
+
+
+def cadence_of(item: pytest.Item) -> str | None:
+    """When a case is run, which it states by a mark of its own or of its file; of several the rarest counts."""
+    return next((cadence for mark, cadence in CADENCES.items() if item.get_closest_marker(mark)), None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    names = list(dict.fromkeys(CADENCES.values()))
+    parser.addoption("--cadence", action="append", choices=names, help="only cases of this one; may be repeated")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if unstated := [item.nodeid for item in items if cadence_of(item) is None]:
+        states = "state one by a mark: commit, nightly or release"
+        raise pytest.UsageError(f"{len(unstated)} cases have no cadence ({states}): {', '.join(unstated[:5])}")
+    if wanted := config.getoption("cadence"):
+        left_out = [item for item in items if cadence_of(item) not in wanted]
+        items[:] = [item for item in items if cadence_of(item) in wanted]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_runtest_setup(item) -> None:
     for marker in item.iter_markers("needs"):
         if missing := lacking(**marker.kwargs):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 
 def test_a_picture_is_that_of_diffusers_own_pipeline(command, checkpoint):

@@ -16,6 +16,8 @@ from sd_quant.composition import composing
 
 from ..pasting import words_of
 
+pytestmark = pytest.mark.commit
+
 REPOSITORY = Path(__file__).parents[2]
 tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
 
@@ -153,7 +155,7 @@ def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, f
     assert table.count("failed") == 2 and "holds no model" in table
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(start, checkpoint, tmp_path, sent):
     directory = tmp_path / "run"
     with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null") as process:

@@ -18,6 +18,8 @@ from sd_quant.stages.trace_ahead import Tracer
 
 from ..pipelines import sd15
 
+pytestmark = pytest.mark.commit
+
 JOB = (
     "quantize.py", "model=sd15", "model.width=64", "model.height=64", "calib_size=2", "quantize.n_steps=2",
     "infer.width=64", "infer.height=64", "infer.steps=2", "infer.prompts=[a cat,a dog]", "infer.num_timed_runs=3",
@@ -45,7 +47,7 @@ class Asked(Tracer):
         self.happened.append("end")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_gives_its_tracer_work_and_asks_before_each_call_how_many_cores_it_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(export_onnx, "several_threads", lambda: True)
     sd15(tmp_path / "model")
@@ -80,7 +82,7 @@ def record(run: Path) -> dict:
     return json.loads((run / "metrics.json").read_text())
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.needs(cores=2)
 def test_the_files_are_the_same(runs):
     alone, beside = (sorted(path.relative_to(run) for path in run.glob("onnx/**/*.onnx")) for run in runs.values())
@@ -90,7 +92,7 @@ def test_the_files_are_the_same(runs):
     assert rows[0] == rows[1] and len(rows[0].splitlines()) > 20
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_plans_and_images_are_there(runs):
     for run in runs.values():
         plans = record(run)["plans"]
@@ -99,7 +101,7 @@ def test_the_plans_and_images_are_there(runs):
         assert len(record(run)["fidelity"]["psnr"]["values"]) == 2
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_plans_are_built_while_images_are_made_and_before_them_with_one_thread(runs):
     for threads, run in runs.items():
         log = (run / "quantize.log").read_text()
@@ -136,7 +138,7 @@ main()
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.needs(cores=2)
 def test_plans_of_a_sweep_are_built_beside_the_next_job_and_fail_alone(tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")

@@ -16,6 +16,8 @@ from sd_quant.engines.tensorrt.plan import describe_plan
 
 from ..pipelines import redraw, sd15_of_one_level
 
+pytestmark = pytest.mark.commit
+
 STEPS = ("quantize.n_steps=4", "infer.steps=4", "quant_level=3")
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -89,7 +91,7 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image).astype(float)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pictures):
     record = record_of(changed)
     assert record["prompts"] == ["a red cat"] * 3
@@ -108,7 +110,7 @@ def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pi
     assert inputs["image"]["sha256"] and inputs["calibration_image"]["sha256"] != inputs["image"]["sha256"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, tmp_path):
     knobs = f"run={changed}", f"infer.image={pictures}/b.png", "prompts=[a house]", "steps=4", "num_warmup_runs=0"
     for name, more in {
@@ -125,7 +127,7 @@ def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, t
     assert right < np.abs(part - few)[:, 40:].mean(), "and what is, nearer to what is made of noise"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_checkpoint_for_inpainting(command, tiny, inpainting, pictures, mask, cache, tmp_path):
     knobs = *tiny.knobs, *STEPS, f"model.path={inpainting}", f"cache.dir={cache}"
     masked = f"infer.image={pictures}/a.png", f"infer.mask={mask}", "infer.prompts=[a red cat]"
@@ -156,7 +158,7 @@ def test_what_is_refused_before_anything_is_loaded(command, tiny, pictures, styl
     assert result.returncode == code and refusal in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_path):
     """Beside the run without it."""
     result = command(
@@ -182,7 +184,7 @@ def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_p
     assert "The LoRA style.safetensors:0.5 is fused into the weights" in card
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_without_it(
     command, tiny, style, cache, tmp_path
 ):
@@ -210,7 +212,7 @@ def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_wit
     )
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, tiny, style, tmp_path):
     result = command(
         "export_trt.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64",

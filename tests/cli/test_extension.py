@@ -31,6 +31,8 @@ from sd_quant.trackers import TRACKERS
 
 from ..pipelines import sd15_of_one_level
 
+pytestmark = pytest.mark.commit
+
 REPOSITORY = Path(__file__).parents[2]
 MODULE = '''
 """All that the test adds: functions of a format, a runtime, a family, an observer, a score and a tracker."""
@@ -160,7 +162,7 @@ def composed(conf: Path, name: str, job: type, *overrides: str):
         return job_of(job, compose(name, list(overrides)))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
     run, name = tmp_path / "run", f"model.path={pipeline_folder}"
     job = composed(

@@ -25,6 +25,8 @@ from tests.presets import model_of, recipe_of
 from ..pipelines import TINY, VARIANTS
 from .sweeps import QUICK
 
+pytestmark = pytest.mark.commit
+
 PRESETS = ("int8", "fp8", "svdquant_w4a16", "nvfp4", "int4_w4a4")
 ENGINES = ("openvino", "onnxruntime")
 
@@ -91,7 +93,7 @@ def onnx_path(run: Path, part: str) -> Path:
     return run / "onnx" / part / f"{part}.onnx"
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.soak) for row in SOAK)], ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in SOAK)], ids=str)
 def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
     run = job(tmp_path / "run", row.family, f"quantize={row.preset}", f"infer={row.engine}", *row.knobs)
     record, parts, denoiser = record_of(run), model_of(row.family)["parts"], family_named(row.family).DENOISER
@@ -135,7 +137,7 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
         assert entry["quantized"] == entry["of"] == record["layers"]["quantized"] and entry["lost"] == {}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "preset", "engine", "knobs", "formats"),
     [
@@ -159,7 +161,7 @@ def test_attention_that_rotates_or_masks_in_a_format_of_its_own(job, tmp_path, f
         assert (run / "plan" / "transformer.plan").exists() and (kept is not None) == ("int8" in formats)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
     """Of one cache, in which nothing of the one may be taken for the other's: the codes are the same, bit for bit."""
     runs = {io: job(tmp_path / io, "sdxl", f"export.io={io}", "alpha=0.8") for io in ("diffusers", "nemo")}
@@ -179,7 +181,7 @@ def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- variants
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds_again(job, command, tmp_path):
     lean = job(tmp_path / "lean", "sd3_no_t5", *PLANS, "hand_over=[diffusers_modelopt]")
     record, parts = record_of(lean), model_of("sd3_no_t5")["parts"]
@@ -203,7 +205,7 @@ def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds
     assert {path.stem for path in (tmp_path / "built/plan").glob("*.plan")} == set(parts)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_folder_that_was_saved_without_t5_is_drawn_without_it(command, tmp_path):
     VARIANTS["sd3_no_t5"](tmp_path / "lean")
     result = command("infer.py", "infer=torch", "model=sd3", f"model.path={tmp_path}/lean", "model.width=64",

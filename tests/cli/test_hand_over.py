@@ -16,6 +16,8 @@ from sd_quant.stages.session import open_unchecked
 
 from ..hand_over.pictures import PROMPTS, by_consumer, decibels, in_torch, printed_code
 
+pytestmark = pytest.mark.commit
+
 SMALL = (
     "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=4", "infer.steps=4", "timing.budget_s=0",
     "memory_of_parts=false", "export_trt=none",
@@ -46,7 +48,7 @@ def test_the_record_and_the_card_say_what_it_is(run):
     assert "zeros behind a text's 77 tokens" in card and "which names none" in card and "    sd-quant quantize " in card
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_that_is_done_is_handed_over_the_same(run, command, main_job, tmp_path):
     """The assignment that is derived again gives the same files, and a second time they are replaced."""
     name, cache = "unet/diffusion_pytorch_model.safetensors", main_job.cache
@@ -128,7 +130,7 @@ def derived(handed_over):
     return assignment_of(job, handed_over, StageTimer(), open_unchecked(job.model), handed_over)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.consumer
 @pytest.mark.parametrize("target", LEAST)
 def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, target):
@@ -145,7 +147,7 @@ def test_it_draws_what_the_simulation_draws(handed_over, derived, tmp_path, targ
     assert facts["class"] == "StableDiffusionXLPipeline" and min(decibels(simulated, printed)) > AS_PRINTED
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.consumer
 def test_single_files_are_whole(handed_over):
     """Every weight of the checkpoint is in ComfyUI's file, and of its UNet in GGUF's, under the keys that they read."""

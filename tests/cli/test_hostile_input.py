@@ -26,6 +26,8 @@ from sd_quant.files.archive import open_members
 from sd_quant.files.tensors import lazy
 from sd_quant.names import nemo as nemo_keys
 
+pytestmark = pytest.mark.commit
+
 FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
 LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began
 MOST_MEMORY = 3 * 2**29  # bytes; what is imported takes half of it
@@ -266,7 +268,7 @@ BEHIND_THE_READERS = (  # refused once the checkpoint is opened, in seconds: one
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if name in BEHIND_THE_READERS else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in BEHIND_THE_READERS else ()) for name in CASES]
 )
 def test_a_checkpoint_from_a_stranger(forked, whole, tmp_path, name):
     case, canary, path = CASES[name], tmp_path / "canary", tmp_path / "hostile" / "a.nemo"

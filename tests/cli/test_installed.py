@@ -19,7 +19,7 @@ from sd_quant.shell import literal
 
 from ..pasting import AWKWARD
 
-pytestmark = [pytest.mark.soak, pytest.mark.needs(memory_gb=3)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
 MINE = """format: mine
 enable:

@@ -14,6 +14,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 PAGE = HOME / "docs/python.md"
 
 
@@ -80,7 +82,7 @@ def test_images_are_those_of_the_command(quantized, main_job):
     assert min(psnr(ours, result.images)) > max(psnr(ours, comparison.full_precision))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.soak), "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.nightly), "float32"])
 def test_the_snippet_for_modelopt_runs_as_the_page_has_it(quantized, model, main_job, tmp_path, monkeypatch, dtype):
     import torch
 

@@ -20,6 +20,8 @@ from sd_quant.names.sgm import sgm_names
 from ..preference_networks import small_dino
 from .conftest import PROMPTS
 
+pytestmark = pytest.mark.commit
+
 PREFIX = "model.diffusion_model."
 
 
@@ -169,7 +171,7 @@ def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(comm
     assert not (tmp_path / "judged/sweep.json").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
     command, tiny, unbroken_sweep, sweep_arguments, tmp_path
 ):

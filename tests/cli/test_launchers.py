@@ -14,7 +14,7 @@ import pytest
 from .sweeps import JOBS as ALL_JOBS
 from .sweeps import link_cache, same, without_times
 
-pytestmark = [pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=6, files=1000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(cores=2, memory_gb=6, files=1000)]
 
 JOBS = ALL_JOBS[:2]
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}

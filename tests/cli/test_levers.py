@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.commit
+
 KNOBS = ("infer.prompts=[a rocket,a teapot,a boat]", "infer.steps=6", "timing.budget_s=0", "export_trt=none")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_sweep_compares_bits_calls_and_both(command, tiny, with_graphs, tmp_path):
     """Its jobs share what does not depend on calls; nothing quantized by the same calls is its own twin."""
     given = (

@@ -27,6 +27,8 @@ from sd_quant.report.record import record_schema
 
 from ..pasting import AWKWARD, words_of
 
+pytestmark = pytest.mark.commit
+
 # Layers of the mini checkpoint's UNet by role, counted by hand from its config: 26 convolutions in ResBlocks and
 # samplers, 11 transformer blocks with 2 feed-forward layers, 6 query/key/value and 2 output projections, and 7
 # attention blocks with an input and an output projection.

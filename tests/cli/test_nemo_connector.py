@@ -14,7 +14,7 @@ from sd_quant.checkpoints.nemo_and_diffusers import PIPELINE
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler, unet_config
 from tests.networks import built_networks
 
-pytestmark = pytest.mark.nemo
+pytestmark = [pytest.mark.commit, pytest.mark.nemo]
 
 MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 

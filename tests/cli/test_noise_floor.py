@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.commit
 
-@pytest.mark.soak
+
+@pytest.mark.nightly
 def test_a_run_measures_its_floor_and_the_next_recipe_finds_it_in_the_cache(command, tiny, with_graphs, tmp_path):
     given = (*tiny.knobs, "infer.prompts=[a rocket,a teapot]", f"cache.dir={with_graphs(tmp_path / 'cache')}")
     first = command("quantize.py", *given, "noise_floor=all", f"hydra.run.dir={tmp_path}/first")
@@ -26,7 +28,7 @@ def test_a_run_measures_its_floor_and_the_next_recipe_finds_it_in_the_cache(comm
     assert again == {way: floor[way] for way in ("bf16", "batch")}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_way_that_this_machine_does_not_have_is_refused_before_calibration(command, tiny, tmp_path):
     result = command("quantize.py", *tiny.knobs, "noise_floor=[batch]", f"hydra.run.dir={tmp_path}/run")
     assert result.returncode == 2 and "calibrate" not in result.stdout + result.stderr

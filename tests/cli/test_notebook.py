@@ -6,7 +6,7 @@ from nbclient import NotebookClient
 
 from sd_quant.places import HOME
 
-pytestmark = [pytest.mark.soak, pytest.mark.needs(memory_gb=3)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
 NOTEBOOK = HOME / "examples/notebook.ipynb"
 

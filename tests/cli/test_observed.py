@@ -12,6 +12,8 @@ from sd_quant.observed.checkpoint import Observation
 
 from .sweeps import QUICK
 
+pytestmark = pytest.mark.commit
+
 PARTS = ["text_encoder", "text_encoder_2", "transformer", "vae"]
 
 
@@ -33,7 +35,7 @@ def done(command, made_once, knobs) -> Path:
     return made_once("observed", make)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_pipeline_that_no_file_describes_is_quantized_exported_and_executed(done):
     record = json.loads((done / "run/metrics.json").read_text())
     assert record["simulated"] is False and record["layers"]["quantized"] >= 50
@@ -52,7 +54,7 @@ def test_a_pipeline_that_no_file_describes_is_quantized_exported_and_executed(do
     assert times["quantized"]["min_ms"] > 0 and times["full_precision"]["min_ms"] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_inspect_prints_what_the_run_observed(command, done, knobs, tmp_path):
     """From the cache, in which the run has put it."""
     result = command("-m", "sd_quant", "inspect", *knobs, f"cache.dir={done}/cache", f"hydra.run.dir={tmp_path}/out")
@@ -65,7 +67,7 @@ def test_inspect_prints_what_the_run_observed(command, done, knobs, tmp_path):
         assert word in result.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_runs_files_make_images(command, done, tmp_path):
     result = command(
         "infer.py", f"run='{done}/run'", "steps=2", "prompts=[a cat]", "num_warmup_runs=0",

@@ -16,6 +16,8 @@ from tests.pairs.run import FIRST, arguments, every_pair, pairs_of, problem, row
 
 from ..pipelines import sd15
 
+pytestmark = pytest.mark.commit
+
 
 def knobs(job: type, path: str = "") -> Iterator[str]:
     for name, (kind, _) in fields_of(job).items():
@@ -37,7 +39,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
     missing = every_pair()
     drawn = rows(random.Random(1), folder, missing)
@@ -54,7 +56,10 @@ def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.soak), {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"}],
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"},
+    ],
 )
 def test_a_job_at_the_ends_ends_well(folder, forked, changes):
     ended, _ = forked("quantize.py", *arguments(FIRST | changes, folder), f"hydra.run.dir={folder}/run{len(changes)}")

@@ -16,7 +16,7 @@ from sd_quant.models.unet import layer_roles
 from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics
 
-pytestmark = [pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=6)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(cores=2, memory_gb=6)]
 
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)

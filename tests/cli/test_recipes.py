@@ -17,7 +17,7 @@ from sd_quant.inference.pipeline import Sampling
 
 from .conftest import Tiny
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 
 def rows(path: Path) -> list[dict]:

@@ -14,7 +14,7 @@ from sd_quant.report.page import write_report
 from sd_quant.report.summary import read_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [pytest.mark.commit, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
 RED, BLUE = (220, 20, 20), (20, 20, 220)  # full precision and quantized
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">'
 PROMPTS = ["a red apple", HOSTILE, "a glossy icon of a rocket"]
@@ -134,7 +134,7 @@ def test_a_header_sorts_both_ways_and_what_has_no_value_stays_last(open_report):
     assert page.locator('#results [aria-sort="none"]').count() == page.locator("#results thead th").count() - 1
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_keyboard_sorts(open_report):
     page = open_report()
     header(page, "PSNR, dB").locator("button").focus()
@@ -153,7 +153,7 @@ def test_the_filter_hides_rows(open_report):
     assert jobs(page) == ["a", "b", "c", "d"] and page.locator("#count").inner_text() == ""
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_slider_moves_the_border_between_the_two_images(open_report):
     page = open_report()
     assert shades(page) == [RED, BLUE]
@@ -167,7 +167,7 @@ def test_the_slider_moves_the_border_between_the_two_images(open_report):
     assert page.locator("#split").input_value() == "40" and shades(page) == [RED, BLUE]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_border_is_dragged(open_report):
     page = open_report()
     page.locator("#stage").scroll_into_view_if_needed()
@@ -181,7 +181,7 @@ def test_the_border_is_dragged(open_report):
     assert shades(page) == [BLUE, BLUE]  # it was let go
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_flip_shows_one_then_the_other(open_report):
     page = open_report()
     for shown, name in (([RED, RED], "full precision"), ([BLUE, BLUE], "quantized"), ([RED, RED], "full precision")):
@@ -196,7 +196,7 @@ def test_flip_shows_one_then_the_other(open_report):
     assert shades(page) == [RED, BLUE]  # the slider shows both again
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_space_elsewhere_is_not_taken(open_report):
     page = open_report()
     page.locator("#filter").focus()
@@ -219,7 +219,7 @@ def test_the_worst_image_of_the_recommended_recipe_comes_first(open_report):
     assert page.locator('#gallery [aria-current="true"]').count() == 1
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_another_recipe_and_all_of_them(open_report):
     page = open_report()
     page.select_option("#recipe", label="alpha=0.5")
@@ -231,7 +231,7 @@ def test_another_recipe_and_all_of_them(open_report):
     assert page.locator("#scores").inner_text() == f"alpha={HOSTILE}: PSNR 28.00 dB · SSIM – · LPIPS –"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_small_images_are_enlarged_pixel_by_pixel(open_report):
     page = open_report()
     for image in (page.locator("#full"), page.locator("#gallery img").first):
@@ -247,7 +247,7 @@ def test_hostile_text_is_shown(open_report):
     assert page.locator("script").count() == 2 and page.locator("img:not([src^='data:'])").count() == 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_fits_the_screen_and_follows_its_colours(open_report, width, scheme):
@@ -268,7 +268,7 @@ def test_it_fits_the_screen_and_follows_its_colours(open_report, width, scheme):
     assert light == [paper, not paper, not paper, paper]  # page, its text, the text and the paper of a plot
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_table_scrolls_in_its_own_frame(open_report):
     page = open_report(390)
     inside = page.locator(".scroll").evaluate("frame => [frame.scrollWidth, frame.clientWidth]")

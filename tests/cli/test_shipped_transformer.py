@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-pytestmark = [pytest.mark.soak, pytest.mark.needs(memory_gb=3)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
 IMAGES = ("infer.prompts=[a glossy icon of a rocket,a glossy icon of a pizza]", "infer.steps=20", "calib_size=8",
           "infer.num_timed_runs=3", "infer.num_warmup_runs=1", "timing.budget_s=1.0", "export_trt=none")  # fmt: skip

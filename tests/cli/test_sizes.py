@@ -9,6 +9,8 @@ from PIL import Image
 
 from .conftest import PROMPTS
 
+pytestmark = pytest.mark.commit
+
 SIZES = {"0000": (64, 64), "0001": (64, 128)}  # by image
 
 
@@ -26,7 +28,7 @@ def pixels(path) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_calibrates_on_and_compares_images_of_all_sizes(command, tiny, with_graphs, prompts, tmp_path):
     run = tmp_path / "run"
     result = command(

@@ -13,6 +13,8 @@ from sd_quant.places import CONF
 
 from .sweeps import JOBS, without_times
 
+pytestmark = pytest.mark.commit
+
 
 def table(folder: Path) -> list[dict]:
     with (folder / "sweep" / "summary.csv").open(newline="", encoding="utf-8") as file:
@@ -36,7 +38,7 @@ def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
 def test_a_shipped_experiment_runs(command, tiny, with_graphs, tmp_path, experiment):
     """One job of each, by its own recipe and its own report."""
@@ -62,7 +64,7 @@ def test_what_jobs_share_is_made_once(unbroken):
     assert full[0].samefile(full[1]) and full[0].samefile(full[2])
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, sweep_arguments, with_graphs, tmp_path):
     with_graphs(tmp_path / "cache")
     with start(*sweep_arguments(tmp_path)) as process:
@@ -81,7 +83,7 @@ def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, s
     assert without_times(tmp_path / "sweep/summary.csv") == without_times(unbroken / "table.csv")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, sweep_arguments):
     """Of the finished sweep one job is made to fail."""
     broken = unbroken / "sweep" / JOBS[1]

@@ -105,7 +105,7 @@ def overflow(page) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "keys"),
     [
-        pytest.param((1280, 800), ("1", "2", "0"), marks=pytest.mark.soak),
+        pytest.param((1280, 800), ("1", "2", "0"), marks=pytest.mark.nightly),
         ((390, 844), ("ArrowLeft", "ArrowRight", " ")),
     ],
 )
@@ -139,7 +139,7 @@ def test_votes_are_cast_with_keys_saved_and_counted(open_votes, folder, size, ke
     assert "Counted: AB." in told and "about one person" in told
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_each_voter_has_an_order_and_sides_of_their_own(open_votes, folder, tmp_path):
     key, ballots = read_key(folder), []
     for name in ("Å. B", "CD"):
@@ -154,7 +154,7 @@ def test_each_voter_has_an_order_and_sides_of_their_own(open_votes, folder, tmp_
     assert len(read_ballot(tmp_path / "Å. B.json").votes) == 8
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_both_images_are_zoomed_alike_at_one_place(open_votes):
     page = open_votes()
     begin(page, "")
@@ -178,7 +178,7 @@ def test_both_images_are_zoomed_alike_at_one_place(open_votes):
     )
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_votes_with_the_mouse_and_what_is_no_vote(open_votes, tmp_path):
     page = open_votes()
     page.locator("#voter").press_sequentially("0 1 2")  # in the field: no vote
@@ -199,7 +199,7 @@ def test_votes_with_the_mouse_and_what_is_no_vote(open_votes, tmp_path):
     assert [each["answer"] for each in saved(page, tmp_path / "x.json")["votes"]] == ["neither", "neither"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_prompts_are_text(open_votes):
     page = open_votes()
     begin(page, "")

@@ -11,6 +11,8 @@ from . import commands
 from .job import STAGES, Place, differing, is_temporary, leftovers
 from .run import CODES, SPARED, Unbroken, killed_at, resumed, small_disk, starved, tiny, unbroken, whole
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture(scope="module")
 def unbroken_job(tmp_path_factory) -> Iterator[tuple[Place, Unbroken, Path]]:
@@ -34,7 +36,7 @@ def job(unbroken_job) -> tuple[Place, Unbroken]:
     return place, model
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves(job, sent):
     place, model = job
@@ -46,7 +48,7 @@ def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves
     assert resumed(place, model.artifacts) == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leaves(job):
     place, model = job
     ended, problems = starved(place, "parity", place.root.parent / "filler", SPARED, model.artifacts)
@@ -54,7 +56,7 @@ def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leave
     assert resumed(place, model.artifacts) == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_other_commands_that_are_killed_and_given_again_leave_the_same(capsys):
     """``python -m tests.faults.commands`` does it for all of them, and puts them into hard places."""
     assert commands.main(["--kills", "2", "--no-places", "--only", "judge", "hand over"]) == 0

@@ -21,6 +21,8 @@ from .of_artifacts import graph_with
 from .of_checkpoints import weights_file
 from .of_records import PLAN, TIMING, a_record
 
+pytestmark = pytest.mark.commit
+
 QUICK = 5  # seconds of the processor; without a bound it is hours
 SHARED = b")q\xc8" + b"h\xc8h\xc8\x86q\xc8" * 60  # a tuple that holds the last one twice, sixty times
 

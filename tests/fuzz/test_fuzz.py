@@ -13,6 +13,8 @@ from .learn import CORPUS, read_corpus
 from .readers import make_readers
 from .run import EVERY_INPUT, main, table
 
+pytestmark = pytest.mark.commit
+
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_bfl", "diffusers_sdnq",
@@ -51,7 +53,7 @@ def outcomes(readers, tmp_path, monkeypatch) -> Callable:
     return make
 
 
-@pytest.mark.parametrize("times", [0.4, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [0.4, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about damaged input
 def test_damage_is_refused_or_harmless(readers, name, outcomes, times):

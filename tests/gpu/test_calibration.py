@@ -11,7 +11,10 @@ from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.unet import layer_roles
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+pytestmark = [
+    pytest.mark.commit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints/sdxl_mini.nemo"
 PROMPTS = [f"a glossy icon of a {thing}" for thing in ("duck", "robot", "frog", "taxi")]

@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.commit,
     pytest.mark.slow,  # minutes: make test has it, make gpu-check does not
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
 ]

@@ -16,7 +16,10 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.native import PRODUCTS, NativeConv, NativeLinear, layer_of
 from tests.layers import static_layer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+pytestmark = [
+    pytest.mark.commit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
 
 if torch.cuda.is_available():
     pytest.importorskip("triton")

@@ -8,7 +8,10 @@ from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled, placed
 from sd_quant.models.parts import Contract
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+pytestmark = [
+    pytest.mark.commit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
 
 HALF = torch.float16
 CONTRACT = Contract({"input": ("batch", 64)}, ("y",), {"input": HALF}, HALF)

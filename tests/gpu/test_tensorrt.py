@@ -8,7 +8,10 @@ from sd_quant.engines import load_engine
 from sd_quant.errors import ArtifactError
 
 pytest.importorskip("onnx")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+pytestmark = [
+    pytest.mark.commit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
 
 WIDTH, OUT, SCALE = 64, 32, 2.0**-5
 

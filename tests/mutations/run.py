@@ -116,7 +116,7 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
                 os.dup2(output.fileno(), stream)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = pytest.main([*quiet, "-m", "not soak and not consumer", *options, *tests], plugins=[failures])
+        code = pytest.main([*quiet, "--cadence", "commit", *options, *tests], plugins=[failures])
         (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
     except BaseException:
         traceback.print_exc()

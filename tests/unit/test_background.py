@@ -4,6 +4,8 @@ import pytest
 
 from sd_quant.background import NoLongerWanted, beside, done
 
+pytestmark = pytest.mark.commit
+
 
 def test_work_goes_on_while_the_block_runs_and_its_result_comes_when_it_is_asked_for():
     met = threading.Barrier(2, timeout=30)  # which neither passes alone

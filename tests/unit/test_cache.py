@@ -13,6 +13,8 @@ import pytest
 from sd_quant.cache import MANIFEST, Cache, locked
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def cache(tmp_path) -> Cache:

@@ -17,6 +17,8 @@ from sd_quant.files import write_json
 from sd_quant.places import CONF
 from sd_quant.report.summary import FAILURE, SWEEP
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def hydra(monkeypatch, tmp_path):

@@ -13,6 +13,8 @@ from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.places import CONF
 
+pytestmark = pytest.mark.commit
+
 
 def composed(*overrides: str):
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -4,6 +4,8 @@ import torch
 from sd_quant import devices
 from sd_quant.devices import best_device, full_precision
 
+pytestmark = pytest.mark.commit
+
 
 def test_scores_are_computed_in_fp32_and_nothing_else_changes():
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.enabled

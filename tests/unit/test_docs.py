@@ -21,6 +21,8 @@ from sd_quant.places import CONF, HOME
 
 from .config.composition import JOBS, composed
 
+pytestmark = pytest.mark.commit
+
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.name == "lab_notebook.md"]
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
@@ -125,7 +127,7 @@ def test_every_command_pastes():
     assert not [path for path, text in sources.items() if re.search(r"install [^'\"]*sd-quant\[", text)]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_job_command_is_a_job():
     """Not every combination: every word of a command once."""
     seen: set[tuple[str, str]] = set()

@@ -15,6 +15,8 @@ from sd_quant.engines import load_engine
 from sd_quant.errors import LONGEST, ArtifactError, ResourceError, SdQuantError, of_the_machine
 from sd_quant.metrics.memory import StageTimer
 
+pytestmark = pytest.mark.commit
+
 TOO_MANY = 1 << 50
 FULL = Path("/dev/full")  # every write to it finds no space
 

@@ -18,6 +18,8 @@ from sd_quant.files import (
     write_text,
 )
 
+pytestmark = pytest.mark.commit
+
 
 def test_the_name_is_replaced_when_the_block_ends_well(tmp_path):
     path = tmp_path / "new/folder/file.txt"

@@ -22,6 +22,8 @@ from sd_quant.report.csv_files import write_csv
 from sd_quant.stages import hand_over
 from sd_quant.stages.load import Loaded, with_recipe
 
+pytestmark = pytest.mark.commit
+
 NOTHING = Statistics({}, {})
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from sd_quant.knobs import near, nearest
 
+pytestmark = pytest.mark.commit
+
 KNOBS = [
     "quant_level", "alpha", "calib_size", "quantize.n_steps", "quantize.batch_size", "quantize.seed", "infer.steps",
     "infer.batch_size", "infer.prompts", "infer.seed", "model.prompts", "model.parts", "trt.sizes", "unet_xl",

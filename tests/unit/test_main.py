@@ -10,6 +10,8 @@ import pytest
 from sd_quant.commands import COMMANDS
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 COMPLETE = """
 eval "$($1)"
 for line in "${@:2}"; do

@@ -2,7 +2,11 @@
 
 from collections import Counter
 
+import pytest
+
 from tests.mutations.run import PACKAGE, REPOSITORY, read_faults
+
+pytestmark = pytest.mark.commit
 
 FAULTS = read_faults()
 

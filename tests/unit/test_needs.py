@@ -6,6 +6,8 @@ import pytest
 
 from tests.conftest import lacking
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("needs", "said"),

@@ -6,6 +6,8 @@ import torch
 from sd_quant.errors import ArtifactError
 from sd_quant.numbers import finite, relative_error
 
+pytestmark = pytest.mark.commit
+
 
 def test_relative_error():
     reference = torch.tensor([3.0, 4.0])

@@ -15,6 +15,8 @@ from sd_quant.report.published import read_published
 from sd_quant.report.summary import last_text, read_sweep
 from sd_quant.stages.hand_over import decided, images_of_run
 
+pytestmark = pytest.mark.commit
+
 READERS = {
     "a.npy": lambda path: read_latents(path, {1}, 8, 8),
     "a.pt": lambda path: read_latents(path, {1}, 8, 8),

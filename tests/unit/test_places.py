@@ -6,6 +6,8 @@ from sd_quant import places
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.places import HOME, check_shipped, existing, folder_name, input_path, lasting, output_path, shown
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:

@@ -9,6 +9,8 @@ import pytest
 
 from sd_quant import process
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     "files, expected",

@@ -9,6 +9,8 @@ import pytest
 from sd_quant import progress as module
 from sd_quant.progress import ConsoleFormatter, progress
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_line_says_how_far_work_is_and_how_much_is_left_by_what_it_took_so_far(monkeypatch):
     now = [1000.0]

@@ -18,6 +18,8 @@ from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, PROVENANCE, REPORT
 from sd_quant.stages.job_folder import WRITTEN
 
+pytestmark = pytest.mark.commit
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sd_quant"
 
 # From the top: a room may import those below it. Files and folders at the top level of sd_quant are rooms.

@@ -24,6 +24,8 @@ from sd_quant.search import Outcome, axis, propose, told_of
 
 from .report.sweeps import record_of
 
+pytestmark = pytest.mark.commit
+
 LEVELS, REUSE = (0, 1, 2, 2.5, 3), (None, 0.2, 0.3, 0.4, 0.5)
 GRID = [
     {"name": f"{level},{reuse},{sampler}", "varied": {"level": level, "reuse": reuse, "sampler": sampler}}

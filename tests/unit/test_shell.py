@@ -14,6 +14,8 @@ from sd_quant.shell import literal, pasted, program
 from ..pasting import AWKWARD, words_of
 from .config.composition import composed
 
+pytestmark = pytest.mark.commit
+
 PARSER = OverridesParser.create()
 
 

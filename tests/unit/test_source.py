@@ -7,6 +7,8 @@ import pytest
 
 from sd_quant.source import PACKAGE, everything, imported, source_digest
 
+pytestmark = pytest.mark.commit
+
 STATISTICS = ("calibration.collection", "checkpoints.kinds")
 
 

@@ -18,7 +18,7 @@ from sd_quant.places import CONF
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
 
-pytestmark = pytest.mark.slow  # each composes jobs, a fifth of a second each
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # each composes jobs, a fifth of a second each
 
 
 @cache
@@ -122,7 +122,7 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
 
 
 EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]
-LONG = {"nemo_docs_grid": pytest.mark.soak}
+LONG = {"nemo_docs_grid": pytest.mark.nightly}
 
 
 def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_path, monkeypatch):

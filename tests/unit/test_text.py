@@ -1,4 +1,8 @@
+import pytest
+
 from sd_quant.text import escaped, one_line, printable
+
+pytestmark = pytest.mark.commit
 
 HOSTILE = "\x1b[31mred\n\u202edesrever\ud800"
 

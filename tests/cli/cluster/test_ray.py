@@ -18,7 +18,7 @@ import pytest
 from .conftest import JOBS, begun, both_end_whole, ended, failure_of, held
 
 pytestmark = [
-    pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
+    pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make cluster-check installs it"),
 ]  # fmt: skip
 KIND = "ray.io/accelerator-type"

@@ -16,7 +16,7 @@ from .conftest import JOBS, begun, both_end_whole, ended, failure_of
 from .slurm import Slurm, slurm, why_not
 
 pytestmark = [
-    pytest.mark.soak, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
+    pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]  # fmt: skip
 

@@ -8,6 +8,8 @@ import torch
 
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def processors(benchmark):
@@ -66,7 +68,7 @@ def test_times_without_a_median_leave_the_ratio_of_the_rounds(processors, tmp_pa
     assert record["own_speedup"] == 1.2 and not record["falsehoods"]
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_two_classes_run(processors, script, tmp_path):
     here = [name for name in processors.CLASSES if not processors.lacking(name, processors.flags_here())]
     if not here:

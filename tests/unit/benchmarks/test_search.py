@@ -10,6 +10,8 @@ from sd_quant.report.summary import SWEEP
 
 from ..report.sweeps import record_of, write_plan
 
+pytestmark = pytest.mark.commit
+
 SHOWN = {"a": (40.0, 1.1), "b": (35.0, 1.4), "c": (34.99, 1.5), "d": (31.0, 1.6), "e": (20.0, 1.7)}
 
 

@@ -21,6 +21,8 @@ from sd_quant.places import HOME
 from ...pipelines import TINY
 from .conftest import NAMES
 
+pytestmark = pytest.mark.commit
+
 ONE_STEP = ["--prompts", "1", "--steps", "1"]
 UNLIKE_PRESET = "nothing excluded, branch_rounds=0 rounding=nearest scale_search=false"
 TWO_IMAGES = ["--images", "2", "--calib-size", "3", "--steps", "1"]
@@ -133,7 +135,7 @@ def traced():
     return trace_part(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"), "unet_xl")
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
     """First, as it takes longer than any other."""
     small = ["--checkpoint", "checkpoints/sdxl_mini.nemo", "--size", "64", "--repeats", "1", "--steps", "1"]
@@ -149,7 +151,7 @@ def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.id, marks=pytest.mark.slow if case.quick else pytest.mark.soak)
+        pytest.param(case, id=case.id, marks=pytest.mark.slow if case.quick else pytest.mark.release)
         for case in IN_THIS_PROCESS
     ],
 )
@@ -172,7 +174,7 @@ def ended(result, *codes: int) -> str:
     return result.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.parametrize("package", OTHER_QUANTIZERS)
 def test_other_projects_quantizers_run(package, script, tmp_path):
     names = OTHER_QUANTIZERS[package]
@@ -183,7 +185,7 @@ def test_other_projects_quantizers_run(package, script, tmp_path):
         assert "reason" not in row and row["layers"] == 150 and row["layers_missing"] == row["layers_beyond"] == []
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.parametrize("tool", TOOLS)
 def test_other_projects_tools_write_candidates(tool, benchmark, script, tmp_path):
     names = [name for name in benchmark("candidates").MAKERS if name.startswith(f"{tool}-")]
@@ -192,7 +194,7 @@ def test_other_projects_tools_write_candidates(tool, benchmark, script, tmp_path
     assert "left out" not in printed and all(list(tmp_path.glob(f"{name}*")) for name in names)
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_families_are_exported_and_planned(script, tmp_path):
     """Of small networks of their classes."""
     networks = {}
@@ -228,7 +230,7 @@ def test_families_are_exported_and_planned(script, tmp_path):
     assert len(rows) == 2 and all(0 < row["bytes"] < 2 * row["parameters"] for row in rows.values()), rows
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_a_tiny_pipeline_goes_all_the_way(script, tmp_path):
     printed = ended(script("any_pipeline", "PixArtSigmaPipeline", "--rows", tmp_path, "--out", tmp_path / "table.md"))
     row = json.loads((tmp_path / "PixArtSigmaPipeline.json").read_text())
@@ -236,7 +238,7 @@ def test_a_tiny_pipeline_goes_all_the_way(script, tmp_path):
     assert "| of 1 | " in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_levers_are_put_on_one_scale(script, tmp_path):
     (tmp_path / "prompts.txt").write_text("a rocket\na teapot\n")
     knobs = ("infer.steps=5", "calib_size=2", "quantize.n_steps=2", "timing.budget_s=0", "infer.num_timed_runs=1")
@@ -245,7 +247,7 @@ def test_levers_are_put_on_one_scale(script, tmp_path):
     assert "| reuse=0.4 | 3 |" in printed and "reuse=null: " in printed and "best of all levers" in printed
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_one_block_of_a_full_size_denoiser_is_written_and_called(script, tmp_path):
     work, sides = tmp_path / "sana", ["torch", "torchao_int8", "int8_dynamic:3"]
     ended(script("any_pipeline_full_size", "--layers", "1", "--work", work))
@@ -258,7 +260,7 @@ def test_one_block_of_a_full_size_denoiser_is_written_and_called(script, tmp_pat
     assert errors[0] == 0 and all(0.005 < error < 0.1 for error in errors[1:])
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_path):
     ended(script("full_size_parts", "--layers", "1", "--call", "--work", tmp_path))
     rows = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
@@ -270,13 +272,13 @@ def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_
     assert len(calls) == 3 and all(error < 0.1 for errors in calls for error in errors.values())
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_quickstarts_three_jobs_are_timed(script):
     lines = ended(script("quickstart", *SMALL, "export_trt=none")).splitlines()
     assert [line.partition(",")[0] for line in lines] == ["quickstart", "another recipe", "the same again"]
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_a_killed_sweep_ends_with_the_same_table_and_many_jobs_are_reported(script, tmp_path):
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL, "export_trt=none"]
     assert "the same table" in ended(script("sweep", "--work", tmp_path, "--knobs", *knobs))
@@ -289,7 +291,7 @@ def test_a_killed_sweep_ends_with_the_same_table_and_many_jobs_are_reported(scri
     assert len(list((tmp_path / "many/sweep").glob("*/metrics.json"))) == 20
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.needs(cores=2)
 def test_two_processes_do_one_job(script, tmp_path):
     """Which has the same results to the bit as by one, or the script fails."""
@@ -299,14 +301,14 @@ def test_two_processes_do_one_job(script, tmp_path):
     assert len(list((tmp_path / "together0/cache/sensitivities").glob("[!.]*"))) > 10
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_silences_are_timed(script):
     """Nothing is asserted of how long they are: the machine may be busy."""
     printed = ended(script("silence", "--neighbours", 0, "--only", "convert"), 0, 1)
     assert "\n| convert | 0 | " in printed and len(printed.splitlines()) == 3
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_a_verdict_is_asked_for_twice(script, tmp_path):
     """Whether it holds is the machine's: this one is busy with tests."""
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL]

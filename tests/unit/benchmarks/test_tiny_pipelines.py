@@ -23,6 +23,8 @@ from benchmarks.tiny_pipelines import (
 )
 from benchmarks.tiny_pipelines.cases import Case, enliven
 
+pytestmark = pytest.mark.commit
+
 QUICK = ["StableDiffusionPipeline", "FluxPipeline", "QwenImagePipeline"]
 CAT, BOATS = "a photo of a red cat", "two small boats at sunset near the old harbour"
 WIDE = {"HunyuanImagePipeline": "projects its second text to 2048, whatever the configuration says"}
@@ -107,7 +109,7 @@ class Seen(Exception):
     """Ends a run of a pipeline at its first call of the denoiser."""
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.parametrize("name", images.CASES)
 def test_every_weight_of_the_denoiser_reaches_its_output(name):
     if lacking(CASES[name]):
@@ -152,7 +154,8 @@ def image(pipeline, name: str, prompt: str | list[str], **options) -> np.ndarray
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.soak) for name in images.CASES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release) for name in images.CASES],
 )
 def test_a_folder_opens_and_makes_images_of_its_prompts(name, tmp_path):
     case = CASES[name]

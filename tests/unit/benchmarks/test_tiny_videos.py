@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 import benchmarks.tiny_pipelines as tiny
 from benchmarks.tiny_pipelines.videos import CASES, LEFT_OUT
 
+pytestmark = pytest.mark.commit
+
 FRAMES = {"num_frames", "video_length", "frames", "video", "control_video", "segment_frame_length"}
 PROMPTS = ["a red cat", "two small boats at sunset near the old harbour"]
 
@@ -73,7 +75,7 @@ def test_the_weights_are_those_of_the_seed() -> None:
     assert torch.equal(one, same) and not torch.equal(one, another)
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of diffusers and torch: autocast, flex attention, tokenizers
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_opens_and_its_frames_follow_the_prompt(name: str, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import CONTRACT, LAYERS, ORIGIN, STEPS, assert_same, statistics
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ["a cat", "ein Kätzchen 🐈", "../../etc/passwd", "\x1b[2J", "a dog"]
 
 

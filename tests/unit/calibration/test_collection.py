@@ -34,7 +34,7 @@ from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import assert_same
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)

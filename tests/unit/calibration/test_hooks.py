@@ -16,6 +16,8 @@ from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, by
 
 from .some_statistics import assert_same
 
+pytestmark = pytest.mark.commit
+
 PROMPTS, STEPS = 8, 3  # 192 candidates for ROWS, 24 for CALLS
 NAMES = ("conv", "linear")
 

@@ -15,6 +15,8 @@ from sd_quant.models.parts import network_in
 from sd_quant.models.text_encoders import t5_part
 from sd_quant.quantization.statistics import Peak, Statistics, highest, merge
 
+pytestmark = pytest.mark.commit
+
 PART = t5_part("text_encoder", 4)
 HALF = {"t5": dataclasses.replace(PART.contract, weights=torch.float16)}
 

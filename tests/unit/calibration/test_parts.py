@@ -17,7 +17,7 @@ from sd_quant.places import HOME
 
 from .some_statistics import assert_same
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 PROMPTS = ["a glossy icon of a rocket", "a cat"]
 SAMPLING = Sampling(2, 5.0, 64, 64, batch_size=1, seed=3, negative_prompts=["rain"])

@@ -7,6 +7,8 @@ import pytest
 from sd_quant.calibration.prompts import Prompt, read_prompt_set
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 PARTI = (
     "Prompt\tCategory\tChallenge\tNote\n"
     'a sign that says "HELLO"\tArtifacts\tWriting & Symbols\t\n'

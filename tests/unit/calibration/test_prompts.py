@@ -15,6 +15,8 @@ from sd_quant.calibration.prompts import (
 )
 from sd_quant.errors import ArtifactError, ConfigError
 
+pytestmark = pytest.mark.commit
+
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
 HOME = Path(__file__).parents[3]
 CONF = HOME / "conf"

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 
 from sd_quant.calibration.collection import fabric_for
 
-pytestmark = pytest.mark.slow  # the import of Lightning alone
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the import of Lightning alone
 
 
 @pytest.fixture

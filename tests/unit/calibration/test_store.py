@@ -15,6 +15,8 @@ from sd_quant.quantization.statistics import LayerStatistics, Statistics
 
 from .some_statistics import assert_same, sample
 
+pytestmark = pytest.mark.commit
+
 ORIGIN = {"checkpoint": "a" * 64, "sampling": {"steps": 2, "seed": 42}}
 PROMPTS = ["a cat", "a dog", "ein Kätzchen 🐈", "../../etc/passwd", "a cat"]
 SEGMENT = range(0, 2)

@@ -9,6 +9,8 @@ import pytest
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 FOLDER = "the folder of a diffusers pipeline, which has model_index.json"
 ALSO = f"{FOLDER}, a .nemo archive or its folder, or one .safetensors file in Stability AI's layout"
 MAKE = "make one with diffusers' from_single_file and save_pretrained"

@@ -31,7 +31,7 @@ from tests.pasting import AWKWARD, words_of
 
 from ..config.composition import composed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

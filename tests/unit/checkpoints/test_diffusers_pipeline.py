@@ -26,7 +26,7 @@ from sd_quant.models.checkpoint import build_module
 
 from ...pipelines import TINY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"

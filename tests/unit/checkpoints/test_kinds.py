@@ -12,7 +12,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 
 from ...pipelines import TINY, VARIANTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 
 def opened(path, family="sdxl", io=None, max_sequence_length=None, parts=None):

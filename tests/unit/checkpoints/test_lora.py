@@ -20,7 +20,7 @@ from sd_quant.names.sgm import sgm_names
 
 from ...pipelines import TINY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 RANK, ALPHA = 4, 2.0  # a scale of 1/2, which diffusers' rescaling of Flux's factors leaves exact
 Factors = dict[str, tuple[Tensor, Tensor]]  # down and up, by a layer's name

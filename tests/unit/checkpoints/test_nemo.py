@@ -19,7 +19,7 @@ from sd_quant.models.sdxl_nemo import scheduler
 from sd_quant.names import nemo as nemo_keys
 from tests.networks import assert_same, built_networks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 UNET = nemo_keys.PREFIX["unet"]
 

@@ -8,6 +8,8 @@ import pytest
 from sd_quant.checkpoints import pipeline_folder
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 
+pytestmark = pytest.mark.commit
+
 
 class Checkpoint(SimpleNamespace):
     pass

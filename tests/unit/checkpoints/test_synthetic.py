@@ -7,7 +7,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.synthetic import write_synthetic
 from sd_quant.files.checks import check_finite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

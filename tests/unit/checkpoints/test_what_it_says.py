@@ -11,6 +11,8 @@ from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.own_knobs import own_parts, own_size
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 USUAL = ["transformer", "vae", "text_encoder_3"]
 WHOLE = {"_class_name": "Some", **{name: ["some", "Kind"] for name in USUAL}}
 MINI = HOME / "checkpoints/sdxl_mini.nemo"

@@ -20,6 +20,8 @@ from sd_quant.report import provenance
 
 from ..config.composition import composed
 
+pytestmark = pytest.mark.commit
+
 HEAVY = {"torch", "numpy", "hydra", "omegaconf", "diffusers", "transformers", "onnx", "onnxruntime", "openvino"}
 
 

@@ -16,6 +16,8 @@ from sd_quant.places import HOME
 
 from ..report.test_gate import run_of
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("words", "said"),

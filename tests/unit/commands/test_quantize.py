@@ -8,6 +8,8 @@ from hydra.types import RunMode
 from sd_quant.commands import quantize
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("mode", "launcher", "overrides", "beside"),

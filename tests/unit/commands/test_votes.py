@@ -12,6 +12,8 @@ from sd_quant.report.votes import read_key
 from ..report.sweeps import write_job, write_plan
 from ..report.test_ballots import folder, write_ballot
 
+pytestmark = pytest.mark.commit
+
 __all__ = ["folder"]
 
 

@@ -5,6 +5,8 @@ import pytest
 from sd_quant.config.assignment_file import labels_in, text_of
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 LABELS = {
     "conv_in": "fp16",
     "down_blocks.0.resnets.0.conv1": "int8",

@@ -8,6 +8,8 @@ import pytest
 from sd_quant.config import Judge
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("paths", "names"),

@@ -20,6 +20,8 @@ from sd_quant.places import input_path
 
 from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, options
 
+pytestmark = pytest.mark.commit
+
 
 def test_every_file_under_conf_is_composed_by_the_test_below():
     """Those whose names begin with _ hold what primaries share, and are no options of a group."""

@@ -7,6 +7,8 @@ from sd_quant.config import BEFORE, CacheFolder, run_model
 from sd_quant.config.earlier_runs import recipe_of_run, run_job
 from sd_quant.errors import ArtifactError, ConfigError
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(mappings, run):
     knobs = mappings["quantize"] | {"quantize": dict(mappings["quantize"]["quantize"])}

@@ -11,6 +11,8 @@ from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.stages import job_folder
 
+pytestmark = pytest.mark.commit
+
 NO_GPU = "there is no NVIDIA GPU that torch can use"
 
 

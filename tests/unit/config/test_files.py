@@ -10,6 +10,8 @@ import pytest
 from sd_quant.config import PART_NAMES, artifact, check_writable, lora_of, part_paths
 from sd_quant.errors import ConfigError, ResourceError
 
+pytestmark = pytest.mark.commit
+
 
 def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
     own = tmp_path / "own.onnx"

@@ -14,6 +14,8 @@ from tests.nested import with_values
 
 from .composition import composed
 
+pytestmark = pytest.mark.commit
+
 
 @cache
 def mapping_of(preset: str) -> dict:

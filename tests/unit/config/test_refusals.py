@@ -10,6 +10,8 @@ from tests.presets import job as job_of_preset
 
 from .composition import JOBS
 
+pytestmark = pytest.mark.commit
+
 NAMED = "diffusers, flux, pixart, sd15, sd21, sd3, sdxl"
 NAN, INFINITY = float("nan"), float("inf")
 SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")]

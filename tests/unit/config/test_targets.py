@@ -9,6 +9,8 @@ from sd_quant.config.recipe import presets
 from sd_quant.config.targets import executed_by, held_in, inputs_held
 from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
 
+pytestmark = pytest.mark.commit
+
 FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in presets().items()}
 
 

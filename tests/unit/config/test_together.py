@@ -4,6 +4,8 @@ import pytest
 
 from sd_quant.errors import ConfigError
 
+pytestmark = pytest.mark.commit
+
 SIZES = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
 NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
 SCORE = "null, because this score needs images of one size, and infer.sizes is given"

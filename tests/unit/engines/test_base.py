@@ -9,6 +9,8 @@ from sd_quant.engines.base import cast_inputs
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from tests.graphs import OUT, WIDTH, Tiny
 
+pytestmark = pytest.mark.commit
+
 MODULES = {"openvino": openvino, "onnxruntime": onnxruntime}
 # The last bits of fp16: ONNX Runtime rounds what is dequantized to it, OpenVINO computes in fp32.
 TOLERANCES = {"openvino": 2e-3, "onnxruntime": 5e-3}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("triton")
 

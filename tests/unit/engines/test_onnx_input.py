@@ -4,6 +4,8 @@ import pytest
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError
 
+pytestmark = pytest.mark.commit
+
 
 def test_missing_external_weights_are_refused(tiny):
     (tiny.path.parent / "weights.bin").unlink()

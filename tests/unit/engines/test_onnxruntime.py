@@ -1,8 +1,11 @@
 import numpy as np
+import pytest
 from onnx import helper
 
 from sd_quant.engines import onnxruntime
 from tests.graphs import product_of_codes, save_graph
+
+pytestmark = pytest.mark.commit
 
 
 def test_what_it_fuses_multiplies_codes(tmp_path):

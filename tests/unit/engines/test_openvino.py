@@ -9,6 +9,8 @@ from sd_quant.engines import openvino
 from sd_quant.errors import ArtifactError
 from tests.graphs import OUT, WIDTH, product_of_codes, save_graph
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def float_onnx(tmp_path):

@@ -2,6 +2,8 @@ import pytest
 
 from sd_quant.engines.pool import Pool, Variant
 
+pytestmark = pytest.mark.commit
+
 
 class Opened:
     def __init__(self, key, log):

@@ -6,6 +6,8 @@ import torch
 from sd_quant.engines import replayed
 from sd_quant.engines.replayed import Replayed
 
+pytestmark = pytest.mark.commit
+
 
 class Doubling:
     name, inputs, device = "doubling", {"x": torch.float16}, torch.device("cpu")

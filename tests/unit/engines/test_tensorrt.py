@@ -30,6 +30,8 @@ from tests.pasting import AWKWARD, words_of
 
 from ..config.composition import composed
 
+pytestmark = pytest.mark.commit
+
 trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
 
 PROFILE = {"x": ((1, 64), (2, 64), (8, 64))}

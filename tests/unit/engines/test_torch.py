@@ -13,6 +13,8 @@ from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLinear, int_mm, scaled_mm
 from tests.layers import static_layer
 
+pytestmark = pytest.mark.commit
+
 GPU = torch.device("cuda", 0)
 
 

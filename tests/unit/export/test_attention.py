@@ -16,7 +16,7 @@ from tests.graphs import exposing, producers, readers, run, stored_in
 
 from .network import PREFIX, Exported, inputs
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
 
 @pytest.fixture(scope="module")

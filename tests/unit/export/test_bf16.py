@@ -26,6 +26,8 @@ from tests.presets import recipe_of
 
 from .network import POOLED, PREFIX, Exported, config
 
+pytestmark = pytest.mark.commit
+
 CASES = [
     ("int8", torch.bfloat16),  # with shifted convolutions and attention in integers
     ("int8", torch.float32),
@@ -60,7 +62,7 @@ def export_in(in_dtype, tmp_path_factory):
     return export
 
 
-@pytest.mark.soak  # three networks are traced
+@pytest.mark.nightly  # three networks are traced
 @pytest.mark.parametrize("preset, dtype", CASES)
 def test_types_agree_and_scales_are_not_rounded(export_in, tmp_path, preset, dtype):
     made = export_in(preset, dtype)

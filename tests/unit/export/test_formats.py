@@ -34,7 +34,7 @@ from tests.presets import recipe_of
 
 from .network import PREFIX, Exported, inputs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 WIDTH = 64  # of the network's layers
 PRESETS = [  # whose blocks divide it; those of 128 are exported by the run in tests/cli
     name
@@ -83,7 +83,7 @@ IN_SOAK = {
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else ()) for name in (*PRESETS, *PER_TOKEN)]
+    params=[pytest.param(name, marks=pytest.mark.nightly if name in IN_SOAK else ()) for name in (*PRESETS, *PER_TOKEN)]
 )
 def exported(request, export_case) -> Exported:
     return export_case(request.param)
@@ -207,7 +207,11 @@ def convolutions(exported: Exported) -> int:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else ()) for name in PRESETS if "svd" in name),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly if name in IN_SOAK else ())
+            for name in PRESETS
+            if "svd" in name
+        ),
         "with branch",
     ],
 )

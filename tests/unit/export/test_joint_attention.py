@@ -22,7 +22,7 @@ from tests.graphs import run
 
 from ...joint_attention import MADE, Joint, calibrated
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 PREFIX = "transformer."
 Rows = Mapping[str, LayerAssignment]
 
@@ -69,13 +69,13 @@ def parity(joint: Joint, path: Path, rows: Rows, runtime: str) -> dict:
 @pytest.mark.parametrize(
     "name, fmt, runtime, count",
     [
-        pytest.param("sd35", "int8", "openvino", 3, marks=pytest.mark.soak),
+        pytest.param("sd35", "int8", "openvino", 3, marks=pytest.mark.nightly),
         *(("sd35", "int8", "onnxruntime", 3), ("flux", "fp8", "onnxruntime", 2)),
-        pytest.param("sd35", "fp8", "onnxruntime", 3, marks=pytest.mark.soak),
-        pytest.param("flux", "int8", "openvino", 2, marks=pytest.mark.soak),
-        pytest.param("flux", "int8", "onnxruntime", 2, marks=pytest.mark.soak),
-        pytest.param("pixart", "fp8", "onnxruntime", 4, marks=pytest.mark.soak),
-        pytest.param("pixart", "int8", "openvino", 2, marks=pytest.mark.soak),
+        pytest.param("sd35", "fp8", "onnxruntime", 3, marks=pytest.mark.nightly),
+        pytest.param("flux", "int8", "openvino", 2, marks=pytest.mark.nightly),
+        pytest.param("flux", "int8", "onnxruntime", 2, marks=pytest.mark.nightly),
+        pytest.param("pixart", "fp8", "onnxruntime", 4, marks=pytest.mark.nightly),
+        pytest.param("pixart", "int8", "openvino", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_runtime_computes_what_the_simulation_does(write, name, fmt, runtime, count):
@@ -96,7 +96,9 @@ def test_scales_of_blocks_are_found_in_inputs_of_two_axes(write):
     assert parity(joint, path, joint.rows("int4", 3.0), "onnxruntime")["quantized_layers"]["count"] > 18
 
 
-@pytest.mark.parametrize("name, count", [("sd35", 6), ("flux", 4), pytest.param("pixart", 4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name, count", [("sd35", 6), ("flux", 4), pytest.param("pixart", 4, marks=pytest.mark.nightly)]
+)
 def test_openvino_multiplies_both_products_in_int8(write, int8_kernels, name, count):
     joint, path = calibrated(name), write(name, "int8")
     engine = load_engine("openvino", path, threads=1)
@@ -106,7 +108,7 @@ def test_openvino_multiplies_both_products_in_int8(write, int8_kernels, name, co
     assert [{found[name] for name in known if name in found} for known in names.values()] == [{"INT8"}] * count
 
 
-@pytest.mark.parametrize("name", ["sd35", "flux", pytest.param("pixart", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["sd35", "flux", pytest.param("pixart", marks=pytest.mark.nightly)])
 def test_taken_out_again_it_is_the_graph_of_level_3(write, tmp_path, name):
     taken, expected = with_softmax(write(name, "int8"), [], tmp_path), write(name, "int8", 3.0)
     types = [sorted(node.op_type for node in onnx.load(path).graph.node) for path in (taken, expected)]

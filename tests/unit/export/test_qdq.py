@@ -24,7 +24,7 @@ from tests.graphs import producers, readers, stored_in
 
 from .network import inputs
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
 KEPT = (
     f"{BLOCK}.attn1.to_k",  # reads an input that is folded

@@ -21,6 +21,8 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import between_roundings, save_quantized, simulate
 from sd_quant.simulation.native import PRODUCTS, NativeConv, layer_of
 
+pytestmark = pytest.mark.commit
+
 INT8, CHANNELS, OUTPUTS = FORMATS["int8"], 5, 7
 # kernel, stride, pads above, left, below and right, as ONNX orders them, dilation, whether an upsampler is in front
 CASES = {

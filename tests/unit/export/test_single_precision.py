@@ -21,7 +21,7 @@ from sd_quant.quantization.recipe import formats_used
 from sd_quant.simulation.modelopt import simulate
 from tests.presets import recipe_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 WIDTH = 256
 CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
 
@@ -78,7 +78,7 @@ def test_a_linear_may_end_the_graph(bias, preset, tmp_path: Path):
     [
         *("int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8"),
         *(
-            pytest.param(name, marks=pytest.mark.soak)
+            pytest.param(name, marks=pytest.mark.nightly)
             for name in ("svdquant_w4a4", "svdquant_nvfp4", "q4_k_weight_only")
         ),
     ],

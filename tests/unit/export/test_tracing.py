@@ -15,7 +15,7 @@ from sd_quant.export.tracing import OPSET, drop_squeezes, promote_concatenated, 
 from sd_quant.models.parts import Contract
 from tests.graphs import run, save_graph
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
 
 def shapes_of(values) -> dict[str, tuple]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sd_quant.export.tracing import trace
 from sd_quant.models.parts import Contract
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 HALF, FULL = torch.float16, torch.float32
 Call = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,6 +11,8 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import archive
 from sd_quant.files.archive import open_members
 
+pytestmark = pytest.mark.commit
+
 
 def tar_bytes(*members: tuple[tarfile.TarInfo, bytes], tar_format: int = tarfile.PAX_FORMAT) -> bytes:
     buffer = io.BytesIO()

@@ -6,6 +6,8 @@ import pytest
 
 from sd_quant.files.plain_yaml import MAX_NODES, load_yaml
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("text", "value"),

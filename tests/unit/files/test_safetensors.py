@@ -13,6 +13,8 @@ from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import lazy
 from tests.networks import assert_same
 
+pytestmark = pytest.mark.commit
+
 TENSORS = {
     "half": torch.arange(3).to(torch.float16),  # 6 bytes: what is behind it must not start there
     "wide": torch.linspace(0, 1, 24).reshape(2, 3, 4),

@@ -14,6 +14,8 @@ from sd_quant.files.schema import check_like, check_schema
 from sd_quant.knobs import fields_of
 from sd_quant.models.sdxl_nemo import NemoConfig, NemoUnet, NemoVae, unet_config, vae_config
 
+pytestmark = pytest.mark.commit
+
 BASE = sdxl_base_config()
 UNET, VAE = ("unet_config",), ("first_stage_config", "ddconfig")
 ENTRIES = [

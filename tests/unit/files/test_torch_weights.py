@@ -18,6 +18,8 @@ from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.files.torch_weights import MAX_PICKLE, stored_tensors, write_tensors
 from tests.networks import assert_same
 
+pytestmark = pytest.mark.commit
+
 
 def saved(value: object, **options) -> bytes:
     buffer = io.BytesIO()

@@ -16,6 +16,8 @@ from sd_quant.inference.calls import Calls
 
 from .test_pipeline import PROMPTS, SAMPLING, build, engines, modules, pipeline  # noqa: F401  fixtures
 
+pytestmark = pytest.mark.commit
+
 LEVELS = [0.9, 0.75, 0.6, 0.45, 0.3, 0.15]
 
 

@@ -1,9 +1,12 @@
 import logging
 
+import pytest
 import torch
 
 from sd_quant.inference.executed import executed_entry
 from sd_quant.quantization.assignment import LayerAssignment
+
+pytestmark = pytest.mark.commit
 
 
 def layer(name: str, weight: str | None, inputs: str | None) -> LayerAssignment:

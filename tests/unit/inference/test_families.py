@@ -29,7 +29,7 @@ from sd_quant.quantization.statistics import Statistics
 from ...pipelines import TINY, VARIANTS
 from ..config.composition import composed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 CONF = Path(__file__).parents[3] / "conf/model"
 STATED = {path.stem: yaml.safe_load(path.read_text())["family"] for path in sorted(CONF.glob("*.yaml"))}

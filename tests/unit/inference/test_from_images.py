@@ -22,7 +22,7 @@ from sd_quant.stages.checks import check_mask
 
 from ...pipelines import TINY, redraw
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 WIDTH, HEIGHT, STEPS = 128, 64, 4
 PROMPTS = ["a red cat", "a house at the end of a long road", "a lamp"]

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.latents import FILE_READERS, digest_of, read_latents
 
+pytestmark = pytest.mark.commit
+
 NOISE = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
 
 

@@ -27,6 +27,8 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.rewrite import IntegerProducts
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize("error", [2e-3, math.nan, math.inf])
 def test_an_error_beyond_its_tolerance_fails_the_job(error):

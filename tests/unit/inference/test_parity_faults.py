@@ -35,6 +35,8 @@ from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
 
+pytestmark = pytest.mark.commit
+
 WIDTH, HIDDEN = 64, 256
 FAULTY = ("conv", "up", "down")
 RECIPES = {

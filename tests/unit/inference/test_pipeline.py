@@ -24,6 +24,8 @@ from sd_quant.inference.timed_calls import image_call
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
 
+pytestmark = pytest.mark.commit
+
 SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
 PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
 

@@ -23,6 +23,8 @@ from sd_quant.inference.reuse import (
 )
 from sd_quant.inference.samplers import most_saved
 
+pytestmark = pytest.mark.commit
+
 STEPS, TEN = 9, 10
 
 

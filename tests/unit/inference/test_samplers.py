@@ -6,6 +6,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.samplers import SAMPLERS, noise_levels, sampler_for, samplers_for, why_not_reused
 from sd_quant.models.sdxl_nemo import scheduler
 
+pytestmark = pytest.mark.commit
+
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 OWN = {
     "noise": diffusers.EulerDiscreteScheduler(**NOISE, timestep_spacing="trailing"),

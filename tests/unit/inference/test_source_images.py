@@ -12,6 +12,8 @@ from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.files.images import MOST_PIXELS
 from sd_quant.inference.source_images import read_source
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def saved(tmp_path):

@@ -5,6 +5,8 @@ import torch
 from sd_quant.inference.tiles import decode
 from sd_quant.models.parts import VaePart
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(("height", "width"), [(20, 12), (8, 8), (9, 30)])
 def test_tiles_are_those_of_diffusers(height, width):

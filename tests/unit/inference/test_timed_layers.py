@@ -12,6 +12,8 @@ from sd_quant.inference.timed_layers import MOST_COPIES, SHORTEST, Alone, measur
 from sd_quant.models.layer_calls import LayerCall
 from sd_quant.quantization.arithmetic import Arithmetic
 
+pytestmark = pytest.mark.commit
+
 LINEAR = LayerCall((2, 6, 64), (2, 6, 32), (32, 64), True)
 CONV = LayerCall((2, 8, 6, 4), (2, 16, 3, 2), (16, 8, 3, 3), False, ((2, 2), (1, 1), (1, 1), 1))
 WAYS = {

@@ -1,6 +1,9 @@
+import pytest
 import torch
 
 from sd_quant.inference.watched import WatchedVariant
+
+pytestmark = pytest.mark.commit
 
 
 class Doubling:

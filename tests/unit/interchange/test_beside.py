@@ -20,7 +20,7 @@ from sd_quant.numbers import relative_error
 from ..tiny import Tiny
 from .conftest import recipe_of
 
-pytestmark = pytest.mark.soak  # third-party files are written and read
+pytestmark = pytest.mark.nightly  # third-party files are written and read
 RANK, ALPHA = 3, 6.0
 WRITTEN = {  # by the target: the tiny checkpoint, and the recipe
     "comfyui": ("sdxl", {"name": "fp8", "smoothing": "none", "alpha": None}),

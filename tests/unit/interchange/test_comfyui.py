@@ -28,6 +28,8 @@ from sd_quant.numbers import relative_error
 
 from .single_files import authors_state, in_diffusers, loaded, read_all
 
+pytestmark = pytest.mark.commit
+
 consumer = pytest.mark.consumer
 FP8, INT8 = "TensorCoreFP8Layout", "TensorWiseINT8Layout"
 NVFP4, MXFP8 = "TensorCoreNVFP4Layout", "TensorCoreMXFP8Layout"

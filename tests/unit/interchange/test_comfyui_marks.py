@@ -27,6 +27,8 @@ from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 from .test_comfyui import authors_layers, chosen, mark_of, save
 
+pytestmark = pytest.mark.commit
+
 consumer = pytest.mark.consumer
 W4A4, W4A8, AWQ = "TensorCoreConvRotW4A4Layout", "AsymW4A8Int8Layout", "TensorCoreAWQW4A16Layout"
 NAMES = {W4A4: "convrot_w4a4", W4A8: "asym_w4a8_int8", AWQ: "awq_w4a16"}

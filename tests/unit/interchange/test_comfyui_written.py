@@ -33,6 +33,8 @@ from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers
 from .test_round_trip import INT4_ROWS, PLAIN, ROTATED, W4A8
 
+pytestmark = pytest.mark.commit
+
 CASES = [
     ("sdxl", "nvfp4", PLAIN),
     ("sd15", "int8", PLAIN),

@@ -10,6 +10,8 @@ from sd_quant.quantization.formats import FORMATS
 from .conftest import recipe_of
 from .test_round_trip import CASES
 
+pytestmark = pytest.mark.commit
+
 consumer = pytest.mark.consumer
 MODELOPT, SDNQ, TORCHAO = "diffusers_modelopt", "diffusers_sdnq", "diffusers_torchao"
 NEEDED = {MODELOPT: "accelerate", SDNQ: "sdnq", TORCHAO: "torchao"}

@@ -16,6 +16,8 @@ from sd_quant.interchange.stored import LayerTensors
 
 from .conftest import recipe_of
 
+pytestmark = pytest.mark.commit
+
 READER = "diffusers_autoround"
 FILE = "diffusion_pytorch_model.safetensors"
 ALONE = {"activation": None, "alpha": None, "smoothing": "none"}

@@ -15,6 +15,8 @@ from sd_quant.names.authors import PREFIX, authors_places
 
 from .conftest import recipe_of
 
+pytestmark = pytest.mark.commit
+
 BFL = "diffusers_bfl"
 PLAIN = {"smoothing": "none", "alpha": None}
 FP8 = PLAIN | {"per_channel": True, "per_token": True}

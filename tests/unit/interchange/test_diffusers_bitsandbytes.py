@@ -11,6 +11,8 @@ from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns, checked_
 
 from ..tiny import changed
 
+pytestmark = pytest.mark.commit
+
 consumer = pytest.mark.consumer
 READER = "diffusers_bitsandbytes"
 CASES = {

@@ -17,6 +17,8 @@ from sd_quant.interchange.modelopt_state import plain_content, read_state
 
 from ..tiny import Tiny, changed
 
+pytestmark = pytest.mark.commit
+
 READER = "diffusers_modelopt"
 slow = pytest.mark.slow  # seconds to quantize a network
 INT8_TENSOR = {"quant_cfg": [

@@ -25,6 +25,8 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from ..tiny import changed
 from .conftest import recipe_of
 
+pytestmark = pytest.mark.commit
+
 NAME = "diffusers_nunchaku_lite"
 OPTIONS = {"rank": 0.1, "smoothing": "modelopt"}  # with factors in front of every layer
 

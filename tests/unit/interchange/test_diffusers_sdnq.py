@@ -14,6 +14,8 @@ from torch import nn
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.interchange.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 
+pytestmark = pytest.mark.commit
+
 consumer = pytest.mark.consumer
 READER = "diffusers_sdnq"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

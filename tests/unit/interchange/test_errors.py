@@ -10,6 +10,8 @@ from sd_quant.interchange.errors import alone, layer_errors, put_in
 from sd_quant.interchange.inputs import Affine, Multiplied, RowInteger
 from sd_quant.numbers import relative_error
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def network() -> nn.Module:

@@ -14,6 +14,8 @@ from sd_quant.interchange.inputs import Multiplied, RowInteger
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 
+pytestmark = pytest.mark.commit
+
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 
 

@@ -18,6 +18,8 @@ from sd_quant.interchange import FORMATS, NAMES, READERS, TARGETS, ForeignFormat
 from sd_quant.knobs import read
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     "targets, words",

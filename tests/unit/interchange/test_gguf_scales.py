@@ -4,6 +4,8 @@ import pytest
 
 from sd_quant.interchange.gguf import QUANTIZED, Blocks, stored_layer
 
+pytestmark = pytest.mark.commit
+
 GGML = {  # how many numbers share a scale, and bits of a number with its scales, by ggml's own descriptions
     "Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5), "Q2_K": (16, 2.625),
     "Q3_K": (16, 3.4375), "Q4_K": (32, 4.5), "Q5_K": (32, 5.5), "Q6_K": (16, 6.5625), "IQ4_NL": (32, 4.5),

@@ -15,6 +15,8 @@ from sd_quant.quantization.formats import nvfp4
 from sd_quant.stages.hand_over import lost
 from tests.presets import recipe_of
 
+pytestmark = pytest.mark.commit
+
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
 
 

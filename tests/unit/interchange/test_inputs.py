@@ -8,6 +8,8 @@ from sd_quant.interchange.inputs import Affine, BlockInteger, Columns, Multiplie
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.rotation import rotated
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     "inputs, rows, expected",

@@ -4,6 +4,8 @@ from sd_quant.interchange import TARGETS, UNETS
 from sd_quant.interchange.model_card import model_card
 from sd_quant.metrics.intervals import mean_interval
 
+pytestmark = pytest.mark.commit
+
 VALUES = [30.0, 32.0, 37.0]
 FIGURES = {
     "part": "unet_xl", "component": "unet", "network": "UNet2DConditionModel", "family": "sdxl",

@@ -30,6 +30,8 @@ from ..observed.conftest import observe, tiny_folder  # noqa: F401 fixtures
 from ..tiny import Tiny, changed
 from .conftest import recipe_of
 
+pytestmark = pytest.mark.commit
+
 TARGET = TARGETS["modelopt_export"]
 PLAIN = {"smoothing": "none", "alpha": None}
 RECIPES = {
@@ -630,7 +632,7 @@ OBSERVED = [("QwenImagePipeline", "nvfp4"), ("ZImagePipeline", "fp8_per_row"), (
 
 @slow
 @pytest.mark.parametrize(
-    "pipeline, fmt", [*OBSERVED[:2], *(pytest.param(*each, marks=pytest.mark.soak) for each in OBSERVED[2:])]
+    "pipeline, fmt", [*OBSERVED[:2], *(pytest.param(*each, marks=pytest.mark.nightly) for each in OBSERVED[2:])]
 )
 @torch.no_grad()
 def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe, tmp_path, pipeline, fmt):  # noqa: F811

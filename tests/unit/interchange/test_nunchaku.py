@@ -31,6 +31,8 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from .conftest import recipe_of
 from .test_nunchaku_tiles import auto_round, in_sixteens, micro_scale, scale, word  # noqa: F401 auto_round is a fixture
 
+pytestmark = pytest.mark.commit
+
 NAME = "nunchaku"
 FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
 

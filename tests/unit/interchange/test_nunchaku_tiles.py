@@ -10,6 +10,8 @@ import torch
 
 from sd_quant.interchange import nunchaku_tiles as tiles
 
+pytestmark = pytest.mark.commit
+
 N, K, R = 256, 384, 48
 ROW, COLUMN, GROUP, MICRO, RANK = (torch.arange(size) for size in (N, K, K // 64, K // 16, R))
 

@@ -24,7 +24,7 @@ from sd_quant.quantization.derivation import derive_nearest
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.hand_over import open_consumed, rows_of, write_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 SDNQ, TORCHAO, AUTOROUND = "diffusers_sdnq", "diffusers_torchao", "diffusers_autoround"
 HELD = {  # which parts of Stable Diffusion 3 hold layers
     SDNQ: {"text_encoder", "text_encoder_2", "text_encoder_3", "vae"},
@@ -85,7 +85,7 @@ def test_every_target_with_other_networks_is_a_case():
 
 @pytest.mark.parametrize(
     "target",
-    [pytest.param(name, marks=pytest.mark.consumer if name == "gguf" else pytest.mark.soak) for name in HELD],
+    [pytest.param(name, marks=pytest.mark.consumer if name == "gguf" else pytest.mark.nightly) for name in HELD],
 )
 @torch.no_grad()
 def test_what_is_read_is_what_was_written(sd3, written, target):

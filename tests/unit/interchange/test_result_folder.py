@@ -8,6 +8,8 @@ import pytest
 from sd_quant.errors import ConfigError
 from sd_quant.interchange.result_folder import FIGURES, check_free, own_files, remove_result
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def result(tmp_path):

@@ -22,6 +22,8 @@ from sd_quant.quantization.rotation import rotated
 
 from .conftest import recipe_of
 
+pytestmark = pytest.mark.commit
+
 IN_FP16 = {"diffusers_modelopt", "diffusers_nunchaku_lite", "nunchaku"}
 PLAIN = {"smoothing": "none", "alpha": None}
 ROTATED = PLAIN | {"per_token": True}

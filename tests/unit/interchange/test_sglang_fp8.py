@@ -31,6 +31,8 @@ from sd_quant.quantization.formats import FORMATS
 from .conftest import recipe_of
 from .test_model_card import FIGURES
 
+pytestmark = pytest.mark.commit
+
 NAME, CONFIG, WEIGHTS = "sglang_fp8", "config.json", "diffusion_pytorch_model.safetensors"
 KEPT = "single_transformer_blocks.1.proj_out"  # by the recipe
 LINEARS = {"to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "proj_mlp", "proj_out"}

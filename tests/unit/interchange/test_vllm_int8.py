@@ -17,6 +17,8 @@ from sd_quant.quantization.formats import FORMATS
 from .conftest import recipe_of
 from .test_model_card import FIGURES
 
+pytestmark = pytest.mark.commit
+
 NAME, CONFIG, WEIGHTS = "vllm_int8", "config.json", "diffusion_pytorch_model.safetensors"
 PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
 

@@ -3,12 +3,15 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import weights
 from sd_quant.interchange.weights import high_precision, write_file
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+
+pytestmark = pytest.mark.commit
 
 NAME = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 

@@ -6,6 +6,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.launchers.gpus import Need, need_of, places_too_old
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 ADA = Need(89, True)
 
 

@@ -11,6 +11,8 @@ from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.report.record import DONE
 from sd_quant.report.summary import FAILED, UNFINISHED, Job, Sweep
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize("plugin", LAUNCHERS)
 def test_a_launcher_that_is_not_installed_is_told_with_what_installs_it(plugin):

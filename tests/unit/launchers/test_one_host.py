@@ -10,6 +10,8 @@ import torch
 from sd_quant.cache import try_lock
 from sd_quant.launchers import one_host
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ from sd_quant.launchers.ray import KIND, has_room, launched, result_of, told, wa
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP
 
+pytestmark = pytest.mark.commit
+
 NODE = {"CPU": 8.0, "GPU": 1.0, "memory": 5e9, "object_store_memory": 2e9, "node:10.0.0.1": 1.0, "big": 2.0}
 
 

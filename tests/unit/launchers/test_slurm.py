@@ -14,6 +14,8 @@ from sd_quant.errors import ResourceError
 from sd_quant.launchers import prepare, slurm
 from sd_quant.report.summary import FAILURE, SWEEP
 
+pytestmark = pytest.mark.commit
+
 LAUNCHER = OmegaConf.create({"_target_": "plugin.SlurmLauncher"})
 
 

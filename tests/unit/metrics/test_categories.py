@@ -6,6 +6,8 @@ from scipy import stats
 
 from sd_quant.metrics.categories import by_category, holm, p_value
 
+pytestmark = pytest.mark.commit
+
 RANDOM = np.random.default_rng(0)
 
 

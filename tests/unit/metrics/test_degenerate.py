@@ -5,6 +5,8 @@ import pytest
 
 from sd_quant.metrics.degenerate import degenerate
 
+pytestmark = pytest.mark.commit
+
 
 def scenes(number: int, seed: int = 0) -> np.ndarray:
     """Images with a disc of one colour on a ground of another, a third of it white."""

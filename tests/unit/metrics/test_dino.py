@@ -11,6 +11,8 @@ from sd_quant.metrics.dino import check_dino, dino_distance
 
 from ...preference_networks import small_dino
 
+pytestmark = pytest.mark.commit
+
 
 def images(seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)

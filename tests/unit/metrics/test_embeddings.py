@@ -5,6 +5,8 @@ import torch
 
 from sd_quant.metrics.embeddings import moved
 
+pytestmark = pytest.mark.commit
+
 
 def test_the_first_token_is_apart_and_zeros_that_pad_a_text_do_not_count():
     full = torch.zeros(2, 4, 2)

@@ -9,6 +9,8 @@ import torch
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics import fidelity, lpips
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def images() -> np.ndarray:

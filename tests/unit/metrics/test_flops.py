@@ -5,6 +5,8 @@ from torch import nn
 from sd_quant.metrics import flops
 from sd_quant.metrics.flops import operations, rate
 
+pytestmark = pytest.mark.commit
+
 
 class Attention(nn.Module):
     def forward(self, query):

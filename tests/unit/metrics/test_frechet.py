@@ -9,6 +9,8 @@ from torchmetrics.image.fid import _compute_fid
 from sd_quant.metrics import frechet
 from sd_quant.metrics.frechet import frechet_distance, frechet_efficientnet, moments
 
+pytestmark = pytest.mark.commit
+
 
 def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)

@@ -13,6 +13,8 @@ from sd_quant.metrics import image_reward, network_scores
 
 from ...preference_networks import TEXT, VISION, VOCABULARY, image_reward_by_formula, small_image_reward
 
+pytestmark = pytest.mark.commit
+
 IMAGES = [
     np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
     for seed, size in enumerate(((64, 64), (301, 200), (225, 333)))

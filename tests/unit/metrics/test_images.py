@@ -6,6 +6,8 @@ from sd_quant.metrics.fidelity import psnr, ssim
 from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.lpips import lpips
 
+pytestmark = pytest.mark.commit
+
 GOOD = np.zeros((2, 64, 64, 3), np.uint8)
 
 

@@ -12,6 +12,8 @@ from sd_quant.files import sha256
 from sd_quant.metrics import INCEPTION_PACKAGE, inception
 from sd_quant.metrics.inception import NETWORK_NAME, PACKAGED_FILE, SERVED_SHA256, Inception, resizing
 
+pytestmark = pytest.mark.commit
+
 
 class Corner(nn.Module):
     """The first pixel that the network is given, its last, and the mean."""

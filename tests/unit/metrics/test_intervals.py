@@ -11,6 +11,8 @@ from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import OPENING, Interval, mean_interval, ratio_interval, sum_of
 from sd_quant.metrics.latency import Stopping, enough
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_mean_has_students_interval():
     values = np.random.default_rng(0).normal(35, 2, 8)

@@ -9,6 +9,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.metrics import latency
 from sd_quant.metrics.latency import Stopping, measure, measure_in_turn, measure_together, ratio
 
+pytestmark = pytest.mark.commit
+
 
 def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_counted():
     order = []

@@ -4,6 +4,8 @@ import pytest
 from sd_quant.metrics import lpips as module
 from sd_quant.metrics.lpips import lpips
 
+pytestmark = pytest.mark.commit
+
 
 def distorted_images() -> tuple[np.ndarray, np.ndarray]:
     """[6, 96, 64, 3] twice, by whole-number arithmetic: the same everywhere. One image, and six distortions of it."""

@@ -15,6 +15,8 @@ from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes, peak_mem
 from sd_quant.places import HOME
 from sd_quant.process import reset_peak
 
+pytestmark = pytest.mark.commit
+
 PEAK = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")  # keeps the child small

@@ -5,6 +5,8 @@ import pytest
 from sd_quant.metrics import mlperf
 from sd_quant.metrics.mlperf import PROTOCOL, mlperf_window
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("score", "distance", "passes"),

@@ -9,6 +9,8 @@ import pytest
 
 from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, used_by_others
 
+pytestmark = pytest.mark.commit
+
 
 def test_others_are_what_is_left_of_what_the_processors_did():
     before = ProcessorTimes(busy=10.0, stolen=1.0, own=5.0, total=100.0)

@@ -13,6 +13,8 @@ from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.metrics import OCR_PACKAGE, ocr
 from sd_quant.metrics.ocr import NO_WORDS, asked_texts, best_similarity, levenshtein, similarity
 
+pytestmark = pytest.mark.commit
+
 BLANK = np.full((2, 64, 96, 3), 200, np.uint8)
 
 

@@ -15,6 +15,8 @@ from sd_quant.metrics import network_scores, preference
 from ...preference_networks import CLIP_SIZES, CLIP_WIDTH, small_hps
 from ...text_scores import LONGEST, small_clip
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 SIZES = ((64, 48), (300, 200), (224, 224))
 # By HPSv2's own tokenizer (1.2.0): `“`, `&amp;` and ` ’ ` are mended first, and the end marker stays.

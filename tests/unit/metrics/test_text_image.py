@@ -15,6 +15,8 @@ from sd_quant.metrics.text_image import clip_score, fid
 
 from ...text_scores import LONGEST, Means, small_clip
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 
 

@@ -8,6 +8,8 @@ from scipy import stats
 from sd_quant.metrics import votes as votes_module
 from sd_quant.metrics.votes import Vote, agreement, exact, holm, preference, resampled, votes_needed
 
+pytestmark = pytest.mark.commit
+
 FLEISS = """0 0 0 0 14
 0 2 6 4 2
 0 0 3 5 6

@@ -26,7 +26,7 @@ from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
 from .nemo_unet import ddpm_sigmas, nemo_euler, nemo_unet, pad, vector
 
-pytestmark = pytest.mark.soak  # whole images
+pytestmark = pytest.mark.nightly  # whole images
 MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 UNET = "model.model.diffusion_model."
 POOLED, SIZE_FEATURES, CONTEXT = 32, 8, 128

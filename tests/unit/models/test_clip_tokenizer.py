@@ -2,6 +2,8 @@ import pytest
 
 from sd_quant.models.clip_tokenizer import CLIP_VOCAB_SIZE, CONTEXT_LENGTH, byte_symbols, clip_tokenizer
 
+pytestmark = pytest.mark.commit
+
 START, END = 49406, 49407
 
 

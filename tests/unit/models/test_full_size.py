@@ -28,7 +28,7 @@ from sd_quant.quantization.recipe import ROLES, reason_kept
 
 from ..config.composition import composed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[3]
 DENOISERS = yaml.safe_load((REPOSITORY / "benchmarks/denoisers.yaml").read_text())

@@ -10,6 +10,8 @@ from sd_quant.models.parts import axes
 
 from ..tiny import tiny  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.commit
+
 SIZES = {"batch": 2, "width": 64, "height": 128}  # as ``Tiny.inputs``
 
 

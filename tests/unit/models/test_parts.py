@@ -12,6 +12,8 @@ from sd_quant.models.sdxl import FAMILY as sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config
 from sd_quant.models.text_encoders import ClipPart
 
+pytestmark = pytest.mark.commit
+
 POOLED = 32
 SHAPE = TextShape(vocab_size=600, width=64, layers=3, context=77, mlp_width=96, projection=POOLED)
 TOKENS = torch.arange(77).remainder(500)[None].repeat(2, 1)

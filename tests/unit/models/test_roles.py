@@ -5,6 +5,8 @@ import pytest
 from sd_quant.models.parts import SharedInput
 from sd_quant.models.roles import inputs_of_transformer
 
+pytestmark = pytest.mark.commit
+
 BLOCK = "transformer_blocks.0"
 
 

@@ -15,6 +15,8 @@ from sd_quant.names.nemo import PREFIX, locations
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import reason_kept
 
+pytestmark = pytest.mark.commit
+
 NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"
 NEMO_LEVELS = {1: "$^", 2: r"ff\.net", 2.5: r"ff\.net|to_q|to_k|to_v", 3: ""}  # of linears; convolutions always
 

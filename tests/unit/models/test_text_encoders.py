@@ -14,6 +14,8 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.rewrite import rewrite
 
+pytestmark = pytest.mark.commit
+
 IDS = torch.tensor([[3, 4, 5, 6, 7], [7, 6, 5, 4, 3]])
 
 

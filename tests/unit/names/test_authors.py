@@ -21,6 +21,8 @@ from sd_quant.names.transformers import LAYOUTS, layout_of
 
 from ..interchange.single_files import in_diffusers
 
+pytestmark = pytest.mark.commit
+
 SDXL = {
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],

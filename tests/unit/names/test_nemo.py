@@ -6,6 +6,7 @@ The UNet, whose keys NeMo shares with nobody, is judged as a file of SGM's in ``
 import gzip
 from pathlib import Path
 
+import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
@@ -13,6 +14,8 @@ from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.files.tensors import lazy
 from sd_quant.names import nemo as nemo_keys
 from tests.networks import assert_same
+
+pytestmark = pytest.mark.commit
 
 GOLDEN = Path(__file__).with_name("nemo_sdxl_unet_keys.txt.gz")  # "key shape" lines of NeMo's full-size UNet
 

@@ -20,6 +20,8 @@ from sd_quant.names.nemo import PREFIX, SAME, locations
 from sd_quant.names.sgm import nemo_key, sgm_names
 from tests.networks import assert_same
 
+pytestmark = pytest.mark.commit
+
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
 FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward
     r"\bin_layers\.1\.": "in_layers.2.",

@@ -5,6 +5,8 @@ import pytest
 from sd_quant.models.parts import Axis
 from sd_quant.observed.axes import axis_of
 
+pytestmark = pytest.mark.commit
+
 RUNS = [  # base, another size, several images with guidance
     {"batch": 2, "width": 512, "height": 512}, {"batch": 2, "width": 576, "height": 640},
     {"batch": 10, "width": 512, "height": 512},

@@ -20,6 +20,8 @@ from sd_quant.observed.calls import (
     with_outputs,
 )
 
+pytestmark = pytest.mark.commit
+
 RUNS = {"base": (2, 8, 7), "larger": (2, 12, 7), "batch": (3, 8, 7), "prompt": (2, 8, 11)}
 
 

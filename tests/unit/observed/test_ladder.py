@@ -15,7 +15,7 @@ from sd_quant.observed.calls import Call
 from sd_quant.observed.ladder import Rung, climb, graph_of_part, part_of
 from sd_quant.observed.part import INPUTS
 
-pytestmark = pytest.mark.slow  # the tracing
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
 RUNS = {"base": (2, 8), "larger": (2, 12), "batch": (3, 8), "prompt": (2, 8)}
 

@@ -20,7 +20,7 @@ from sd_quant.observed.tape import NotObservable
 from ..models.test_full_size import DENOISERS
 from .networks import FAMILIES, OTHERS
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi's positions, in fp64
+pytestmark = [pytest.mark.commit, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's positions, in fp64
 
 ALL = FAMILIES | OTHERS
 READ_CONTENT = {"hidream"}  # whose code looks at an expert's share, in which weights have a part

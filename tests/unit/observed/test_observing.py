@@ -30,6 +30,8 @@ from sd_quant.observed.watching import Style
 from sd_quant.stages.checks import check_latents
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
 LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
 
@@ -201,7 +203,7 @@ def test_a_networks_weights_are_read_where_it_is_small_alone(observe, monkeypatc
     assert {parameter.is_meta for parameter in few.parameters() if parameter.numel() > 64} == {True}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of autocast on a CPU, which Mochi asks for
 @pytest.mark.parametrize("case", LARGE)
 def test_a_pipeline_too_large_for_its_weights_is_observed_as_if_they_were_there(observe, monkeypatch, case):

@@ -34,6 +34,8 @@ from sd_quant.observed.opening import (
     read_index,
 )
 
+pytestmark = pytest.mark.commit
+
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"
 WEIGHTS, TEXT_WEIGHTS = "transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"

@@ -4,6 +4,8 @@ from torch import Tensor, nn
 
 from sd_quant.observed.pairs import Numbers, Pair, RealNumbers, with_real_constants
 
+pytestmark = pytest.mark.commit
+
 
 class Rotary(nn.Module):
     """Rotates as networks do, with a table in a buffer and frequencies in a list."""

@@ -20,6 +20,8 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.pipeline import ObservedPipeline, by_image
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ["a red bicycle", "a blue door", "a cat"]
 IMAGES = ["PixArtSigmaPipeline", "AuraFlowPipeline"]
 NAMES = [*IMAGES, "WanPipeline", "WanPipeline, two denoisers", "AmusedPipeline", "DreamLitePipeline"]

@@ -17,7 +17,7 @@ from sd_quant.observed.tape import noted
 
 from .networks import FAMILIES, OTHERS, Watched
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi's positions, in fp64
+pytestmark = [pytest.mark.commit, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's positions, in fp64
 
 ALL = FAMILIES | OTHERS
 

@@ -19,6 +19,8 @@ from sd_quant.observed.sizes import (
     weightless,
 )
 
+pytestmark = pytest.mark.commit
+
 
 class Positions(nn.Module):
     def forward(self, x: Tensor, grid: Tensor, scale: float) -> tuple[Tensor, dict]:

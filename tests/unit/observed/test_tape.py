@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from sd_quant.observed.tape import NotObservable, Tape, noted
 
+pytestmark = pytest.mark.commit
+
 
 def kinds(tape: Tape) -> list[str]:
     return [operation.kind for operation in tape.operations]

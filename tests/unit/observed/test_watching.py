@@ -40,6 +40,8 @@ from sd_quant.observed.watching import (
 )
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 RUNS = ("base", "larger", "prompt", "batch", "mixed")
 
 

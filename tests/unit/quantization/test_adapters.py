@@ -20,6 +20,8 @@ from sd_quant.stages.assign import with_loras_beside
 from ..interchange.conftest import recipe_of
 from ..tiny import Tiny, tiny  # noqa: F401 a fixture
 
+pytestmark = pytest.mark.commit
+
 PART = "unet_xl"
 OUT, IN, RANK = 24, 40, 3
 RANDOM = torch.Generator().manual_seed(0)
@@ -91,7 +93,7 @@ def assigned(found: Tiny, **options) -> dict[str, LayerAssignment]:
     )  # fmt: skip
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_where_nothing_is_rounded_it_is_the_network_with_the_lora_fused(case):
     """With smoothing that producers compute, some of which have a LoRA too, and layers in high precision beside it."""
     found, adapted = case
@@ -133,7 +135,7 @@ def test_it_is_what_peft_computes_beside_the_network_that_was_quantized_without_
         assert relative_error(expected, computed) < 3e-3 < relative_error(expected, other), name
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_checkpoint_without_it_is_the_one_before(case):
     found, adapted = case
     before = without_loras(adapted.checkpoint)

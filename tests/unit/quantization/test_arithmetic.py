@@ -11,6 +11,8 @@ from tests.presets import recipe_of
 
 from ..tiny import tiny  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.commit
+
 NEAREST = ("quantize.rounding=nearest", "quantize.scale_search=false")  # which takes no time
 
 

@@ -8,6 +8,8 @@ from sd_quant.interchange.comfyui_marks import INT8
 from sd_quant.quantization.assignment import LayerAssignment
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 # 1 / 127 becomes 0.0078735 in fp16, which is 7e-5 less: so much smaller is every number that a code stands for, and a
 # code of a number so near to halfway between two that 7e-5 of it decide is the next.
 OF_FP16 = 1e-4

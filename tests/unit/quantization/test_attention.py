@@ -10,6 +10,8 @@ from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.rewrite import IntegerProducts
 from tests.layers import sample_of
 
+pytestmark = pytest.mark.commit
+
 HEADS, WIDTH = 3, 16
 
 

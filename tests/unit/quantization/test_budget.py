@@ -8,6 +8,8 @@ import pytest
 from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, solve, stored_bytes, with_weights
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
+pytestmark = pytest.mark.commit
+
 INT4 = Recipe(3.0, None, enable=Enable(Pair("int4", None), Pair("int4", "int4"), None), rank=8, per_channel=False)
 
 

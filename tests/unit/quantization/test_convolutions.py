@@ -23,6 +23,8 @@ from sd_quant.quantization.recipe import BY_ROLE, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 
+pytestmark = pytest.mark.commit
+
 RECIPE = Recipe(3.0, None, shift=True, observer="mse")
 INT8 = FORMATS["int8"]
 

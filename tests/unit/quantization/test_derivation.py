@@ -24,6 +24,8 @@ from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 from tests.presets import recipe_of
 
+pytestmark = pytest.mark.commit
+
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
 # first half of what ``up`` makes. The other half is the gate.
 STEPS = 20  # of denoising

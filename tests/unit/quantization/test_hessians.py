@@ -19,6 +19,8 @@ from sd_quant.quantization.hessians import (
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from tests.layers import drawn, turned
 
+pytestmark = pytest.mark.commit
+
 LINEAR = nn.Linear(160, 1)
 
 

@@ -22,6 +22,8 @@ from sd_quant.quantization.statistics import LayerStatistics
 from ...joint_attention import CALLS, Joint, calibrated, transformer
 from ...layers import sample_of
 
+pytestmark = pytest.mark.commit
+
 NAMES = {
     "sd35": ["transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn"],
     "sd3": ["transformer_blocks.0.attn", "transformer_blocks.1.attn"],

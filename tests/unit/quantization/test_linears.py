@@ -17,6 +17,8 @@ from tests.layers import drawn, sample_of
 
 from ...modulated import assigned, made
 
+pytestmark = pytest.mark.commit
+
 ATTENTION = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
 FEED_FORWARD = SharedInput(("ff",), "norm1.linear", modulation=(3, 4))
 CONTINUOUS = SharedInput(("to_q",), "norm1.linear", modulation=(1, 0))

@@ -15,6 +15,8 @@ from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
 from tests.layers import drawn, sample_of
 
+pytestmark = pytest.mark.commit
+
 SPECTRA = {
     "1 / i": lambda i: 1 / i, "1 / sqrt(i)": lambda i: i**-0.5, "exponential": lambda i: torch.exp(-i / 20),
     "few large": lambda i: torch.where(i <= 8, 100.0, 1.0), "flat": lambda i: torch.ones_like(i),

@@ -14,6 +14,8 @@ from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.observers.histogram import BINS, bin_counts
 from sd_quant.quantization.observers.mse import squared_errors
 
+pytestmark = pytest.mark.commit
+
 COUNT = 30_011  # no multiple of 10 000: which value then has exactly 99.99 % below it is a matter of rounding
 OF_THE_SAMPLE = [name for name in OBSERVERS if name != "min_max"]
 DISTRIBUTIONS = ["gaussian", "rectified", "heavy-tailed", "one outlier"]

@@ -9,6 +9,8 @@ import torch
 
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS, corrected_amax, modelopt_amax
 
+pytestmark = pytest.mark.commit
+
 METHODS = ("global_min", "min-max", "min-mean", "mean-max")
 GOLDEN = json.loads((Path(__file__).parent / "percentile_golden.json").read_text())["cases"]
 

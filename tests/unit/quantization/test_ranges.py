@@ -16,6 +16,8 @@ from sd_quant.quantization.row_chunks import output_amax
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of, turned
 
+pytestmark = pytest.mark.commit
+
 WIDTH = 64
 INT8, NVFP4 = Pair("int8", "int8"), Pair("nvfp4", "nvfp4")
 ROLES = {"conv": "conv", "to_q": "qkv", "up": "ffn", "out": "linear"}

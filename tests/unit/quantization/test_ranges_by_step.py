@@ -9,6 +9,8 @@ from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of, static_layer
 
+pytestmark = pytest.mark.commit
+
 
 def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_prompts():
     """Five channels at two steps, and three prompts at two."""

@@ -2,6 +2,8 @@ import pytest
 
 from sd_quant.quantization.recipe import QUANT_LEVELS, Enable, Pair, formats_used, reason_kept
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     "level, quantized, weights, attention",

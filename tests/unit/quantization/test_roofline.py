@@ -8,6 +8,8 @@ from sd_quant.quantization.arithmetic import Arithmetic
 from sd_quant.quantization.gpus import COMMON, FP16, GPUS, INT8, LAUNCH, Gpu, check_gpu_multiplies
 from sd_quant.quantization.roofline import predicted_seconds
 
+pytestmark = pytest.mark.commit
+
 LARGE = LayerCall((2, 4096, 1280), (2, 4096, 5120), (5120, 1280), True)  # a feed-forward of SDXL
 SMALL = LayerCall((2, 1, 1280), (2, 1, 1280), (1280, 1280), True)
 PER_CHANNEL = Arithmetic("int8", "int8", True)

@@ -8,6 +8,8 @@ import torch
 from sd_quant.quantization.recipe import ROTATIONS
 from sd_quant.quantization.rotation import rotation_matrix
 
+pytestmark = pytest.mark.commit
+
 GROUPS = [group for group in ROTATIONS if group]
 
 

@@ -25,6 +25,8 @@ from sd_quant.quantization.rounding import (
 from sd_quant.quantization.row_chunks import layer_of_rows
 from tests.layers import drawn, statistics_of
 
+pytestmark = pytest.mark.commit
+
 BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None and fmt.onnx_type]
 PLAIN = [*BLOCKED, "int4_per_row"]
 SEARCHED = [*PLAIN, "int4_in_int8", "q4_1", "q4_k", "q6_k"]  # ggml's: a least number, minimums, scales alone

@@ -6,6 +6,8 @@ import torch
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.smoothing import SMOOTHINGS, awake, pre_quant_scale, range_keeping_scale
 
+pytestmark = pytest.mark.commit
+
 ACTIVATION, WEIGHT = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
 
 

@@ -12,6 +12,8 @@ from sd_quant.report.ballots import checksum, count_votes, notes, votes_table, w
 from sd_quant.report.table import as_text
 from sd_quant.report.votes import DAMAGED, RULE, VOTE
 
+pytestmark = pytest.mark.commit
+
 PAGE = "0123456789abcdef"
 COMPARED = [{"a": "full precision", "b": "int8"}, {"a": "full precision", "b": "nvfp4"}]
 

@@ -8,6 +8,8 @@ from sd_quant.report.summary import read_sweep, sweep_table
 
 from .sweeps import change_record, write_job, write_plan
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ("a red apple", "a pear", "a plum", "a cherry")
 
 

@@ -1,8 +1,12 @@
+import pytest
+
 from sd_quant.metrics import SCORES
 from sd_quant.report import rebuild
 from sd_quant.report.categories import category_tables, cell
 
 from .sweeps import change_record, write_job, write_plan
+
+pytestmark = pytest.mark.commit
 
 BY_CATEGORY = {
     "psnr": {"faces": {"prompts": 8, "mean": 33.411, "interval": [32.0, 34.822]},

@@ -1,6 +1,10 @@
 import csv
 
+import pytest
+
 from sd_quant.report.csv_files import write_csv
+
+pytestmark = pytest.mark.commit
 
 
 def test_text_that_starts_a_formula_is_disarmed(tmp_path):

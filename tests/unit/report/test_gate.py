@@ -29,6 +29,8 @@ from tests.nested import with_values
 
 from .sweeps import record_of
 
+pytestmark = pytest.mark.commit
+
 NUMBERS = random.Random(0)
 
 

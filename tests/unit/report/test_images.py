@@ -5,6 +5,8 @@ from PIL import Image, ImageFont
 from sd_quant.errors import ArtifactError
 from sd_quant.report.images import _wrap, comparison_grid, save_animations, save_images
 
+pytestmark = pytest.mark.commit
+
 
 def gradient(count: int, size: int) -> np.ndarray:
     ramp = np.linspace(0, 255, size).astype(np.uint8)

@@ -18,6 +18,8 @@ from sd_quant.report.summary import Job, timed_alone
 
 from .test_timing import timed  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.commit
+
 SPREAD = [0.3 * (number % 5 - 2) for number in range(24)]
 
 

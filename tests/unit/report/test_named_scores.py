@@ -8,6 +8,8 @@ from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, record_of, write_sweep
 
+pytestmark = pytest.mark.commit
+
 NOT_ASKED = {"value": None, "reason": "metrics does not ask for it"}
 SCORED = {
     "full_precision": {

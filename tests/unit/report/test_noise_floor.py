@@ -10,6 +10,8 @@ from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, record_of, write_job, write_plan
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = ("a red apple", "a pear", "a plum")
 
 

@@ -22,6 +22,8 @@ from tests.pasting import words_of
 
 from .sweeps import change_record, write_job, write_plan
 
+pytestmark = pytest.mark.commit
+
 
 class Parsed(HTMLParser):
     """Elements with their attributes, the text outside of scripts, and what each script holds."""

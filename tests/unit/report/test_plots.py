@@ -12,7 +12,7 @@ from sd_quant.report.summary import read_sweep
 
 from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 NAMES = ["pareto_latency", "pareto_size", "parts", "trajectory", "layers"]
 RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\n"

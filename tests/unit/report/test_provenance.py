@@ -6,6 +6,8 @@ import pytest
 
 from sd_quant.report.provenance import fingerprint, git_state
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_folder_is_known_by_its_files_names_and_contents_and_an_absent_input_has_a_reason(tmp_path):
     for folder in ("a", "b"):

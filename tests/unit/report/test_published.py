@@ -12,6 +12,8 @@ from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import as_markdown
 from sd_quant.report.timing import Timed
 
+pytestmark = pytest.mark.commit
+
 NEMO = HOME / "examples/published/nemo_docs.yaml"
 PUBLISHED = read_published(NEMO, str(NEMO))
 

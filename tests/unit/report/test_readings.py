@@ -1,7 +1,11 @@
 """Figures of a record, and the reasons of those that are missing."""
 
+import pytest
+
 from sd_quant.report.readings import Number, number_at, quotient
 from sd_quant.report.record import ABSENT
+
+pytestmark = pytest.mark.commit
 
 
 def test_a_number_comes_with_the_reason_beside_where_its_way_ends():

@@ -12,6 +12,8 @@ from sd_quant.report.recommendation import Rule, front, options_of, reaches, rec
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = 8
 
 

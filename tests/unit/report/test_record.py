@@ -15,6 +15,8 @@ from sd_quant.report.record import RECORD, read_record, record_schema
 
 from .sweeps import latency_of
 
+pytestmark = pytest.mark.commit
+
 
 def test_what_is_written_is_read_and_nothing_stays_beside_it(tmp_path):
     assert read_record(tmp_path) is None

@@ -7,6 +7,8 @@ from tests.nested import with_values
 
 from .sweeps import MEMORY, latency_of, record_of
 
+pytestmark = pytest.mark.commit
+
 
 def record() -> dict:
     """Of a run whose text encoder left nothing and whose PSNR leaves an image out."""

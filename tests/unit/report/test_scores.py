@@ -19,6 +19,8 @@ from sd_quant.report.summary import read_sweep, write_summary
 
 from .sweeps import change_record, write_job
 
+pytestmark = pytest.mark.commit
+
 
 def mean_difference(reference: np.ndarray, images: np.ndarray) -> list[float | None]:
     """In levels; undefined for a second image that equals its reference."""

@@ -1,8 +1,11 @@
 import numpy as np
+import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
 from sd_quant.report.sensitivity_plot import COLOURS, plot_sensitivity
+
+pytestmark = pytest.mark.commit
 
 ROLES = ["conv", "ffn", "qkv", "linear"]
 ROWS = [

@@ -14,6 +14,8 @@ from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, write
 
 from .sweeps import change_record, write_job, write_plan
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -8,6 +8,8 @@ import pytest
 from sd_quant.errors import ConfigError
 from sd_quant.report.times_file import Conditions, Layer, read_times, write_times
 
+pytestmark = pytest.mark.commit
+
 HERE = Conditions("Some CPU", "avx512_vnni", "openvino", "2026.4", "2", "auto float16", "64", "96", "2")
 CONV = Layer("down.conv", "int8 int8 per_channel", "64x32x3x3", 128)
 TIMED = {CONV: 4.5e-5, replace(CONV, computes="unquantized"): 7.25e-5, Layer("=odd", "int4 -", "8x8", 2): 1e-7}

@@ -13,6 +13,8 @@ from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.timing import TIMING, log_speedup_over
 from tests.pasting import words_of
 
+pytestmark = pytest.mark.commit
+
 QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
 
 

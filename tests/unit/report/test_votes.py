@@ -17,6 +17,8 @@ from sd_quant.report.votes import DAMAGED, EQUAL, VOTE, draw_votes, named, read_
 
 from .sweeps import change_record, write_job, write_plan
 
+pytestmark = pytest.mark.commit
+
 PROMPTS = [f"prompt {index}" for index in range(12)]
 NAMES = {"a": "the first recipe", "b": "the second recipe"}
 

@@ -23,7 +23,7 @@ from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats.int8 import QMAX
 from tests.layers import drawn
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints/sdxl_mini.nemo"
 RELATIVE = 1e-5
 LAYERS = {"small": (48, 18), "checkpoint": (124, 26)}  # linears and convolutions that level 3 quantizes

@@ -18,6 +18,8 @@ from sd_quant.simulation.modelopt import between_roundings, simulate
 from sd_quant.simulation.native import PerTokenLinear, with_native_layers
 from tests.layers import drawn, statistics_of, turned
 
+pytestmark = pytest.mark.commit
+
 OUTPUTS, INPUTS, TOKENS = 48, 128, 80
 
 

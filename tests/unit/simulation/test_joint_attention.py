@@ -14,6 +14,8 @@ from sd_quant.simulation.rewrite import FloatProducts, rewrite
 
 from ...joint_attention import MADE, Joint, calibrated
 
+pytestmark = pytest.mark.commit
+
 
 class Exact(nn.Module):
     """What the products are when nothing is rounded."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 triton = pytest.importorskip("triton")
 
 CASES = [  # batch, height, width, channels, outputs, kernel, stride, padding, dilation, bias, dtype
@@ -34,7 +34,7 @@ PRODUCT_OF_CODES = {  # the instructions that multiply these
 }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_interpreted_it_computes_what_torch_does_in_double_precision():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def every_configuration() -> Iterator:
         for config in range(4):
             for size in (1, 3):
                 long = config != place or size != (1, 3)[place % 2]
-                yield pytest.param(fmt, capability, config, size, marks=pytest.mark.soak if long else ())
+                yield pytest.param(fmt, capability, config, size, marks=pytest.mark.nightly if long else ())
 
 
 @pytest.mark.parametrize("fmt, capability, config, size", every_configuration())

@@ -12,6 +12,8 @@ from sd_quant.simulation.modelopt import restorable, save_quantized, simulate
 from sd_quant.simulation.rewrite import QuantizedAttention
 from tests.layers import static_layer
 
+pytestmark = pytest.mark.commit
+
 KEPT = ("mid_block.attentions.0.transformer_blocks.0.attn1.to_k", "mid_block.attentions.0.proj_out")
 
 

@@ -26,6 +26,8 @@ from sd_quant.simulation.native import (
 )
 from tests.layers import drawn, static_layer
 
+pytestmark = pytest.mark.commit
+
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of rounding the output, and the bias
 
 

@@ -11,6 +11,8 @@ from sd_quant.simulation.rewrite import rewrite
 
 from ...modulated import NETWORKS, assigned, made, run
 
+pytestmark = pytest.mark.commit
+
 BLOCK, SINGLE = "transformer_blocks.0", "single_transformer_blocks.0"
 FOLDED = {  # by network: readers of a block, and what their input's modulation is
     "sd3": {

@@ -25,6 +25,8 @@ from sd_quant.simulation.sensitivity import (
 )
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 NAMES = ["0", "2", "4"]
 RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow
 SMOOTHING = torch.tensor([0.5, 1.0, 2.0, 4.0])  # of the input of "4"; powers of two, which fp16 holds

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from sd_quant.cache import Cache
@@ -12,6 +13,8 @@ from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
 from sd_quant.stages.shared import Shared
+
+pytestmark = pytest.mark.commit
 
 
 def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch):

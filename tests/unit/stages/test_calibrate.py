@@ -13,6 +13,8 @@ from sd_quant.stages import calibrate
 from sd_quant.stages.calibrate import announce_calibration, bytes_of_hessians, calibrated_sha256, denoiser_hessians
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 NONE = Statistics({}, {})
 
 

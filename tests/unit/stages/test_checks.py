@@ -27,7 +27,7 @@ from tests.presets import infer_job
 
 from ...pipelines import TINY, VARIANTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
 

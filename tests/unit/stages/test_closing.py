@@ -2,9 +2,13 @@
 
 import os
 
+import pytest
+
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import REPORT
 from sd_quant.stages import closing
+
+pytestmark = pytest.mark.commit
 
 
 def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):

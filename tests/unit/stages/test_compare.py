@@ -13,6 +13,8 @@ from sd_quant.cache import Cache
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
 
+pytestmark = pytest.mark.commit
+
 VARIANTS = {compare.FRAMEWORK: 0.25, compare.FULL_PRECISION: 0.5}  # to what each one adds
 
 

@@ -24,6 +24,8 @@ from sd_quant.stages.export_onnx import (
     provide_graph,
 )
 
+pytestmark = pytest.mark.commit
+
 LAYER = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
 OTHER = {
     "name": "other", "weight_shape": (4, 2), "format": "int4", "activation_format": None, "weight_axis": 0,

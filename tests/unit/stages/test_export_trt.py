@@ -17,6 +17,8 @@ from sd_quant.stages import export_trt
 from sd_quant.stages.export_trt import build_plans, check_gpu, plans_beside, profile
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
 
 

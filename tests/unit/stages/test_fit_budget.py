@@ -24,6 +24,8 @@ from sd_quant.stages.open_parts import open_simulated
 from tests.pipelines import sd15_of_one_level
 from tests.presets import recipe_of
 
+pytestmark = pytest.mark.commit
+
 SHAPES = {"conv": (64, 64, 3, 3), "first": (64, 4, 3, 3)} | dict.fromkeys(("q", "k", "out", "proj"), (64, 64))
 ROLES = {"conv": "conv", "q": "qkv", "k": "qkv", "out": "ffn", "first": "excluded", "proj": "ffn"}
 INPUTS = [SharedInput(("q", "k"), "norm"), SharedInput(("out",)), SharedInput(("proj",))]
@@ -249,7 +251,7 @@ def left(monkeypatch) -> list[str]:
 KNOBS = {"quant_level": 2, "alpha": 0.7}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model, statistics, tmp_path, left):
     """Of INT8 with folded smoothing and NVFP4 with chosen codes; the budget is half-way between both."""
     job = model.job("int8", {**KNOBS, "budget": 1, "choices": ["nvfp4"]})

@@ -15,6 +15,8 @@ from sd_quant.stages import fit_pipeline as stage
 from sd_quant.stages.fit_pipeline import Group, Offer, Priced
 from tests.unit.stages.test_load import loaded, opened
 
+pytestmark = pytest.mark.commit
+
 OFFERS = {
     "unet": Offer("unet", [("a", "b"), ("c",)], {"int4": None, "int8": None, "unquantized": None},
                   [{"int4": 5, "int8": 10, "unquantized": 20}, {"int4": 2, "int8": 4, "unquantized": 8}], 30),

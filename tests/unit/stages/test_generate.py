@@ -12,7 +12,7 @@ from sd_quant.stages.job_folder import facts_of, fingerprint_of
 from tests import presets
 from tests.presets import infer_job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
 

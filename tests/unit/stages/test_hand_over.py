@@ -19,6 +19,8 @@ from tests.pasting import AWKWARD, words_of
 
 from ..config.composition import composed
 
+pytestmark = pytest.mark.commit
+
 
 def row(name: str, *shape: int, **options) -> LayerAssignment:
     known = {"weight_axis": 0, "weight_amax": torch.ones(shape[0]), "activation_amax": 1.0}

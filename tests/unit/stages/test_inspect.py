@@ -14,6 +14,8 @@ from sd_quant.stages.session import Session
 
 from ..observed.conftest import observe, tiny_folder  # noqa: F401  fixtures
 
+pytestmark = pytest.mark.commit
+
 CASE = "PixArtSigmaPipeline"
 
 

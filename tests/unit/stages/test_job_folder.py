@@ -14,6 +14,8 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.stages import job_folder
 from tests import presets
 
+pytestmark = pytest.mark.commit
+
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
     "versions": {"torch": "2.10"},

@@ -18,6 +18,8 @@ from sd_quant.stages.judge import judge_all
 from sd_quant.stages.judge_one import judged_entry, judged_runtime
 from sd_quant.stages.subjects import OtherPart, OwnLibrary, Subject
 
+pytestmark = pytest.mark.commit
+
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
     return Subject(name, Path(name), {}, "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)

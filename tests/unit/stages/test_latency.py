@@ -19,7 +19,7 @@ from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.latency import compare_latency, filled_in, latency_of_sweep
 from tests.presets import job
 
-pytestmark = pytest.mark.slow  # whole images
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # whole images
 INFER = job(
     "infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer.num_timed_runs=3"
 ).infer

@@ -20,7 +20,7 @@ from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.session import Session, open_unchecked
 from tests.presets import job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 LABELS = ("int8", "unquantized")
 FEW = "quantize.exclude.sdxl=[up_blocks.*,mid_block.*,down_blocks.1.*,down_blocks.2.*]"  # of which two are alike
 
@@ -51,7 +51,7 @@ def quantizable(given: Loaded) -> set[str]:
     }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_layer_that_may_be_quantized_is_measured_once_by_its_size(fast, monkeypatch, tmp_path):
     """And the file gives the same times back, but not to a job of another size."""
     given = loaded("quant_level=1", FEW)

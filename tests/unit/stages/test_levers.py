@@ -13,6 +13,8 @@ from tests.presets import job
 
 from ..tiny import tiny  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(("speedup", "rest", "steps"), [(2.0, 0.0, 10), (2.0, 0.5, 5), (1.9, 0.0, 11), (1.0, 0.3, 20)])
 def test_the_control_takes_no_less_time(speedup, rest, steps):

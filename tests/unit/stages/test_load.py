@@ -14,7 +14,7 @@ from sd_quant.stages.session import Session, open_unchecked
 from tests.layers import drawn, statistics_of
 from tests.presets import job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():

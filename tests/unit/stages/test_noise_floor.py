@@ -18,6 +18,8 @@ from tests.presets import job
 
 from ...pipelines import TINY
 
+pytestmark = pytest.mark.commit
+
 FACTS = {"versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
 
 
@@ -118,7 +120,7 @@ def test_no_class_of_processor_below_the_lowest(tiny, monkeypatch):
         assert "torch computes on the GPU" in stage.why_not_made(way, tiny.loaded, tiny.infer)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_lower_class_is_computed_by_a_process_of_its_own(tiny, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     (entry,) = floor_of(tiny, "isa").values()

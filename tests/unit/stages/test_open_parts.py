@@ -13,6 +13,8 @@ from sd_quant.errors import ResourceError
 from sd_quant.places import HOME
 from sd_quant.stages import open_parts
 
+pytestmark = pytest.mark.commit
+
 
 def infer(
     engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False, vae_tile: int | None = None

@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.metrics.memory import MemoryTaken
 from sd_quant.stages import part_memory
 from tests.presets import job
+
+pytestmark = pytest.mark.commit
 
 INFER = job("infer.width=64", "infer.height=64").infer
 PARTS = ("unet_xl", "clip1", "vae")

@@ -11,6 +11,8 @@ from sd_quant.stages import quantize
 
 from ..config.composition import composed
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypatch, tmp_path):
     knobs = ("model=diffusers", "model.path=checkpoints/sd3_mini", "quantize=fp8", "hand_over=[modelopt_export]")

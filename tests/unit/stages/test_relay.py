@@ -9,6 +9,8 @@ import pytest
 from sd_quant.background import done
 from sd_quant.stages.relay import Relay, Waiting
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def relay():

@@ -15,6 +15,8 @@ from sd_quant.inference.memory import (
 from sd_quant.stages import resources
 from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
 
+pytestmark = pytest.mark.commit
+
 SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
 
 

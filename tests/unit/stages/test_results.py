@@ -3,11 +3,14 @@
 from types import SimpleNamespace
 
 import onnx
+import pytest
 import torch
 from onnx.helper import make_graph, make_model, make_node
 
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.results import count_layers, count_smoothing, same_steps, sizes
+
+pytestmark = pytest.mark.commit
 
 FILES = {  # bytes
     "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,

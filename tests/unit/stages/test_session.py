@@ -10,6 +10,8 @@ from sd_quant.stages import session
 from sd_quant.stages.resources import workload_of
 from sd_quant.stages.session import Session, warn_of_size
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize(
     ("sides", "warned"),

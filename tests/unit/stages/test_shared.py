@@ -5,6 +5,8 @@ import pytest
 from sd_quant.cache import Cache
 from sd_quant.stages.shared import TOGETHER, Shared
 
+pytestmark = pytest.mark.commit
+
 FACTS = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
 CHOICES = {f"layer{number}": [f"layer{number}"] for number in range(40)}
 

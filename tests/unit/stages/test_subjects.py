@@ -11,6 +11,8 @@ from sd_quant.stages import subjects
 from sd_quant.stages.subjects import MOST_CALIBRATED, JudgedWith, run_runtime, run_subject
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def theirs():

@@ -24,6 +24,8 @@ from ...pipelines import TINY
 from ...preference_networks import small_dino
 from ...text_scores import Means, metrics_of, small_clip
 
+pytestmark = pytest.mark.commit
+
 IMAGES = 20
 
 

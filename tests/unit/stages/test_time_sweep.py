@@ -18,6 +18,8 @@ from sd_quant.stages import time_sweep
 from sd_quant.stages.sweep_engines import latency_of_another
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 IMAGE = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
 composed = cache(job)
 CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))

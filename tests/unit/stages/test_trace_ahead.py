@@ -11,6 +11,8 @@ from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.trace_ahead import Tracer, tracer_for
 from tests.presets import job
 
+pytestmark = pytest.mark.commit
+
 PART = SimpleNamespace(refused=None)
 CHECKPOINT = SimpleNamespace(parts=lambda: dict.fromkeys(("unet", "vae", "clip"), PART))
 
@@ -81,7 +83,7 @@ def test_a_tracer_starts_before_it_has_work_where_nothing_was_traced_yet_and_end
     assert process is None if graphs else process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_process_leaves_the_graphs_of_its_parts_in_the_cache_and_ends(tmp_path):
     """The real one, with the smallest part of the shipped checkpoint."""
     model, cache = job().model, Cache(tmp_path, 1e9)

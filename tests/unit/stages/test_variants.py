@@ -3,10 +3,14 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from sd_quant.stages import session, variants
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import Native, Simulated, keys_of, open_lasting
 from tests.presets import job
+
+pytestmark = pytest.mark.commit
 
 PARTS = ("unet", "vae")
 EXPORTED, REFUSED = (SimpleNamespace(refused=because) for because in (None, "it draws random numbers"))

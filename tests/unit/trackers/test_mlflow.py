@@ -10,6 +10,8 @@ import pytest
 
 from sd_quant.trackers import track
 
+pytestmark = pytest.mark.commit
+
 Param = namedtuple("Param", "key value")
 Metric = namedtuple("Metric", "key value timestamp step")
 

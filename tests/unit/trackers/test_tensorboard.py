@@ -3,6 +3,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sd_quant.trackers import track
 
+pytestmark = pytest.mark.commit
+
 
 def test_knobs_numbers_series_and_image_are_in_the_events(record, directory, metrics, tmp_path, caplog):
     track(["tensorboard"], record, directory, tmp_path / "store")

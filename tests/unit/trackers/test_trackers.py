@@ -8,6 +8,8 @@ import pytest
 from sd_quant import trackers
 from sd_quant.trackers import LONGEST_TEXT, read_run, track
 
+pytestmark = pytest.mark.commit
+
 TOLD = []
 
 

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.gpu import bundle
 from sd_quant.places import HOME
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from benchmarks.gpu import bundle
 from sd_quant.places import HOME
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
 BARE = ("torch", "triton", "numpy", "safetensors", "transformers")
 
 
@@ -79,7 +79,7 @@ def check(bare, bundled, tmp_path, small_config):
 SMALL = ("--size", "64", "--steps", "2", "--picture-steps", "2", "--repeats", "5", "--no-compile", "--least", "15")
 
 
-@pytest.mark.soak
+@pytest.mark.release
 def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tmp_path):
     rows = ("a row*", "fp16 compiled at *", "fp8 level 3 at batch 1", "int8 level 3 at batch ?", "pictures*batch 1",
             "flux fp8 level 3 at *")  # fmt: skip

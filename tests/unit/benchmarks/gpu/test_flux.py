@@ -18,6 +18,8 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.derivation import derive
 from sd_quant.simulation.native import NativeLayer
 
+pytestmark = pytest.mark.commit
+
 RECIPE = "fp8 level 3"
 
 

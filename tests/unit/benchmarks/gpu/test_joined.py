@@ -12,6 +12,8 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import NativeLinear, PerTokenLinear, with_native_layers
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"per_token": True, "rotation": 16}], ids=["static", "per token"])

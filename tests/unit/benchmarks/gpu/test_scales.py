@@ -9,6 +9,8 @@ from benchmarks.gpu import scales, sides
 from benchmarks.gpu.network import inputs_of
 from sd_quant.numbers import relative_error
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.fixture(scope="module")
 def kept(unet, assignments, tmp_path_factory):

@@ -8,6 +8,8 @@ from benchmarks.gpu.network import inputs_of
 from sd_quant.numbers import relative_error
 from sd_quant.simulation.native import NativeLayer, NativeLinear, RoundedConv
 
+pytestmark = pytest.mark.commit
+
 HERE = [side for side in sides.SIDES.values() if side.products != "the kernel's"]  # that runs on a GPU alone
 
 

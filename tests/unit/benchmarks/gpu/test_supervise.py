@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.gpu.supervise import CRASHED, DONE, FAILED, LATE, NOT_BEGUN, Task, Worker, do_all, serve
 
+pytestmark = pytest.mark.commit
+
 
 def do(task: dict) -> dict:
     if task["name"] == "raises":

@@ -11,6 +11,8 @@ from sd_quant.engines import load_engine
 from sd_quant.engines.tensorrt.plan import describe_plan
 from sd_quant.numbers import relative_error
 
+pytestmark = pytest.mark.commit
+
 
 def row(name: str, batch: int, compiled: float, eager: float, **more) -> dict:
     return {
@@ -75,7 +77,7 @@ def test_what_may_be_is_not(kernel):
     assert worker.doubts_of(sides.SIDES["fp8 level 3"], said) == []
 
 
-@pytest.mark.soak
+@pytest.mark.release
 @torch.no_grad()
 def test_a_plan_is_built_of_what_the_table_measures(unet, assignments, tmp_path: Path):
     """Its ONNX by a runtime that is here; the plan for a GPU that is not."""

@@ -29,7 +29,7 @@ from sd_quant.quantization.derivation import derive_nearest
 
 from ....pipelines import sd15
 
-pytestmark = pytest.mark.soak  # the tracing
+pytestmark = pytest.mark.nightly  # the tracing
 COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder"]
 TARGETS = {"onnx": onnx_target, "openvino": openvino_target}
 
@@ -61,7 +61,7 @@ RUN = {"onnx": run_onnx, "openvino": run_openvino}
 CONVERT = {"onnx": onnx_target.move, "openvino": openvino_target.convert}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "vae_decoder", "vae_encoder"])
 def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, target, component):
@@ -70,7 +70,7 @@ def test_an_unquantized_network_computes_what_torch_does(handed_over, folders, t
     assert handed_over.error(component, folders[target], RUN[target]) < PART_TOLERANCE[dtype]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, folders, target):
     """Not the same: what rounds the other way in one layer changes all behind it, see tests/unit/export/test_qdq.py."""
@@ -78,7 +78,7 @@ def test_the_unet_is_as_far_from_full_precision_as_the_simulation(handed_over, f
     assert ours == pytest.approx(simulated, rel=0.2) and 1e-2 < ours < 0.3
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"rotation": 16}], ids=["per-token", "rotated"])
 def test_inputs_that_are_scaled_per_token_and_rotated_are_in_the_graph(handed_over, tmp_path, options):
     """Every quantized layer is held, and the UNet is as far from full precision as the simulation."""
@@ -131,7 +131,7 @@ def test_stable_diffusion_1(tmp_path):
     assert unet(**inputs, timestep=torch.tensor(500.0)).shape == (1, 4, 8, 8)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "target, files", [("onnx", {"model.onnx"}), ("openvino", {"openvino_model.xml", "openvino_model.bin"})]
 )
@@ -188,7 +188,7 @@ def test_what_a_file_has_beside_weights_is_fp16s_numbers_too(tiny):
     assert torch.equal(found, exact.half().float()) and not torch.equal(found, exact)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @torch.no_grad()
 def test_another_network_is_quantized_in_its_graph(handed_over, tmp_path):
     """An autoencoder's rows are those of both halves, of which each graph has its own. It dequantizes in fp16."""

@@ -22,6 +22,8 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 
+pytestmark = pytest.mark.commit
+
 STATES = ("hidden_states.0", "hidden_states.1", "hidden_states.2")
 SAID = {  # as optimum-intel's and optimum-onnx's classes name them, outputs in the order in which GenAI counts them
     "transformer": (
@@ -88,7 +90,7 @@ def by_openvino(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.from_numpy(request.get_output_tensor(0).data.copy())
 
 
-@pytest.mark.soak  # the tracing
+@pytest.mark.nightly  # the tracing
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_texts_of_any_length_and_one_time_for_a_batch(tiny, family, tmp_path):
     """GenAI passes 77 zeros for a missing T5, whatever the run's length, and one time for both halves of guidance.
@@ -111,7 +113,7 @@ def test_texts_of_any_length_and_one_time_for_a_batch(tiny, family, tmp_path):
         assert 1e-3 < right < 0.3
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_t5_reads_texts_of_any_length(tiny, tmp_path):
     checkpoint, path = tiny("flux").checkpoint, tmp_path / "model.onnx"

@@ -7,6 +7,8 @@ import torch
 
 from sd_quant.quantization.formats.e2m1 import decode, encode
 
+pytestmark = pytest.mark.commit
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_codes_are_the_bit_patterns_of_ml_dtypes(dtype):

@@ -19,6 +19,8 @@ from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 from sd_quant.quantization.formats.int8 import per_channel
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 # Of Gaussian numbers with one range for all, relative to their norm; measured 0.0104, 0.0265, 0.1074, 0.1148, 0.0955,
 # 0.188. Theory has for int8 amax / 127 / sqrt(12), with an amax of 4.6 here, and for fp8 about 2^-4 / sqrt(6). Of
 # ggml's measured 0.0787, 0.0427, 0.0380, 0.0053, 0.0787, 0.0381, 0.0188.

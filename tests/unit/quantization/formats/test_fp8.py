@@ -2,9 +2,12 @@
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 from sd_quant.quantization.formats.fp8 import QMAX, quantize
+
+pytestmark = pytest.mark.commit
 
 
 def test_codes_are_the_bit_patterns_of_ml_dtypes():

@@ -13,6 +13,8 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.row_chunks import row_chunks, rows_per_chunk
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 ANY = torch.tensor(0.0)  # an amax, which is not used
 WEIGHTS, INPUTS = FORMATS["fp8_128x128"], FORMATS["fp8_128"]
 SQUARE = {-1: 128, -2: 128}

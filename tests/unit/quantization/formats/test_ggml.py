@@ -16,6 +16,8 @@ from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.rounding import with_rounded_weight
 from tests.layers import drawn, statistics_of
 
+pytestmark = pytest.mark.commit
+
 NAMES = [name for name, fmt in FORMATS.items() if fmt.module]
 K_QUANTS = [name for name in NAMES if FORMATS[name].block == 256]
 

@@ -9,6 +9,8 @@ from onnx import numpy_helper
 from sd_quant.quantization.formats.blocks import pack_nibbles
 from sd_quant.quantization.formats.int4 import BLOCK, dequantize, quantize, scales
 
+pytestmark = pytest.mark.commit
+
 
 def test_a_block_worked_by_hand():
     block = torch.tensor([14.0, -14.0, 1.0, 3.0, 0.9, 5.0] + [0.0] * (BLOCK - 6))

@@ -5,6 +5,8 @@ import torch
 
 from sd_quant.quantization.formats.int8 import SMALLEST_SCALE, scale_of
 
+pytestmark = pytest.mark.commit
+
 SCALES = {  # by range
     127.0: 1.0,
     0.0: 1.0,

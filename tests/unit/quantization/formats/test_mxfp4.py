@@ -10,6 +10,8 @@ import torch
 from sd_quant.quantization.formats.mxfp4 import BLOCK, quantize, scales
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 EMAX = 2  # of E2M1
 
 

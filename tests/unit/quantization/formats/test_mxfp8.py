@@ -9,6 +9,8 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.mxfp8 import BLOCK, dequantize, quantize, scales
 from tests.layers import drawn
 
+pytestmark = pytest.mark.commit
+
 ANY = torch.tensor(0.0)  # an amax, which is not used
 
 

@@ -8,6 +8,8 @@ from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
 from sd_quant.quantization.formats.nvfp4 import BLOCK, dequantize, quantize, scales
 
+pytestmark = pytest.mark.commit
+
 
 def defined(x: np.ndarray, amax: float) -> tuple[np.ndarray, float, np.ndarray, np.ndarray]:
     """Block scales, global scale, codes and numbers, in fp64 but for what has a type of its own.
