@@ -6,7 +6,8 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test soak soak-tests soak-consumers soak-benchmarks cluster-check check style types quick \
+.PHONY: help quickstart install test soak soak-tests soak-consumers release-check release-tests release-benchmarks \
+	cluster-check durations check style types quick \
 	mutations processors hand-over-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
@@ -17,26 +18,38 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
-test: $(VENV)/.sd-quant-test ## Install what the tests need, then run all but the long ones (8 minutes on two cores)
+test: $(VENV)/.sd-quant-test ## Install what the tests need, then run the commit cases (7 minutes on two cores)
 	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit --cadence commit \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
-soak: ## The long tests, whatever became of the part before: three quarters of an hour on two cores
-	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers soak-benchmarks cluster-check
+# Each of these takes FILES, the files of cases to run in place of all; continuous integration gives them.
+soak: ## The nightly cases, whatever became of the part before
+	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers
 
 soak-tests: $(VENV)/.sd-quant-test
-	$(PYTEST) tests/cli tests/faults tests/fuzz tests/unit --cadence nightly -m "not consumer" \
+	$(PYTEST) $(or $(FILES),tests/cli tests/faults tests/fuzz tests/unit) --cadence nightly -m "not consumer" \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
-	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) tests/cli/test_hand_over.py tests/unit/checkpoints/test_lora.py \
-		tests/unit/interchange tests/unit/metrics/test_ocr.py tests/unit/quantization/test_adapters.py -m consumer --dist loadfile --durations 10
+	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),tests/cli/test_hand_over.py tests/unit) -m consumer \
+		--dist loadfile --durations 10
 
-soak-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
-	$(PYTEST) tests/unit/benchmarks --cadence release --dist worksteal --durations 10
+release-check: ## All that is to be green before a release, some hours: soak, benchmarks, clusters, fuzz, faults, processors, consumers
+	@$(MAKE) --keep-going --no-print-directory test soak release-tests release-benchmarks cluster-check \
+		mutations fuzz kills pairs processors hand-over-check
+
+release-tests: $(VENV)/.sd-quant-test
+	$(PYTEST) $(or $(FILES),tests/cli tests/faults tests/fuzz tests/unit) --cadence release --durations 10 \
+		--ignore tests/cli/cluster --ignore tests/unit/benchmarks
+
+release-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
+	$(PYTEST) $(or $(FILES),tests/unit/benchmarks) --cadence release --dist worksteal --durations 10
 
 cluster-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-ray ## Sweeps on a real Slurm and a real Ray cluster started here, and what befalls them (Slurm: as root, with Debian's slurm-wlm and munge)
-	PYTHONPATH=$(abspath $(VENV)/ray) OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cli/cluster --durations 10
+	PYTHONPATH=$(abspath $(VENV)/ray) OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(or $(FILES),tests/cli/cluster) --durations 10
+
+durations: ## What the tests cost in the last run of .ci/run, and what has changed since the one before
+	python3.11 -m tests.cadence.seconds
 
 check: $(VENV)/.sd-quant-test ## Style, types and the quick unit tests, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types quick

@@ -25,6 +25,8 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 
+from .cadence.marks import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  hooks
+
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
 PROMPTS = 2
@@ -46,29 +48,6 @@ def pytest_unconfigure() -> None:
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-CADENCES = {"release": "release", "nightly": "nightly", "consumer": "nightly", "commit": "commit"}  # the rarest first
-
-
-def cadence_of(item: pytest.Item) -> str | None:
-    """When a case is run, which it states by a mark of its own or of its file; of several the rarest counts."""
-    return next((cadence for mark, cadence in CADENCES.items() if item.get_closest_marker(mark)), None)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    names = list(dict.fromkeys(CADENCES.values()))
-    parser.addoption("--cadence", action="append", choices=names, help="only cases of this one; may be repeated")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if unstated := [item.nodeid for item in items if cadence_of(item) is None]:
-        states = "state one by a mark: commit, nightly or release"
-        raise pytest.UsageError(f"{len(unstated)} cases have no cadence ({states}): {', '.join(unstated[:5])}")
-    if wanted := config.getoption("cadence"):
-        left_out = [item for item in items if cadence_of(item) not in wanted]
-        items[:] = [item for item in items if cadence_of(item) in wanted]
-        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_setup(item) -> None:

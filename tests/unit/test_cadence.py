@@ -1,0 +1,139 @@
+"""Every case states when it runs, and continuous integration takes what a change touches, within its time."""
+
+import subprocess
+import sys
+from fnmatch import fnmatch
+
+import pytest
+
+from sd_quant.places import HOME
+from tests.cadence import ci, seconds
+from tests.cadence.touched import TABLE, UnknownPath, patterns_of, touched
+
+pytestmark = pytest.mark.commit
+
+PIECES = ci.pieces()
+FILES = sorted({file for _, file in PIECES})
+SECONDS_OF_ONE = 100.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mark, expected",
+    [
+        ("", "1 cases have no cadence: *::test_it; mark each"),
+        ("@pytest.mark.weekly", "'weekly' not found in `markers`"),
+    ],
+)
+def test_a_case_without_a_cadence_that_exists_ends_the_run(tmp_path, mark, expected):
+    code, printed = pytest_on(tmp_path, f"{mark}\ndef test_it(): pass")
+    assert code not in (0, 1) and fnmatch(printed, f"*{expected}*"), printed
+
+
+@pytest.mark.slow
+def test_the_rarest_of_several_marks_counts(tmp_path):
+    marks = ("commit", "nightly", "release", "consumer")
+    cases = "\n".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass" for mark in marks)
+    code, printed = pytest_on(tmp_path, f"pytestmark = pytest.mark.commit\n{cases}", "--cadence", "nightly", "-v")
+    assert code == 0
+    assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
+
+
+def pytest_on(folder, cases: str, *options: str) -> tuple[int, str]:
+    """The exit code and output of pytest on a file of these cases, with the project's own settings."""
+    (folder / "test_case.py").write_text(f"import pytest\n{cases}\n", encoding="utf-8")
+    settings = ["-c", "pyproject.toml", "-p", "tests.cadence.marks"]
+    command = [sys.executable, "-m", "pytest", *settings, str(folder), *options]
+    ended = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_every_file_of_the_project_is_known_to_the_table():
+    listed = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
+    for path in listed:
+        patterns_of(path)
+
+
+def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
+    with pytest.raises(UnknownPath, match="attic/notes.txt is in no folder that .* knows; add a row"):
+        patterns_of("attic/notes.txt")
+    monkeypatch.setattr(ci, "changed_since", lambda base: ["attic/notes.txt"])
+    assert ci.main(["--plan"]) == 1
+    assert "attic/notes.txt" in capsys.readouterr().out
+
+
+def test_every_pattern_of_the_table_matches_a_file_of_cases():
+    cases = [path.relative_to(HOME).as_posix() for path in (HOME / "tests").rglob("test_*.py")]
+    unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
+    assert unmatched == set()
+
+
+@pytest.mark.parametrize(
+    "changed, among, not_among",
+    [
+        ("sd_quant/launchers/slurm.py", "tests/cli/cluster/test_slurm.py", "tests/unit/export/test_formats.py"),
+        ("sd_quant/sweep.py", "tests/cli/cluster/test_ray.py", "tests/unit/export/test_formats.py"),
+        ("sd_quant/interchange/nunchaku/tiles.py", "tests/cli/test_hand_over.py", "tests/cli/cluster/test_ray.py"),
+        ("sd_quant/report/page/page.js", "tests/cli/test_report_browser.py", "tests/cli/test_launchers.py"),
+        ("tests/cli/test_judge.py", "tests/cli/test_judge.py", "tests/cli/test_hand_over.py"),
+        ("tests/unit/export/conftest.py", "tests/unit/export/test_formats.py", "tests/cli/test_judge.py"),
+        ("docs/gpu.md", "tests/unit/test_docs.py", "tests/cli/test_judge.py"),
+        ("pyproject.toml", "tests/cli/cluster/test_ray.py", ""),
+    ],
+)
+def test_a_change_runs_what_its_folder_touches(changed, among, not_among):
+    files = touched([changed], FILES)
+    assert among in files and not_among not in files
+
+
+def test_within_six_days_every_nightly_file_runs_once():
+    rest = [piece for piece in PIECES if piece[0].startswith("soak")]
+    record = {piece: SECONDS_OF_ONE * (index % 7 + 1) for index, piece in enumerate(rest)}
+    days = [ci.turn_of(rest, record, day) for day in range(700_000, 700_000 + ci.DAYS)]
+    assert sorted(piece for day in days for piece in day) == sorted(rest)
+    sums = [sum(ci.expected(piece, record) for piece in day) for day in days]
+    assert max(sums) - min(sums) <= SECONDS_OF_ONE * 7 / 2  # no more than the longest file, on two workers
+
+
+def test_what_does_not_fit_is_left_out_and_the_next_that_fits_is_taken():
+    part, setup = "soak-tests", ci.PARTS["soak-tests"].setup
+    wanted = [(part, name) for name in "abc"]
+    record = {(part, "a"): 200.0, (part, "b"): 2000.0, (part, "c"): 60.0}
+    taken, left_out = ci.chosen(wanted, record, scale=1.0, seconds=setup + 130)
+    assert (taken, left_out) == ([wanted[0], wanted[2]], [wanted[1]])
+    taken, left_out = ci.chosen(wanted, record, scale=1.5, seconds=setup + 130)  # a slower machine
+    assert (taken, left_out) == ([wanted[2]], wanted[:2])
+
+
+@pytest.mark.slow
+def test_a_part_that_runs_on_is_stopped_with_what_it_started(tmp_path, monkeypatch, capsys):
+    marker = tmp_path / "alive"
+    (tmp_path / "Makefile").write_text(f"endless:\n\t@(sleep 5; touch {marker}) & sleep 600\n", encoding="utf-8")
+    monkeypatch.setattr(ci, "HOME", tmp_path)
+    monkeypatch.setattr(ci, "STOP", 1)
+    run = ci.Run(tmp_path)
+    run.make("endless")
+    assert run.failed == ["endless"] and run.took["endless"] < 60 and not marker.exists()
+    assert "endless is stopped: it was still running" in capsys.readouterr().out
+    assert ci.report(run, {}, [("soak-tests", "tests/x.py")], []) == 1
+    printed = capsys.readouterr().out
+    assert "endless FAILED" in printed and "soak-tests tests/x.py" in printed
+
+
+def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):
+    junit = tmp_path / "test.xml"
+    junit.write_text(
+        '<testsuites><testsuite><testcase classname="tests.unit.test_text" name="a" time="1.5"/>'
+        '<testcase classname="tests.unit.test_text.TestIt" name="b" time="0.5"/>'
+        '<testcase classname="tests.cli.test_new" name="c" time="3"/></testsuite></testsuites>',
+        encoding="utf-8",
+    )
+    after = seconds.sums("test", seconds.cases_of(junit))
+    assert after == {("test", "tests/unit/test_text.py"): 2.0, ("test", "tests/cli/test_new.py"): 3.0}
+    seconds.write(tmp_path / "kept.tsv", after)
+    assert seconds.read(tmp_path / "kept.tsv") == after
+    assert seconds.cases_of(tmp_path / "none.xml") == [] and seconds.read(tmp_path / "none.tsv") == {}
+    lines = seconds.change({("test", "tests/unit/test_text.py"): 9.0}, after)
+    assert lines[0] == "test: 5 s in 2 files; of the 1 that ran before 2 s, then 9 s"
+    assert lines[1].split() == ["-7.0", "s", "tests/unit/test_text.py"]
+    assert lines[2].split() == ["+3.0", "s", "tests/cli/test_new.py", "(new)"]
