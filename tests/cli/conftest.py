@@ -17,12 +17,12 @@ from filelock import FileLock
 
 from ..pipelines import sd15_of_one_level
 from . import forking
-from .sweeps import JOBS, QUICK, link_cache
+from .shared import JOBS, PROMPTS, QUICK, link_cache, prompts_knob, well
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")
+LEVEL_3 = ("quant_level=3", "alpha=0.8", "quantize.snapshots=[1]")  # of the tiny pipeline's run
 WATCHED = Path(__file__).with_name("watched")
-PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
 Command = Callable[..., subprocess.CompletedProcess]
 
 
@@ -92,6 +92,12 @@ def command(forked) -> Command:
 
 
 @pytest.fixture(scope="session")
+def done(command) -> Command:
+    """Runs a script, which ends well."""
+    return lambda *words: well(command(*words))
+
+
+@pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     """``made_once(name, make)``: the folder that ``make(folder)`` fills, once for all processes that run the tests."""
     base = tmp_path_factory.getbasetemp()
@@ -128,11 +134,10 @@ def main_job(process, checkpoint, made_once) -> MainJob:
         result = process(
             "quantize.py", "quant_level=3", "alpha=0.8", "calib_size=4", "quantize.n_steps=5",
             f"model.path={checkpoint}", f"cache.dir={folder}/cache", "hand_over=[diffusers_modelopt]",
-            f"infer.prompts=[{','.join(PROMPTS)}]", f"hydra.run.dir={folder}/run", *SAMPLING, "timing.budget_s=0",
+            prompts_knob(PROMPTS), f"hydra.run.dir={folder}/run", *SAMPLING, "timing.budget_s=0",
             "trt.optimization_level=0", PYTHONPATH=str(WATCHED), WATCHED=str(folder / "watched"),
         )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
-        (folder / "stdout").write_text(result.stdout)
+        (folder / "stdout").write_text(well(result).stdout)
 
     folder = made_once("main_job", make)
     (statistics,) = (folder / "cache" / "statistics").iterdir()
@@ -151,7 +156,7 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny(command, made_once) -> Tiny:
+def tiny(done, made_once) -> Tiny:
     """A job of it takes a third of one of the shipped checkpoint, and a sixth where its graphs are in the cache."""
 
     def knobs(folder: Path) -> tuple[str, ...]:
@@ -159,11 +164,7 @@ def tiny(command, made_once) -> Tiny:
 
     def make(folder: Path) -> None:
         sd15_of_one_level(folder / "model")
-        result = command(
-            "quantize.py", *knobs(folder), "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]",
-            f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run",
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
+        done("quantize.py", *knobs(folder), *LEVEL_3, f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run")
 
     folder = made_once("tiny", make)
     return Tiny(folder / "model", knobs(folder), folder / "run", folder / "cache")
@@ -193,14 +194,12 @@ def sweep_arguments(tiny) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def unbroken_sweep(command, sweep_arguments, with_graphs, made_once) -> Path:
+def unbroken_sweep(done, sweep_arguments, with_graphs, made_once) -> Path:
     """The folder of that command, undisturbed; ``table.csv`` and ``kept`` are the sweep's as it was then."""
 
     def make(folder: Path) -> None:
         with_graphs(folder / "cache")
-        result = command(*sweep_arguments(folder))
-        assert result.returncode == 0, result.stderr[-3000:]
-        (folder / "stdout").write_text(result.stdout)
+        (folder / "stdout").write_text(done(*sweep_arguments(folder)).stdout)
         shutil.copy(folder / "sweep/summary.csv", folder / "table.csv")
         shutil.copytree(folder / "sweep", folder / "kept")
 

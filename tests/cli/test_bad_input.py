@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 from hydra import compose
+from PIL import Image
 
 from sd_quant.composition import composing
+from sd_quant.places import HOME
 
 from ..pasting import words_of
 
 pytestmark = pytest.mark.commit
 
-REPOSITORY = Path(__file__).parents[2]
+SIZE = (
+    "expected WIDTHxHEIGHT such as 832x1216, each side a multiple of 64 from 64 to 4096, as this family's images have"
+)
+ROW_OF_SIZES = "[64x64,832x1200]"
 tensorrt_missing = pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
 
 
@@ -28,49 +33,69 @@ def listing(*folders: Path) -> set[Path]:
 
 @pytest.fixture
 def files(tmp_path) -> Path:
-    """A whole archive that holds no checkpoint, a broken one, and prompts that are no text."""
+    """A whole archive that holds no checkpoint, a broken one, prompts that are no text, and an image."""
     (tmp_path / "empty.nemo").write_bytes(bytes(1024))
     (tmp_path / "garbage.nemo").write_bytes(b"this is not a tar archive " * 100)
     (tmp_path / "latin1.txt").write_bytes("ein rotes Häuschen\n".encode("latin-1"))
     (tmp_path / "empty_run").mkdir()
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "image.png")
     (tmp_path / "groups/quantize").mkdir(parents=True)
     (tmp_path / "groups/quantize/broken.yaml").write_text("alpha: ${a: 1}")
     return tmp_path
 
 
 CHECKPOINT_GIVEN = "model.path={files}/empty.nemo"
+FOLDER = "model=sd15", "model.path={files}/pipeline"
+OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "code", "words"),
-    [
-        ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
-        ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
-        ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
-        ("quantize.py", ["quant_level=1", "alpha=0.5"], 2, "alpha was given and changes nothing, because"),
-        ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
-        ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
-        ("quantize.py", ["hydra.searchpath=[file://{files}/groups]", "quantize=broken"], 2, "of presets is no YAML"),
-        ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"], 2, "empty.nemo; set cache.dir"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
-        ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
-        ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/latin1.txt"], 2, "is not UTF-8 at line 1, byte 12"),
-        ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/none.txt"], 2, "there is no prompt file"),
-        pytest.param("quantize.py", [CHECKPOINT_GIVEN, "export_trt=tensorrt"], 4,
-                     "the package tensorrt is not installed", marks=tensorrt_missing),
-        ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir={files}/empty.nemo/run"], 2, "empty.nemo; set hydra.run.dir"),
-        ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
-        ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("script", "arguments", "code", "words"), [
+    ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
+    ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
+    ("quantize.py", ["alpha=["], 2, "the argument alpha=[ cannot be read"),
+    ("quantize.py", ["quant_level=1", "alpha=0.5"], 2, "alpha was given and changes nothing, because"),
+    ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
+    ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
+    ("quantize.py", ["hydra.searchpath=[file://{files}/groups]", "quantize=broken"], 2, "of presets is no YAML"),
+    ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
+    ("quantize.py", [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"], 2, "empty.nemo; set cache.dir"),
+    ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
+    ("quantize.py", ["model.path=no/such.nemo"], 2, "model.path names no/such.nemo, which does not exist"),
+    ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
+    ("quantize.py", ["--multirun", "model.path={files}/garbage.nemo", "quant_level=1,2"], 3, "no valid tar header"),
+    ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/latin1.txt"], 2, "is not UTF-8 at line 1, byte 12"),
+    ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/none.txt"], 2, "there is no prompt file"),
+    pytest.param("quantize.py", [CHECKPOINT_GIVEN, "export_trt=tensorrt"], 4,
+                 "the package tensorrt is not installed", marks=tensorrt_missing),
+    ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir={files}/empty.nemo/run"], 2, "empty.nemo; set hydra.run.dir"),
+    ("export_trt.py", ["run={files}/empty_run"], 2, "unet_xl should be at"),
+    ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),
+    ("quantize.py", ["quantize=mxfp4", "hand_over=[comfyui]"], 2,
+     "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino"),
+    ("quantize.py", [f"model.sizes={ROW_OF_SIZES}"], 2, f"model.sizes is 832x1200, {SIZE}"),
+    ("infer.py", [f"infer.sizes={ROW_OF_SIZES}"], 2, f"infer.sizes is 832x1200, {SIZE}"),
+    ("export_trt.py", [f"trt.sizes={ROW_OF_SIZES}"], 2, f"trt.sizes is 832x1200, {SIZE}"),
+    ("quantize.py", [*FOLDER, "infer.schedule=rrrr"], 2, "infer.schedule is rrrr, expected letters c, r and e"),
+    ("quantize.py", [*FOLDER, "infer.image={files}/image.png", "infer.mask={files}/mask"], 2, "infer.mask names"),
+    ("quantize.py", [*FOLDER, "infer.image={files}/latin1.txt"], 2, "expected an image or a folder with images"),
+    ("quantize.py", [*FOLDER, "model.loras=[{files}/latin1.txt:x]"], 2, "a file, or file:strength with a number"),
+    ("quantize.py", ["model=diffusers", "model.path=conf"], 2,
+     "expected for diffusers the folder of a diffusers pipeline"),
+    ("quantize.py", [*OBSERVED, "model.parts=[vae]"], 2, "model.parts is ['vae'], expected []"),
+    ("quantize.py", [*OBSERVED, "model.width=60"], 2, "model.width is 60, expected a multiple of 8"),
+    ("judge.py", ["candidates=[no.gguf]"], 2, "no.gguf, which does not exist"),
+    ("judge.py", ["candidates=[checkpoints/sdxl_mini.nemo]", "model.path=no_such_model"], 2,
+     "model.path names no_such_model"),
+    ("judge.py", ["candidates=[README.md]", "infer.engine=openvino"], 2, "infer.engine is openvino, expected torch"),
+])  # fmt: skip
 def test_a_refused_command_says_one_sentence_and_leaves_nothing(
     command, working_folder, files, script, arguments, code, words
 ):
     arguments = [argument.format(files=files) for argument in arguments]
     if not any(argument.startswith("hydra.run.dir") for argument in arguments):
-        arguments.append(f"hydra.run.dir={files}/run")
+        arguments += [f"hydra.run.dir={files}/run", f"hydra.sweep.dir={files}/sweep"]
     before = listing(files, working_folder / "outputs")
     result = command(script, *arguments)
     assert (result.returncode, result.stdout) == (code, ""), result.stderr
@@ -91,7 +116,7 @@ def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_lo
     """Else some of them abort the process."""
     shell = ["sh", "-c", 'ulimit -v 600000; exec "$@"', "sh"]
     limited = [*shell, sys.executable, "quantize.py", f"hydra.run.dir={files}/run"]
-    result = subprocess.run(limited, cwd=REPOSITORY, capture_output=True, text=True)
+    result = subprocess.run(limited, cwd=HOME, capture_output=True, text=True)
     assert result.returncode == 4 and result.stderr.count("\n") == 1
     assert "and the libraries alone take about 1.3 GB; raise the limit (ulimit -v unlimited)" in result.stderr
     assert not (files / "run").exists()
@@ -110,14 +135,22 @@ def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only
     assert refusals[0].removeprefix("error: ") in (files / "run/quantize.log").read_text()
 
 
-def test_a_keep_that_keeps_everything_is_refused_before_calibration(command, checkpoint, tmp_path):
-    arguments = [f"model.path={checkpoint}", "quant_level=1", "keep=26", f"hydra.run.dir={tmp_path}/run"]
-    result = command("quantize.py", *arguments)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == (
-        "error: keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"
+@pytest.mark.parametrize(("script", "arguments", "sentence"), [
+    ("quantize.py", ["model.path=checkpoints/sdxl_mini.nemo", "quant_level=1", "keep=26"],
+     "keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"),
+    ("quantize.py", [*FOLDER, "model=pixart", "infer.image={files}/image.png"],
+     "infer.image is .*, expected null, because only sd15, sd21, sdxl begin with images here.*"),
+    ("judge.py", ["candidates=[README.md]"], "README.md is of no kind that is known here, expected one of: .*a GGUF.*"),
+    ("judge.py", ["candidates=[conf]"], "conf is of no kind that is known here.*"),
+])  # fmt: skip
+def test_what_a_begun_job_finds_is_refused_before_calibration(command, files, script, arguments, sentence):
+    given = [argument.format(files=files) for argument in arguments]
+    result = command(script, *given, f"hydra.run.dir={files}/run")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert (
+        result.returncode == 2 and re.fullmatch(f"error: {sentence}", line) and line == result.stderr.splitlines()[-1]
     )
-    assert "calibrate" not in result.stderr + result.stdout and not (tmp_path / "run/onnx").exists()
+    assert "calibrate" not in result.stderr + result.stdout and not (files / "run/onnx").exists()
 
 
 def test_a_folder_with_the_users_own_files_is_refused_again_and_again(command, checkpoint, tmp_path):
@@ -131,14 +164,6 @@ def test_a_folder_with_the_users_own_files_is_refused_again_and_again(command, c
         assert result.returncode == 2
         assert "holds images and onnx that no job has written" in result.stderr.splitlines()[-1]
         assert family.read_text() == model.read_text() == "mine"
-
-
-def test_a_sweep_over_a_broken_file_is_refused_before_it_starts(command, files):
-    before = listing(files)
-    arguments = [f"model.path={files}/garbage.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
-    result = command("quantize.py", "--multirun", *arguments)
-    assert result.returncode == 3 and "garbage.nemo has no valid tar header" in result.stderr
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and listing(files) == before
 
 
 def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, files):
@@ -207,10 +232,10 @@ def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_pas
 @pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])
 def test_help_and_checks_import_nothing_heavy(script):
     """So they are there in the time that Hydra takes."""
-    heavy = (
+    heavy = {
         *("torch", "numpy", "scipy", "pandas", "matplotlib", "PIL", "diffusers", "transformers", "torchmetrics"),
         *("lightning", "onnx", "onnxscript", "openvino", "onnxruntime", "tensorrt_rtx", "modelopt", "pyarrow"),
-    )
+    }
     program = f"""
 import runpy, sys
 for arguments in (["--help"], ["nope=1"]):
@@ -219,11 +244,10 @@ for arguments in (["--help"], ["nope=1"]):
         runpy.run_path({script!r}, run_name="__main__")
     except SystemExit:
         pass
-print("imported", *(name for name in {heavy!r} if name in sys.modules))
+print("imported", *({heavy!r} & sys.modules.keys()))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=True
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=600, check=True)
     assert result.stdout.splitlines()[-1].strip() == "imported"
 
 

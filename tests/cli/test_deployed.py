@@ -1,7 +1,5 @@
 """What people deploy beside text to image: with LoRAs, from images, in masks, without quantization."""
 
-import csv
-import json
 from pathlib import Path
 
 import diffusers
@@ -15,8 +13,10 @@ from safetensors.torch import save_file
 from sd_quant.engines.tensorrt.plan import describe_plan
 
 from ..pipelines import redraw, sd15_of_one_level
+from .conftest import LEVEL_3
+from .shared import pixels, record_of, rows_of
 
-pytestmark = pytest.mark.commit
+pytestmark = pytest.mark.nightly
 
 STEPS = ("quantize.n_steps=4", "infer.steps=4", "quant_level=3")
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -46,10 +46,9 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def mask(tmp_path_factory) -> Path:
+    """The right half."""
     path = tmp_path_factory.mktemp("masks") / "right.png"
-    pixels = np.zeros((64, 96), np.uint8)
-    pixels[:, 48:] = 255
-    Image.fromarray(pixels).save(path)
+    Image.fromarray(np.repeat([[0, 255]], 48, axis=1).repeat(64, axis=0).astype(np.uint8)).save(path)
     return path
 
 
@@ -57,10 +56,8 @@ def mask(tmp_path_factory) -> Path:
 def style(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("loras") / "style.safetensors"
-    save_file(
-        {f"unet.{LAYER}.lora_A.weight": torch.randn(4, 64) / 8, f"unet.{LAYER}.lora_B.weight": torch.randn(64, 4) / 4},
-        path,
-    )
+    lora = {"lora_A": torch.randn(4, 64) / 8, "lora_B": torch.randn(64, 4) / 4}
+    save_file({f"unet.{LAYER}.{name}.weight": tensor for name, tensor in lora.items()}, path)
     return path
 
 
@@ -70,39 +67,41 @@ def cache(with_graphs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def changed(command, tiny, pictures, cache, tmp_path_factory) -> Path:
+def job(done, tiny, cache, tmp_path_factory):
+    """``job(*knobs)``: the folder of a job that ends well."""
+
+    def end(*knobs: str) -> Path:
+        run = tmp_path_factory.mktemp("job") / "run"
+        done("quantize.py", *tiny.knobs, f"cache.dir={cache}", *knobs, f"hydra.run.dir={run}")
+        return run
+
+    return end
+
+
+@pytest.fixture(scope="module")
+def changed(job, pictures) -> Path:
     """A run whose images begin with images, calibrated on images too."""
-    folder = tmp_path_factory.mktemp("changed") / "run"
-    result = command(
-        "quantize.py", *tiny.knobs, *STEPS, f"infer.image={pictures}", f"model.calibration_image={pictures}/c.png",
-        "infer.prompts=[a red cat]", "infer.strength=0.5", "export_trt=tensorrt_rtx", "trt.optimization_level=0",
-        f"cache.dir={cache}", f"hydra.run.dir={folder}",
+    return job(
+        *STEPS, f"infer.image={pictures}", f"model.calibration_image={pictures}/c.png", "infer.prompts=[a red cat]",
+        "infer.strength=0.5", "export_trt=tensorrt_rtx", "trt.optimization_level=0",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return folder
 
 
-def record_of(folder: Path) -> dict:
-    return json.loads((folder / "metrics.json").read_text())
+@pytest.fixture(scope="module")
+def fused(job, style) -> Path:
+    """The tiny pipeline's run with a LoRA in its weights, which is handed over."""
+    return job(*LEVEL_3, f"model.loras=[{style}:0.5]", "hand_over=[diffusers_modelopt]")
 
 
-def pixels(path: Path) -> np.ndarray:
-    with Image.open(path) as image:
-        return np.asarray(image).astype(float)
-
-
-@pytest.mark.nightly
 def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pictures):
     record = record_of(changed)
     assert record["prompts"] == ["a red cat"] * 3
     assert len(list((changed / "images/quantized").glob("*.png"))) == 3
     assert list(record["plans"]) == ["unet", "vae", "text_encoder", "vae_encoder"]
     assert record["parity"]["vae_encoder"]["relative_error"] < record["parity"]["vae_encoder"]["tolerance"]
-    graph = onnx.load(changed / "onnx/vae_encoder/vae_encoder.onnx").graph
-    (x,) = graph.input
-    assert [axis.dim_param or axis.dim_value for axis in x.type.tensor_type.shape.dim] == [
-        "batch", 3, "image_height", "image_width",
-    ]  # fmt: skip
+    (x,) = onnx.load(changed / "onnx/vae_encoder/vae_encoder.onnx").graph.input
+    axes = [axis.dim_param or axis.dim_value for axis in x.type.tensor_type.shape.dim]
+    assert axes == ["batch", 3, "image_height", "image_width"]
     assert describe_plan(changed / "plan/vae_encoder.plan")["version"]
     assert len(record["fidelity"]["latent_sqnr_db"]) == 3, "half of four steps, which are five calls of PNDM"
     inputs = record["inputs"]
@@ -110,16 +109,10 @@ def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pi
     assert inputs["image"]["sha256"] and inputs["calibration_image"]["sha256"] != inputs["image"]["sha256"]
 
 
-@pytest.mark.nightly
-def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, tmp_path):
+def test_an_earlier_run_changes_other_images(done, changed, pictures, mask, tmp_path):
     knobs = f"run={changed}", f"infer.image={pictures}/b.png", "prompts=[a house]", "steps=4", "num_warmup_runs=0"
-    for name, more in {
-        "few": ["infer.strength=0.25"],
-        "many": ["infer.strength=1"],
-        "part": [f"infer.mask={mask}"],
-    }.items():
-        result = command("infer.py", *knobs, *more, "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path / name}")
-        assert result.returncode == 0, result.stderr[-3000:]
+    for name, more in {"few": "strength=0.25", "many": "strength=1", "part": f"mask={mask}"}.items():
+        done("infer.py", *knobs, f"infer.{more}", "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path / name}")
     few, many, part = (pixels(tmp_path / name / "images/0000.png") for name in ("few", "many", "part"))
     assert few.shape == (64, 64, 3) and np.abs(few - many).mean() > 1
     left, right = np.abs(part - few)[:, :24].mean(), np.abs(part - many)[:, 40:].mean()
@@ -127,106 +120,59 @@ def test_an_earlier_run_changes_other_images(command, changed, pictures, mask, t
     assert right < np.abs(part - few)[:, 40:].mean(), "and what is, nearer to what is made of noise"
 
 
-@pytest.mark.nightly
-def test_a_checkpoint_for_inpainting(command, tiny, inpainting, pictures, mask, cache, tmp_path):
-    knobs = *tiny.knobs, *STEPS, f"model.path={inpainting}", f"cache.dir={cache}"
+def test_a_checkpoint_for_inpainting(command, job, tiny, inpainting, pictures, mask, tmp_path):
+    model = f"model.path={inpainting}"
     masked = f"infer.image={pictures}/a.png", f"infer.mask={mask}", "infer.prompts=[a red cat]"
-    result = command("quantize.py", *knobs, *masked, "export_trt=none", f"hydra.run.dir={tmp_path / 'refused'}")
-    assert result.returncode == 2
-    assert "model.calibration_image and model.calibration_mask are not given, expected both" in result.stderr
+    refused = command("quantize.py", *tiny.knobs, *STEPS, model, *masked, f"hydra.run.dir={tmp_path}/refused")
+    assert refused.returncode == 2
+    assert "model.calibration_image and model.calibration_mask are not given, expected both" in refused.stderr
     calibrated = f"model.calibration_image={pictures}/b.png", f"model.calibration_mask={mask}"
-    result = command(
-        "quantize.py", *knobs, *masked, *calibrated, "export_trt=none", f"hydra.run.dir={tmp_path / 'run'}"
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    (sample, *_) = onnx.load(tmp_path / "run/onnx/unet/unet.onnx").graph.input
+    (sample, *_) = onnx.load(job(*STEPS, model, *masked, *calibrated) / "onnx/unet/unet.onnx").graph.input
     assert sample.type.tensor_type.shape.dim[1].dim_value == 9
 
 
-@pytest.mark.parametrize(
-    ("knobs", "code", "refusal"),
-    [
-        (["infer.image={pictures}/a.png", "infer.mask={pictures}/../mask"], 2, "infer.mask names"),
-        (["infer.image={style}"], 2, "expected an image or a folder with images"),
-        (["model=pixart", "infer.image={pictures}"], 2, "only sd15, sd21, sdxl begin with images here"),
-        (["model.loras=[{style}:x]"], 2, "a file, or file:strength with a number"),
-    ],
-)
-def test_what_is_refused_before_anything_is_loaded(command, tiny, pictures, style, tmp_path, knobs, code, refusal):
-    given = [knob.format(pictures=pictures, style=style) for knob in knobs]
-    result = command("quantize.py", "model=sd15", f"model.path={tiny.folder}", *given, f"hydra.run.dir={tmp_path}/run")
-    assert result.returncode == code and refusal in result.stderr and result.stderr.count("\n") == 1, result.stderr
-
-
-@pytest.mark.nightly
-def test_a_lora_is_in_everything_that_is_made(command, tiny, style, cache, tmp_path):
+def test_a_lora_is_in_everything_that_is_made(tiny, fused):
     """Beside the run without it."""
-    result = command(
-        "quantize.py", *tiny.knobs, "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]",
-        f"model.loras=[{style}:0.5]", "hand_over=[diffusers_modelopt]", f"cache.dir={cache}",
-        f"hydra.run.dir={tmp_path}/with",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    made = {"without": tiny.run, "with": tmp_path / "with"}
-    without, adapted = map(record_of, made.values())
+    runs = tiny.run, fused
+    without, adapted = map(record_of, runs)
     assert adapted["inputs"]["lora 1 at 0.5"]["sha256"] and adapted["fingerprint"] != without["fingerprint"]
-    assert not np.array_equal(*(pixels(folder / "images/full_precision/0000.png") for folder in made.values()))
-    scales = {
-        name: {
-            row["name"]: row["weight_scale_max"]
-            for row in csv.DictReader((folder / "layers.csv").read_text().splitlines())
-        }
-        for name, folder in made.items()
-    }
-    assert scales["without"][LAYER] != scales["with"][LAYER]
-    assert "style.safetensors:0.5" in (made["with"] / "report.html").read_text()
-    card = (made["with"] / "hand_over/diffusers_modelopt/README.md").read_text()
+    assert not np.array_equal(*(pixels(run / "images/full_precision/0000.png") for run in runs))
+    scales = [{row["name"]: row["weight_scale_max"] for row in rows_of(run / "layers.csv")}[LAYER] for run in runs]
+    assert scales[0] != scales[1]
+    assert "style.safetensors:0.5" in (fused / "report.html").read_text()
+    card = (fused / "hand_over/diffusers_modelopt/README.md").read_text()
     assert "The LoRA style.safetensors:0.5 is fused into the weights" in card
 
 
-@pytest.mark.nightly
 def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_without_it(
-    command, tiny, style, cache, tmp_path
+    done, tiny, job, fused, style, cache, tmp_path
 ):
     """The run of the model without it, judged with it, makes the very images of a run with it beside its weights."""
-    lora, runs = f"model.loras=[{style}:0.5]", {"without": tiny.run}
-    for where in ("fused", "beside"):
-        runs[where] = tmp_path / where
-        result = command(
-            "quantize.py", *tiny.knobs, "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]", lora,
-            f"quantize.loras={where}", f"cache.dir={cache}", f"hydra.run.dir={runs[where]}",
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
+    lora, runs = f"model.loras=[{style}:0.5]", {"without": tiny.run, "fused": fused}
+    runs["beside"] = job(*LEVEL_3, lora, "quantize.loras=beside")
+    candidates = []
+    for name, run in runs.items():  # under names of their own
+        candidates.append(tmp_path / name)
+        candidates[-1].symlink_to(run)
     judged = [knob for knob in tiny.knobs if knob.startswith(("model", "infer.prompts", "infer.steps"))]
-    result = command(
-        "judge.py", *judged, lora, f"candidates=[{','.join(map(str, runs.values()))}]", f"cache.dir={cache}",
-        f"hydra.run.dir={tmp_path}/judged",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    folders = dict(zip(runs, (tmp_path / "judged" / path.name for path in runs.values()), strict=True))
+    given = f"candidates=[{','.join(map(str, candidates))}]", f"cache.dir={cache}"
+    done("judge.py", *judged, lora, *given, f"hydra.run.dir={tmp_path}/judged")
+    folders = {name: tmp_path / "judged" / name for name in runs}
     said = {name: record_of(folder)["judged"]["loras"] for name, folder in folders.items()}
     assert said == {"without": "beside", "fused": "fused", "beside": "beside"}
     images = {name: pixels(folder / "images/quantized/0000.png") for name, folder in folders.items()}
-    assert np.array_equal(images["without"], images["beside"]) and not np.array_equal(
-        images["without"], images["fused"]
-    )
+    assert np.array_equal(images["without"], images["beside"])
+    assert not np.array_equal(images["without"], images["fused"])
 
 
-@pytest.mark.nightly
-def test_a_checkpoint_is_exported_as_it_is_and_drawn(command, tiny, style, tmp_path):
-    result = command(
-        "export_trt.py", "model=sd15", f"model.path={tiny.folder}", "model.width=64", "model.height=64",
-        f"model.loras=[{style}]", "model.encoder=true", "trt.optimization_level=0",
-        f"hydra.run.dir={tmp_path / 'exported'}",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    parts = ["unet", "vae", "text_encoder", "vae_encoder"]
-    for part in parts:
+def test_a_checkpoint_is_exported_as_it_is_and_drawn(done, tiny, style, tmp_path):
+    lora = f"model.loras=[{style}]", "model.encoder=true", "trt.optimization_level=0"
+    done("export_trt.py", *tiny.knobs[:4], *lora, f"hydra.run.dir={tmp_path}/exported")
+    for part in ("unet", "vae", "text_encoder", "vae_encoder"):
         assert (tmp_path / f"exported/onnx/{part}/{part}.onnx").is_file()
         assert (tmp_path / f"exported/plan/{part}.plan").is_file()
     kinds = {weight.data_type for weight in onnx.load(tmp_path / "exported/onnx/unet/unet.onnx").graph.initializer}
     assert onnx.TensorProto.INT8 not in kinds
     knobs = "prompts=[a red cat]", "steps=2", "num_warmup_runs=0", "infer.num_timed_runs=1"
-    drawn = command("infer.py", f"run={tmp_path / 'exported'}", *knobs, f"hydra.run.dir={tmp_path / 'drawn'}")
-    assert drawn.returncode == 0, drawn.stderr[-3000:]
+    done("infer.py", f"run={tmp_path / 'exported'}", *knobs, f"hydra.run.dir={tmp_path / 'drawn'}")
     assert pixels(tmp_path / "drawn/images/0000.png").std() > 1

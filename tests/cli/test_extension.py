@@ -5,8 +5,6 @@ What is added is one module on the path, a YAML file for each of preset, runtime
 Nothing in ``sd_quant`` knows any of their names.
 """
 
-import csv
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from sd_quant.config import InferJob, QuantizeJob, recipe
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.models import FAMILIES
+from sd_quant.places import HOME
 from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.observers import OBSERVERS, Observer
 from sd_quant.quantization.percentile import COLLECT_METHODS
@@ -30,10 +29,10 @@ from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.trackers import TRACKERS
 
 from ..pipelines import sd15_of_one_level
+from .shared import QUICK, record_of, rows_of
 
-pytestmark = pytest.mark.commit
+pytestmark = pytest.mark.nightly
 
-REPOSITORY = Path(__file__).parents[2]
 MODULE = '''
 """All that the test adds: functions of a format, a runtime, a family, an observer, a score and a tracker."""
 
@@ -112,7 +111,6 @@ ADDED = {
         height: 64
         """,
 }
-SAMPLING = ("infer.steps=2", "infer.num_timed_runs=2", "infer.num_warmup_runs=0", "infer.prompts=[a red cat]")
 
 
 @pytest.fixture
@@ -140,7 +138,7 @@ def added(tmp_path, monkeypatch) -> Path:
     tables = (FORMATS, RUNTIMES, FAMILIES, OBSERVERS, COLLECT_METHODS, SMOOTHINGS, SCORES, TRACKERS)
     for table, (name, row) in zip(tables, rows.items(), strict=True):
         monkeypatch.setitem(table, name, row)
-    shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
+    shutil.copytree(HOME / "conf", tmp_path / "conf")
     for name, text in ADDED.items():
         (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
     monkeypatch.setattr(recipe, "GROUPS", [tmp_path / "conf"])
@@ -150,30 +148,22 @@ def added(tmp_path, monkeypatch) -> Path:
         sys.modules.pop(name, None)
 
 
-@pytest.fixture
-def pipeline_folder(tmp_path) -> Path:
-    path = tmp_path / "pipeline"
-    sd15_of_one_level(path)
-    return path
-
-
 def composed(conf: Path, name: str, job: type, *overrides: str):
     with initialize_config_dir(str(conf), version_base="1.3"):
         return job_of(job, compose(name, list(overrides)))
 
 
-@pytest.mark.nightly
-def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
-    run, name = tmp_path / "run", f"model.path={pipeline_folder}"
+def test_one_of_each_is_one_file_and_one_line(added, tmp_path):
+    run, name = tmp_path / "run", f"model.path={tmp_path}/pipeline"
+    sd15_of_one_level(tmp_path / "pipeline")
     job = composed(
         added, "quantize", QuantizeJob, "model=my_family", name, "quantize=my_preset", "infer=my_runtime",
         "quant_level=3", "alpha=0.5", "smoothing=my_smoothing", "collect_method=my_method",
-        "quantize.observer=my_observer", "trackers=[my_tracker]", "calib_size=2", "quantize.n_steps=2",
-        "export_trt=none", f"cache.dir={tmp_path / 'cache'}", *SAMPLING, "timing.budget_s=0", "memory_of_parts=false",
+        "quantize.observer=my_observer", "trackers=[my_tracker]", f"cache.dir={tmp_path / 'cache'}", *QUICK,
     )  # fmt: skip
     run.mkdir()
     psnr = quantize.quantize(job, run, Tracer())
-    record = json.loads((run / "metrics.json").read_text())
+    record = record_of(run)
 
     assert record["status"] == "done" and not record["simulated"] and record["fidelity"]["psnr"]["mean"] == psnr
     assert set(record["latency"]) == {"torch", "my_runtime"} and "my_unet" in record["latency"]["my_runtime"]
@@ -181,7 +171,7 @@ def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
     stored = onnx.load(run / "onnx/my_unet/my_unet.onnx")
     codes = [weight for weight in stored.graph.initializer if weight.name.endswith(".my_format")]
     assert len(codes) == record["layers"]["quantized"] and {code.data_type for code in codes} == {onnx.TensorProto.INT8}
-    rows = list(csv.DictReader((run / "layers.csv").read_text().splitlines()))
+    rows = rows_of(run / "layers.csv")
     assert {row["format"] for row in rows} == {"my_format", "high precision"}
     assert {row["smoothing"] for row in rows} == {"", "multiplication"}  # per_layer folds nothing
     assert record["fidelity"]["my_score"]["mean"] > 0
@@ -190,6 +180,6 @@ def test_one_of_each_is_one_file_and_one_line(added, pipeline_folder, tmp_path):
     page = rebuild(run).read_text(encoding="utf-8")
     assert "my score" in page and "my_score_worst" in (run / "summary.csv").read_text().splitlines()[0]
 
-    drawn = composed(added, "infer", InferJob, f"run={run}", "infer=my_runtime", *SAMPLING)
+    drawn = composed(added, "infer", InferJob, f"run={run}", "infer=my_runtime", *QUICK[2:6])
     infer.infer(drawn, tmp_path / "drawn")
-    assert "my_unet" in json.loads((tmp_path / "drawn/metrics.json").read_text())["latency"]["my_runtime"]
+    assert "my_unet" in record_of(tmp_path / "drawn")["latency"]["my_runtime"]

@@ -5,10 +5,8 @@ asserts that it did, of how many layers, and that the files are what the assignm
 nothing: twenty steps make decibels of a last bit, and each processor has other last bits.
 """
 
-import csv
-import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -23,34 +21,51 @@ from sd_quant.quantization.recipe import formats_used
 from tests.presets import model_of, recipe_of
 
 from ..pipelines import TINY, VARIANTS
-from .sweeps import QUICK
+from .shared import QUICK, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
-PRESETS = ("int8", "fp8", "svdquant_w4a16", "nvfp4", "int4_w4a4")
-ENGINES = ("openvino", "onnxruntime")
+PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
+HANDED_OVER = (*PLANS, "hand_over=[diffusers_modelopt]")
+DRAWN = ("steps=1", "prompts=[a red cat]", "num_warmup_runs=0")
+MASKED = {"int8": 2, "high precision": 2}  # PixArt's text is masked, which INT8 does not do
 
 
 @dataclass(frozen=True)
 class Row:
+    """``attentions`` counts by their format those of level 4; level 3 has none."""
+
     family: str
     preset: str
     engine: str
-    knobs: tuple[str, ...] = ("export_trt=none",)
+    knobs: tuple[str, ...] = ()
+    attentions: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.family}-{self.preset}-{self.engine}"
 
+    @property
+    def recipe(self) -> list[str]:
+        own_format = [knob for knob in self.knobs if knob.startswith("attention=")]
+        return [f"quant_level={4 if self.attentions else 3}", *own_format]
 
-PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
-ROWS = [  # in `make test`; SDXL and Stable Diffusion 1.5 are the main job's and the tiny pipeline's
-    Row("sd3", "int8_dynamic", "openvino", ("quant_level=4", "export_trt=none"))
+
+ROWS = [  # SDXL and Stable Diffusion 1.5 in INT8 are the main job's and the tiny pipeline's
+    Row("sd3", "int8_dynamic", "openvino", attentions={"int8": 2}),
 ]
-SOAK = [  # every family in every format, the engines in turn where both compute it
-    Row(family, preset, "onnxruntime" if preset == "int4_w4a4" else ENGINES[(first + second) % 2],
-        (*PLANS, "hand_over=[diffusers_modelopt]") if preset == "int8" else ("export_trt=none",))
-    for first, family in enumerate(TINY) for second, preset in enumerate(PRESETS)
-]  # fmt: skip
+NIGHTLY = [
+    Row("sd15", "svdquant_w4a16", "openvino"),
+    Row("sd15", "nvfp4", "openvino"),
+    Row("sd21", "int8", "onnxruntime", HANDED_OVER),
+    Row("sdxl", "int4_w4a4", "onnxruntime"),
+    Row("sd3", "svdquant_w4a16", "onnxruntime"),
+    Row("sd3", "fp8", "openvino"),
+    Row("flux", "nvfp4", "onnxruntime", ("attention=fp8",), {"fp8": 4}),
+    Row("flux", "fp8", "onnxruntime", PLANS, {"fp8": 4}),
+    Row("flux", "int8", "openvino", HANDED_OVER, {"int8": 4}),
+    Row("pixart", "int8", "openvino", HANDED_OVER, MASKED),
+    Row("pixart", "int8", "onnxruntime", ("attention=fp8", *PLANS), {"fp8": 4}),
+]
 
 
 @pytest.fixture(scope="session")
@@ -65,46 +80,36 @@ def families(made_once) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(command, families):
+def job(done, families):
     """``job(run, family, *knobs)`` ends well."""
 
-    def done(run: Path, family: str, *knobs: str) -> Path:
-        result = command(
+    def end(run: Path, family: str, *knobs: str) -> Path:
+        done(
             "quantize.py", f"model={family}", f"model.path={families}/{family.removesuffix('_no_t5')}",
             "model.width=64", "model.height=64", *QUICK, "quant_level=3", f"cache.dir={families}/cache", *knobs,
             f"hydra.run.dir={run}",
         )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
         return run
 
-    return done
-
-
-def record_of(run: Path) -> dict:
-    return json.loads((run / "metrics.json").read_text())
-
-
-def rows_of(run: Path) -> dict[str, dict]:
-    with (run / "layers.csv").open(newline="") as file:
-        return {row["name"]: row for row in csv.DictReader(file)}
+    return end
 
 
 def onnx_path(run: Path, part: str) -> Path:
     return run / "onnx" / part / f"{part}.onnx"
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in SOAK)], ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY)], ids=str)
 def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
-    run = job(tmp_path / "run", row.family, f"quantize={row.preset}", f"infer={row.engine}", *row.knobs)
+    run = job(tmp_path / "run", row.family, f"quantize={row.preset}", f"infer={row.engine}", *row.knobs, *row.recipe)
     record, parts, denoiser = record_of(run), model_of(row.family)["parts"], family_named(row.family).DENOISER
     assert sorted(path.name for path in (run / "onnx").iterdir()) == sorted(parts)
     for part in parts:
         onnx.checker.check_model(onnx_path(run, part), full_check=True)
     plans = {path.stem: path.stat().st_size for path in (run / "plan").glob("*.plan")}
-    assert sorted(plans) == (sorted(parts) if row.knobs[: len(PLANS)] == PLANS else [])
+    assert sorted(plans) == (sorted(parts) if PLANS[0] in row.knobs else [])
     assert all(size > 100_000 for size in plans.values())
 
-    recipe = recipe_of(row.preset, "quant_level=3")
+    recipe = recipe_of(row.preset, *row.recipe)
     used = formats_used(recipe.enable, recipe.quant_level)
     assert record["simulated"] == (why_not(row.engine, used) is not None)
     parity = record["parity"]
@@ -119,7 +124,7 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
         assert parity["quantized_layers"]["count"] == record["layers"]["quantized"] >= 15
         assert f"{denoiser}_quantized" in parity and times["quantized"]["min_ms"] > 0
 
-    layers = rows_of(run)
+    layers = {layer["name"]: layer for layer in rows_of(run / "layers.csv")}
     roles = family_named(row.family).layer_roles(empty_denoiser(open_pipeline(families / row.family, row.family)))
     named = {name: layer["role"] for name, layer in layers.items()}
     assert {name: role for name, role in named.items() if role not in ("norm", "attention")} == roles
@@ -130,35 +135,16 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
     stored = onnx.load(onnx_path(run, denoiser)).graph.initializer
     codes = [each for each in stored if each.data_type == onnx.TensorProto.DataType.Value(FORMATS[weights].onnx_type)]
     assert len([each for each in codes if len(each.dims) > 1]) >= found[weights] == record["layers"]["quantized"]
-    if "quant_level=4" in row.knobs:
-        assert parity["quantized_attentions"]["count"] == 2
-        assert {layer["format"] for layer in layers.values() if layer["role"] == "attention"} == {"int8"}
     for entry in record.get("hand_over", {}).values():
         assert entry["quantized"] == entry["of"] == record["layers"]["quantized"] and entry["lost"] == {}
 
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("family", "preset", "engine", "knobs", "formats"),
-    [
-        ("flux", "nvfp4", "onnxruntime", ("attention=fp8", "export_trt=none"), {"fp8": 4}),
-        ("flux", "fp8", "onnxruntime", PLANS, {"fp8": 4}),
-        ("flux", "int8", "openvino", PLANS, {"int8": 4}),
-        ("pixart", "int8", "openvino", PLANS, {"int8": 2, "high precision": 2}),
-        ("pixart", "int8", "onnxruntime", ("attention=fp8", *PLANS), {"fp8": 4}),
-    ],
-)
-def test_attention_that_rotates_or_masks_in_a_format_of_its_own(job, tmp_path, family, preset, engine, knobs, formats):
-    run = job(tmp_path / "run", family, f"quantize={preset}", f"infer={engine}", "quant_level=4", *knobs)
-    record, rows = record_of(run), rows_of(run).values()
-    assert Counter(row["format"] for row in rows if row["role"] == "attention") == formats
-    assert {row["format"] for row in rows if row["role"] == "qkv"} == {preset}
-    quantized = sum(count for name, count in formats.items() if name != "high precision")
-    assert record["simulated"] or record["parity"]["quantized_attentions"]["count"] == quantized
-    onnx.checker.check_model(onnx_path(run, "transformer"), full_check=True)
-    if PLANS[0] in knobs:
-        kept = record["plans"]["transformer"]["attention"]
-        assert (run / "plan" / "transformer.plan").exists() and (kept is not None) == ("int8" in formats)
+    if row.attentions:
+        assert Counter(each["format"] for each in layers.values() if each["role"] == "attention") == row.attentions
+        assert {each["format"] for each in layers.values() if each["role"] == "qkv"} == {weights}
+        quantized = sum(count for name, count in row.attentions.items() if name != "high precision")
+        assert record["simulated"] or parity["quantized_attentions"]["count"] == quantized
+    if row.attentions and plans:
+        assert (record["plans"][denoiser]["attention"] is not None) == ("int8" in row.attentions)
 
 
 @pytest.mark.nightly
@@ -178,11 +164,8 @@ def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
     assert ours == theirs and len(ours) == record_of(runs["nemo"])["layers"]["quantized"]
 
 
-# ------------------------------------------------------------------------------------------------------------- variants
-
-
 @pytest.mark.nightly
-def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds_again(job, command, tmp_path):
+def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds_again(job, done, tmp_path):
     lean = job(tmp_path / "lean", "sd3_no_t5", *PLANS, "hand_over=[diffusers_modelopt]")
     record, parts = record_of(lean), model_of("sd3_no_t5")["parts"]
     assert "text_encoder_3" not in parts and record["knobs"]["model"]["parts"] == parts
@@ -195,21 +178,16 @@ def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds
     assert shapes["encoder_hidden_states"][1] == 77 + 256  # of zeros, of which diffusers has as many as of T5's tokens
     assert "text_encoder_3=None" in (lean / "hand_over/diffusers_modelopt/README.md").read_text()
 
-    drawn = command("infer.py", f"run='{lean}'", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
-                    f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip
-    assert drawn.returncode == 0, drawn.stderr[-3000:]
+    done("infer.py", f"run='{lean}'", *DRAWN, f"hydra.run.dir={tmp_path}/drawn")
     assert list(record_of(tmp_path / "drawn")["latency"]["openvino"]) == [*parts, "image"]
-    built = command("export_trt.py", f"run='{lean}'", "infer.width=64", "infer.height=64",
-                    f"hydra.run.dir={tmp_path}/built")  # fmt: skip
-    assert built.returncode == 0, built.stderr[-3000:]
+    done("export_trt.py", f"run='{lean}'", "infer.width=64", "infer.height=64", f"hydra.run.dir={tmp_path}/built")
     assert {path.stem for path in (tmp_path / "built/plan").glob("*.plan")} == set(parts)
 
 
 @pytest.mark.nightly
-def test_a_folder_that_was_saved_without_t5_is_drawn_without_it(command, tmp_path):
+def test_a_folder_that_was_saved_without_t5_is_drawn_without_it(done, tmp_path):
     VARIANTS["sd3_no_t5"](tmp_path / "lean")
-    result = command("infer.py", "infer=torch", "model=sd3", f"model.path={tmp_path}/lean", "model.width=64",
-                     "model.height=64", "steps=1", "prompts=[a red cat]", "num_warmup_runs=0",
-                     f"hydra.run.dir={tmp_path}/run")  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
+    sizes = "model.width=64", "model.height=64"
+    model = "infer=torch", "model=sd3", f"model.path={tmp_path}/lean", *sizes
+    done("infer.py", *model, *DRAWN, f"hydra.run.dir={tmp_path}/run")
     assert list(record_of(tmp_path / "run")["latency"]["torch"]) == [*model_of("sd3_no_t5")["parts"], "image"]

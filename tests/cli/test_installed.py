@@ -18,6 +18,7 @@ from sd_quant.places import HOME
 from sd_quant.shell import literal
 
 from ..pasting import AWKWARD
+from .shared import QUICK, well
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
@@ -34,8 +35,6 @@ statistics: sd_quant.Statistics = model.calibrate(["a cat"])
 rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], ["a cat"]).rows()
 model.quantize("no statistics")
 """
-SMALL = ["calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "timing.budget_s=0",
-         "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "memory_of_parts=false", "export_trt=none"]  # fmt: skip
 Run = Callable[..., subprocess.CompletedProcess]
 
 
@@ -103,18 +102,15 @@ def test_a_command_that_there_is_not_is_refused_and_doctor_is_there(user, enviro
 
 
 def test_the_main_job_a_sweep_images_and_the_report(user):
-    done = user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *SMALL)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = well(user("sd-quant", "quantize", "quant_level=3", "alpha=0.8", *QUICK))
     (run,) = (user.folder / "outputs/quantize").iterdir()
     assert done.stdout.splitlines()[-1] == f"report: {(run / 'report.html').as_uri()}"
-    sweep = user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *SMALL)
-    assert sweep.returncode == 0, sweep.stderr[-2000:]
+    well(user("python", "-m", "sd_quant", "quantize", "-m", "quant_level=1,3", *QUICK))
     (folder,) = (user.folder / "outputs/sweeps").iterdir()
     assert (folder / "summary.csv").read_text().count("\n") == 3
     again = user.paste(command_of(folder))
     assert again.returncode == 0 and "these jobs were begun before" in again.stdout, again.stderr[-2000:]
-    images = user("sd-quant", "infer", f"run=outputs/quantize/{run.name}", "prompts=[a key]", "steps=2")
-    assert images.returncode == 0, images.stderr[-2000:]
+    well(user("sd-quant", "infer", f"run=outputs/quantize/{run.name}", "prompts=[a key]", "steps=2"))
     again = user("sd-quant", "report", str(run))
     assert (again.returncode, again.stdout.strip()) == (0, f"{run}/report.html")
 
@@ -136,15 +132,12 @@ def test_what_is_printed_and_written_runs_as_it_is_pasted(user, environment):
         commands.append(converted.stdout.strip().partition("; next: ")[2])
         shown = user.paste(f"{commands[-1]} --cfg job --resolve --package infer")
         assert "width: 64" in shown.stdout, shown.stderr
-    done = user.paste(f"{commands[0]} {shlex.join([*SMALL, f'hydra.run.dir={literal(run.name)}'])}")
-    assert done.returncode == 0, done.stderr[-2000:]
+    well(user.paste(f"{commands[0]} {shlex.join([*QUICK, f'hydra.run.dir={literal(run.name)}'])}"))
     shown = user.paste(f"{command_of(run)} --cfg job --package model.path")
     assert shown.stdout.strip() == model, shown.stderr
-    done = user("sd-quant", "hand_over", f"run={literal(run.name)}", "to=[diffusers_modelopt]", "images=false")
-    assert done.returncode == 0, done.stderr[-2000:]
+    well(user("sd-quant", "hand_over", f"run={literal(run.name)}", "to=[diffusers_modelopt]", "images=false"))
     cards = list((user.folder / "outputs/hand_over").glob("*/diffusers_modelopt/README.md"))
-    done = user.paste(re.search("^    (sd-quant .*)$", cards[0].read_text(), re.MULTILINE)[1])
-    assert done.returncode == 0, done.stderr[-2000:]
+    well(user.paste(re.search("^    (sd-quant .*)$", cards[0].read_text(), re.MULTILINE)[1]))
     assert len(list((user.folder / "outputs/hand_over").glob("*/diffusers_modelopt/README.md"))) == len(cards) + 1
     done = user.paste(f"python -m {LAUNCHERS['joblib']} --dry-run --no-index")  # it is installed
     assert done.returncode == 0, done.stderr

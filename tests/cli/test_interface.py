@@ -1,18 +1,17 @@
 """What Python computes is what the command has left: the same layers, the same files, the same images."""
 
-import csv
-import json
 import re
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import sd_quant
 from sd_quant.checkpoints.convert import convert
 from sd_quant.errors import ConfigError
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.places import HOME
+
+from .shared import json_of, pixels, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -31,9 +30,7 @@ def quantized(model) -> sd_quant.Quantized:
 
 
 def test_layers_are_those_of_the_command(quantized, main_job):
-    with (main_job.directory / "layers.csv").open(newline="") as file:
-        expected = list(csv.DictReader(file))
-    found = quantized.layers()
+    expected, found = rows_of(main_job.directory / "layers.csv"), quantized.layers()
     assert [row["name"] for row in found] == [row["name"] for row in expected]
     for row, there in zip(found, expected, strict=True):
         for name, value in row.items():
@@ -56,7 +53,7 @@ def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
     folder = quantized.hand_over("diffusers_modelopt", tmp_path / "diffusers_modelopt", main_job.prompts, steps=5)
     assert (folder / "unet/modelopt_state.pth").is_file() and (folder / "vae/config.json").is_file()
     theirs = main_job.directory / "hand_over/diffusers_modelopt"
-    ours, expected = (json.loads((each / "hand_over.json").read_text()) for each in (folder, theirs))
+    ours, expected = (json_of(each / "hand_over.json") for each in (folder, theirs))
     assert ours["fidelity"]["psnr"]["mean"] == pytest.approx(expected["fidelity"]["psnr"]["mean"], abs=0.5)
     differ = {name for name in ours if ours[name] != expected[name]}
     assert differ <= {"folder", "run", "command", "fidelity"} and "model.quantize(" in ours["command"]
@@ -71,7 +68,7 @@ def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
 
 
 def images_in(folder) -> np.ndarray:
-    return np.asarray([np.asarray(Image.open(path)) for path in sorted(folder.iterdir())])
+    return np.asarray([pixels(path) for path in sorted(folder.iterdir())], np.uint8)
 
 
 def test_images_are_those_of_the_command(quantized, main_job):

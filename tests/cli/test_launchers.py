@@ -1,7 +1,6 @@
 """Sweeps through launchers leave what one without leaves, also when the command is killed while jobs run."""
 
 import importlib.metadata
-import json
 import os
 import signal
 import time
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .sweeps import JOBS as ALL_JOBS
-from .sweeps import link_cache, same, without_times
+from .shared import JOBS as ALL_JOBS
+from .shared import json_of, link_cache, record_of, same, well, without_times
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs(cores=2, memory_gb=6, files=1000)]
 
@@ -87,14 +86,14 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
     assert ".lock is no file" in result.stderr
     for number in (1, 2, 3):
         assert f"job {number} of 3: quant_level={number}" in result.stdout
-    assert json.loads(text(sweep / "quant_level=3" / "failure.json"))["exit_code"] == 2
+    assert json_of(sweep / "quant_level=3" / "failure.json")["exit_code"] == 2
     assert ".lock is no file" in text(sweep / "quant_level=3" / "quantize.log")
     assert "which works in" not in "".join(text(sweep / job / "quantize.log") for job in JOBS)  # no job has waited
     assert same(table(sweep)[:2], unbroken)
 
     here = len(os.sched_getaffinity(0))
     for job in JOBS:
-        machine = json.loads(text(sweep / job / "metrics.json"))["environment"]["machine"]
+        machine = record_of(sweep / job)["environment"]["machine"]
         assert machine["usable_cores"] in (max(1, here // 2), here - here // 2)
 
 
@@ -123,9 +122,8 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(unbroken, kille
 def test_a_search_proposes_as_many_jobs_at_a_time_as_the_launcher_does(process, arguments, sweep):
     given = arguments("quant_level=1,2,3", *ONE_HOST, "verdict.speedup=1.01")
     for number in (2, 3):
-        result = process(*given, f"search={number}")
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert f"search for {number} of the grid's 3 jobs in {sweep}" in result.stdout
+        said = well(process(*given, f"search={number}")).stdout
+        assert f"search for {number} of the grid's 3 jobs in {sweep}" in said
         assert len(list(sweep.glob("*/metrics.json"))) == len(table(sweep)) == number
-        assert f"{number} of the grid's 3 jobs, proposed by " in result.stdout
-    assert "job 3 of 3: " in result.stdout
+        assert f"{number} of the grid's 3 jobs, proposed by " in said
+    assert "job 3 of 3: " in said

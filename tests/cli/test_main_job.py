@@ -1,10 +1,10 @@
 """One real run of the main job on the checkpoint that ships, and the two commands that go on from its directory."""
 
-import csv
 import hashlib
 import json
 import math
 import shutil
+import struct
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from PIL import Image
 
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.config import PART_NAMES
@@ -26,6 +25,7 @@ from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.report.record import record_schema
 
 from ..pasting import AWKWARD, words_of
+from .shared import pixels, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -34,17 +34,17 @@ pytestmark = pytest.mark.commit
 # attention blocks with an input and an output projection.
 ROLES = {"conv": 26, "ffn": 11 * 2, "qkv": 11 * 6, "linear": 11 * 2 + 7 * 2}
 EXCLUDED, ATTENTIONS = 24, 11 * 2
-PROMPT = "a glossy icon of a castle"
+NAMES = {  # of each graph's inputs and outputs, as NeMo has them
+    "unet_xl": (["x", "timesteps", "context", "y"], ["out"]),
+    "vae": (["z"], ["dec"]),
+    "clip1": (["input_ids"], ["z"]),
+    "clip2": (["input_ids"], ["z", "z_pooled"]),
+}
 PARITY = {*PART_NAMES, "quantized_layers", "unet_xl_quantized"}
 
 
 def onnx_path(directory: Path, part: str) -> Path:
     return directory / "onnx" / part / f"{part}.onnx"
-
-
-def picture(path: Path) -> np.ndarray:
-    with Image.open(path) as image:
-        return np.array(image)
 
 
 def numbers(value: object, place: str = "") -> list[tuple[str, float]]:
@@ -73,13 +73,12 @@ def run(main_job) -> Path:
 
 @pytest.fixture(scope="module")
 def record(run) -> dict:
-    return json.loads((run / "metrics.json").read_text())
+    return record_of(run)
 
 
 @pytest.fixture(scope="module")
 def layers(run) -> list[dict]:
-    with (run / "layers.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return rows_of(run / "layers.csv")
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +147,18 @@ def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(
 
 
 @pytest.mark.parametrize("part", PART_NAMES)
-def test_each_onnx_file_is_valid_and_has_nemos_names(run, part):
-    path = onnx_path(run, part)
+def test_each_onnx_file_is_valid_with_nemos_names_and_its_plan_is_one_for_both_targets(run, record, part):
+    path, plan = onnx_path(run, part), run / "plan" / f"{part}.plan"
     onnx.checker.check_model(path, full_check=True)
     graph = onnx.load(path, load_external_data=False).graph
-    names = {
-        "unet_xl": (["x", "timesteps", "context", "y"], ["out"]),
-        "vae": (["z"], ["dec"]),
-        "clip1": (["input_ids"], ["z"]),
-        "clip2": (["input_ids"], ["z", "z_pooled"]),
-    }
-    assert ([value.name for value in graph.input], [value.name for value in graph.output]) == names[part]
+    assert ([value.name for value in graph.input], [value.name for value in graph.output]) == NAMES[part]
+    described = describe_plan(plan)
+    assert described["is_plan"] and described["complete"]
+    assert (described["library"], described["targets"]) == ("tensorrt_rtx", ["SM89", "SM120"])
+    built = json.loads(plan.with_name(f"{part}.plan.json").read_text())
+    assert built == record["plans"][part]
+    assert built["sha256"] == hashlib.sha256(plan.read_bytes()).hexdigest()
+    assert built["onnx"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
@@ -186,42 +186,29 @@ def test_every_quantized_layer_executes_with_an_int8_kernel(run, int8_kernels):
     assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.arithmetic_layers(engine)
 
 
-@pytest.mark.parametrize("part", PART_NAMES)
-def test_each_plan_is_one_for_both_targets(run, record, part):
-    plan = run / "plan" / f"{part}.plan"
-    described = describe_plan(plan)
-    assert described["is_plan"] and described["complete"]
-    assert (described["library"], described["targets"]) == ("tensorrt_rtx", ["SM89", "SM120"])
-    built = json.loads(plan.with_name(f"{part}.plan.json").read_text())
-    assert built == record["plans"][part]
-    assert built["sha256"] == hashlib.sha256(plan.read_bytes()).hexdigest()
-    source = onnx_path(run, part)
-    assert built["onnx"] == {source.name: hashlib.sha256(source.read_bytes()).hexdigest()}
-
-
 def test_the_pictures_are_twins_that_differ(run, main_job, record):
     width, height = record["knobs"]["infer"]["width"], record["knobs"]["infer"]["height"]
     pairs = []
     for index in range(len(main_job.prompts)):
         name = f"{index:04}.png"
-        full, quantized = (picture(run / "images" / side / name) for side in ("full_precision", "quantized"))
+        full, quantized = (pixels(run / "images" / side / name) for side in ("full_precision", "quantized"))
         assert full.shape == quantized.shape == (height, width, 3)
         assert full.std() > 1 and (full != quantized).any()
         pairs.append((full, quantized))
     assert (pairs[0][0] != pairs[1][0]).any()
-    errors = [np.mean((a.astype(float) - b) ** 2) for a, b in pairs]
+    errors = [np.mean((a - b) ** 2) for a, b in pairs]
     expected = [10 * math.log10(255**2 / error) for error in errors]
     np.testing.assert_allclose(record["fidelity"]["psnr"]["values"], expected, rtol=1e-4)
-    grid = picture(run / "images/grid.png")
+    grid = pixels(run / "images/grid.png")
     assert grid.shape[0] >= 2 * height and grid.shape[1] >= 2 * width
 
 
-def test_the_record_is_complete(record, main_job):
+def test_the_record_is_complete_and_follows_its_schema(record, main_job, checkpoint):
     assert (record["schema_version"], record["status"]) == (2, "done")
     assert record["prompts"] == main_job.prompts
     assert (record["knobs"]["quant_level"], record["knobs"]["alpha"], record["knobs"]["seed"]) == (3.0, 0.8, 42)
     assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}
-    assert record["inputs"]["checkpoint"]["sha256"] and record["inputs"]["calibration_prompts"]["sha256"]
+    assert record["inputs"]["calibration_prompts"]["sha256"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert record["peak_memory_bytes"] > 2**28 and record["degenerate"] == []
     assert set(record["sizes_bytes"]) == set(PART_NAMES) == set(record["plans"])
@@ -229,6 +216,12 @@ def test_the_record_is_complete(record, main_job):
     for name in ("sizes_bytes", "latency", "fidelity", "fidelity_unquantized_engine", "parity", "layers", "stages"):
         assert numbers(record[name]) and not nulls_without_reason(record[name]), name
     assert all(math.isfinite(value) for _, value in numbers(record))
+    validator = jsonschema.Draft202012Validator(record_schema())
+    assert not [f"{error.json_path}: {error.message}" for error in validator.iter_errors(record)]
+    assert record.keys() == record_schema()["properties"].keys()
+    provenance = json.loads((main_job.directory / "provenance.json").read_text())
+    assert provenance["inputs"] == record["inputs"] and provenance["started"].endswith("+00:00")
+    assert record["inputs"]["checkpoint"]["sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
 
 
 def test_latency_is_measured_for_both_engines(record):
@@ -241,9 +234,8 @@ def test_latency_is_measured_for_both_engines(record):
         if part == "unet_xl":
             sides.append(engine["quantized"])
         if part == "image":  # from the UNet's own rounds, and what an image takes beside them
-            assert engine["quantized"]["p50_ms"] == pytest.approx(
-                engine["full_precision"]["p50_ms"] / engine["speedup"]
-            )
+            alone, speedup = engine["full_precision"]["p50_ms"], engine["speedup"]
+            assert engine["quantized"]["p50_ms"] == pytest.approx(alone / speedup)
         if part in ("unet_xl", "image"):
             assert engine["speedup"] > 0
         else:
@@ -265,30 +257,15 @@ def test_the_engine_computes_what_torch_computes(record):
     assert 0 <= unquantized < quantized < 0.5
 
 
-def test_provenance_repeats_the_inputs_of_the_record(run, record, checkpoint):
-    provenance = json.loads((run / "provenance.json").read_text())
-    assert provenance["inputs"] == record["inputs"]
-    assert provenance["inputs"]["checkpoint"]["sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-    assert provenance["started"].endswith("+00:00")
-
-
-def test_the_record_follows_its_schema(run):
-    record = json.loads((run / "metrics.json").read_text())
-    validator = jsonschema.Draft202012Validator(record_schema())
-    assert not [f"{error.json_path}: {error.message}" for error in validator.iter_errors(record)]
-    assert record.keys() == record_schema()["properties"].keys()
-
-
 def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):
     import modelopt.torch.opt as mto
 
     opened = open_nemo(checkpoint)
     unet = build_modules(opened.model_config, opened.clip1, opened.clip2)["unet"]
     unet = mto.restore(unet, run / "quantized_unet.pt")
-    by_name = {row["name"]: row for row in layers}
     enabled = 0
-    for name, row in by_name.items():
-        layer = unet.get_submodule(name)
+    for row in layers:
+        layer = unet.get_submodule(row["name"])
         quantizers = [getattr(layer, kind, None) for kind in ("weight_quantizer", "input_quantizer")]
         if row["format"] != "int8":
             assert not any(quantizer is not None and quantizer.is_enabled for quantizer in quantizers)
@@ -303,29 +280,37 @@ def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):
 # ----------------------------------------------------------------------------------- the commands that go on from a run
 
 
-def test_images_of_the_run_come_out_the_same(command, run, main_job, checkpoint, tmp_path):
+def test_images_of_the_run_come_out_the_same(done, run, main_job, checkpoint, tmp_path):
     """From the files one by one; that ``run=`` finds them is tested with a tiny pipeline."""
     paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
-    prompts = f"infer.prompts=[{','.join(main_job.prompts)}]"
-    result = command("infer.py", *paths, prompts, *main_job.sampling, f"hydra.run.dir={tmp_path}/images")
-    assert result.returncode == 0, result.stderr
+    where = f"hydra.run.dir={tmp_path}/images"
+    done("infer.py", *paths, prompts_knob(main_job.prompts), *main_job.sampling, where)
     for index in range(len(main_job.prompts)):
-        found = picture(tmp_path / "images/images" / f"{index:04}.png")
-        np.testing.assert_array_equal(found, picture(run / "images/quantized" / f"{index:04}.png"))
-    record = json.loads((tmp_path / "images/metrics.json").read_text())
+        found = pixels(tmp_path / "images/images" / f"{index:04}.png")
+        np.testing.assert_array_equal(found, pixels(run / "images/quantized" / f"{index:04}.png"))
+    record = record_of(tmp_path / "images")
     assert (record["status"], record["prompts"]) == ("done", main_job.prompts)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
     assert all(math.isfinite(value) for _, value in numbers(record))
 
 
-def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, command, tmp_path):
+def test_a_plan_takes_the_sizes_that_were_asked_for(done, run, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    sizes = "trt.targets=[SM89]", "trt.sizes=[64x128,128x64]", "infer.width=128"
+    done("export_trt.py", f"vae={onnx_path(run, 'vae')}", *sizes, f"hydra.run.dir={tmp_path}")
+    shapes = json.loads((tmp_path / "plan/vae.plan.json").read_text())["profile"]["z"]
+    assert [shape[2:] for shape in shapes] == [[8, 8], [8, 16], [16, 16]]
+    plan = (tmp_path / "plan/vae.plan").read_bytes()
+    assert all(struct.pack("<4q", *shape) in plan for shape in shapes)
+
+
+def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, done, tmp_path):
     copy = tmp_path / AWKWARD
     shutil.copytree(run / "onnx/clip1", copy / "onnx/clip1")
     (copy / "plan").mkdir()
     (copy / "plan/clip1.plan").write_bytes(b"damaged")
     *_, said = rebuild(copy / "plan/clip1.plan").partition(": ")
     program, *words = words_of(said, tmp_path / "bin")
-    result = command("-m", "sd_quant", *words)
     assert program == "sd-quant"
-    assert result.returncode == 0, result.stderr[-2000:]
+    done("-m", "sd_quant", *words)
     assert describe_plan(copy / "plan/clip1.plan")["complete"]

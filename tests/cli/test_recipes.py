@@ -1,9 +1,9 @@
-"""Recipes beyond the plain one, on a tiny pipeline whose statistics and graphs an earlier run has left."""
+"""Recipes and knobs beyond the plain ones, on a tiny pipeline whose statistics and graphs an earlier run has left."""
 
-import csv
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +15,40 @@ from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 
-from .conftest import Tiny
+from .conftest import LEVEL_3
+from .shared import PROMPTS, pixels, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
-
-def rows(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def record_of(run: Path) -> dict:
-    return json.loads((run / "metrics.json").read_text())
+SIZES = {"0000": (64, 64), "0001": (64, 128)}  # by image
 
 
 @pytest.fixture
-def job(command, tiny: Tiny, tmp_path):
+def job(done, tiny, tmp_path) -> Callable[..., Path]:
     """``job(*knobs)``: the folder of a job that ends well, with the cache of the tiny pipeline's run."""
 
-    def done(*knobs: str) -> Path:
-        run = tmp_path / "run"
-        result = command("quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, f"hydra.run.dir={run}")
-        assert result.returncode == 0, result.stderr[-3000:]
-        return run
+    def end(*knobs: str, name: str = "run") -> Path:
+        done("quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, f"hydra.run.dir={tmp_path}/{name}")
+        return tmp_path / name
 
-    return done
+    return end
+
+
+@pytest.fixture
+def range_of(command, tiny, tmp_path) -> Callable[..., list[int]]:
+    """``range_of(knob, pattern, *knobs)``: the numbers with which a knob's value is refused before calibration."""
+
+    def refused(knob: str, pattern: str, *knobs: str) -> list[int]:
+        where = f"cache.dir={tiny.cache}", f"hydra.run.dir={tmp_path}/refused"
+        result = command("quantize.py", *tiny.knobs, *knobs, knob, *where)
+        assert result.returncode == 2 and "calibrat" not in result.stderr.splitlines()[-1]
+        return [int(number) for number in re.search(pattern, result.stderr).groups()]
+
+    return refused
+
+
+def images_in(folder: Path) -> dict[str, np.ndarray]:
+    return {path.stem: pixels(path) for path in sorted(folder.glob("0*.png"))}
 
 
 def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_most_sensitive(job, tiny):
@@ -49,7 +58,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert "statistics of prompts 1 to 1 come from the cache" in (run / "quantize.log").read_text()
     assert {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")} == entries
 
-    ranked, record = rows(run / "sensitivity.csv"), record_of(run)
+    ranked, record = rows_of(run / "sensitivity.csv"), record_of(run)
     errors = [float(row["network_error"]) for row in ranked]
     assert len(ranked) == 2 + record["layers"]["quantized"] and errors == sorted(errors, reverse=True)
     assert [row["name"] for row in ranked if row["kept"] == "True"] == [row["name"] for row in ranked[:2]]
@@ -59,7 +68,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert [point["kept"] for point in curve][:3] == [0, 1, 2]
     assert curve[2]["relative_error"] < curve[0]["relative_error"]
 
-    layers = {row["name"]: row for row in rows(run / "layers.csv")}
+    layers = {row["name"]: row for row in rows_of(run / "layers.csv")}
     assert all(layers[row["name"]]["reason"] == "among the most sensitive layers" for row in ranked[:2])
     searched = [row for row in layers.values() if row["alpha"]]
     gains = [float(row["accumulated_error_alpha_0.8"]) - float(row["accumulated_error"]) for row in searched]
@@ -67,24 +76,20 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert record["smoothing"]["multiplications"] == len(searched) > 4
 
 
-def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tmp_path):
+def test_a_budget_gives_bits_to_the_layers_that_need_them(done, job, range_of, tiny, tmp_path):
     """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph.
 
     What it leaves for hands gives the same model, whose exports are derived from the copy in its folder.
     """
     knobs = ("quantize=svdquant_w4a16", "quant_level=1")
-    refused = command(
-        "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, "quantize.budget=0.01",
-        f"hydra.run.dir={tmp_path}/refused",
-    )  # fmt: skip
-    assert refused.returncode == 2 and "calibrat" not in refused.stderr.splitlines()[-1]
-    found = re.search(r"quantize.budget is 0.01, expected from (\d+) bytes \(a share of ([\d.]+)\)", refused.stderr)
-    limit = int(int(found[1]) * 1.2)
+    pattern = r"quantize.budget is 0.01, expected from (\d+) bytes \(a share of [\d.]+\)"
+    (least,) = range_of("quantize.budget=0.01", pattern, *knobs)
+    limit = int(least * 1.2)
     run = job(*knobs, f"quantize.budget={limit}")
-    record, table = record_of(run), rows(run / "budget.csv")
+    record, table = record_of(run), rows_of(run / "budget.csv")
     chosen = record["sensitivity"]["budget"]
     assert sum(chosen["layers"].values()) == len(table) and chosen["layers"]["svdquant_w4a16"] < len(table)
-    assert int(found[1]) < chosen["chosen_bytes"] <= chosen["limit_bytes"] == limit
+    assert least < chosen["chosen_bytes"] <= chosen["limit_bytes"] == limit
     sizes = record["sizes_bytes"]["unet"]
     graph = sizes["onnx_full_precision"] - sizes["weights_fp32"] // 2
     assert sizes["onnx_quantized"] - chosen["chosen_bytes"] == pytest.approx(graph, abs=100_000)
@@ -93,34 +98,24 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(command, job, tiny, tm
     assert 0.2 < chosen["predicted_error"] / chosen["measured_error"] < 5  # of images, where white is 1
     assert chosen["measured_error"] == min(each["measured_error"] for each in chosen["candidates"].values())
 
-    edited, again, tables = tmp_path / "edited.yaml", tmp_path / "again", (run / "layers.csv").read_text()
-    edited.write_text((run / "assignment.yaml").read_text())
-    result = command(
-        "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, f"assignment={edited}", f"hydra.run.dir={again}"
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert tables == (again / "layers.csv").read_text()
+    edited = tmp_path / "edited.yaml"
+    shutil.copy(run / "assignment.yaml", edited)
+    again = job(*knobs, f"assignment={edited}", name="again")
+    assert (run / "layers.csv").read_text() == (again / "layers.csv").read_text()
     assert "assignment" in record_of(again)["inputs"] and "sensitivity" not in (again / "quantize.log").read_text()
     edited.unlink()
     for made in (run, again):
-        exported = command(
-            "hand_over.py", f"run={made}", "to=onnx", "images=false", f"cache.dir={tiny.cache}",
-            f"hydra.run.dir={tmp_path}/exported_{made.name}",
-        )  # fmt: skip
-        assert exported.returncode == 0, exported.stderr[-3000:]
+        where = f"cache.dir={tiny.cache}", f"hydra.run.dir={tmp_path}/exported_{made.name}"
+        done("hand_over.py", f"run={made}", "to=onnx", "images=false", *where)
 
 
-def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job, tiny, tmp_path):
+def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(job, range_of):
     knobs = ("quantize=int8", "quant_level=3")
-    refused = command(
-        "quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, "fit=1MB", f"hydra.run.dir={tmp_path}/refused"
-    )
-    assert refused.returncode == 2 and "calibrat" not in refused.stderr.splitlines()[-1]
-    found = re.search(r"fit is 1MB, expected from (\d+) bytes, which unet, .* process; to (\d+), below", refused.stderr)
-    least, most = int(found[1]), int(found[2])
+    pattern = r"fit is 1MB, expected from (\d+) bytes, which unet, .* process; to (\d+), below"
+    least, most = range_of("fit=1MB", pattern, *knobs)
     limit = least + (most - least) // 2
     run = job(*knobs, f"fit={limit}")
-    record, table = record_of(run), {row["name"]: row for row in rows(run / "budget.csv")}
+    record, table = record_of(run), {row["name"]: row for row in rows_of(run / "budget.csv")}
     entry = record["sensitivity"]["fit"]
     chosen, (group,) = entry["candidates"][entry["taken"]], entry["groups"]
     taken = group["beside_weights_bytes"] + sum(chosen["weight_bytes"].values())
@@ -129,24 +124,43 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(command, job
     for part, size in record["sizes_bytes"].items():
         if size["onnx_quantized"] is not None and part in record["parts"]:
             assert size["onnx_quantized"] == pytest.approx(chosen["weight_bytes"][part], rel=0.1, abs=100_000)
-    named = {row["name"] for row in rows(run / "layers.csv") if row["format"]}
+    named = {row["name"] for row in rows_of(run / "layers.csv") if row["format"]}
     assert {name for name, row in table.items() if row["chosen"] == "int8" and not name.startswith("unet:")} <= named
 
 
-def test_statistics_from_elsewhere_give_the_same_recipe(command, tiny, with_graphs, tmp_path):
-    """As someone without a GPU does it: another machine's folder, no pass and no statistics here."""
+def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_measured_once(
+    done, job, tiny, with_graphs, tmp_path
+):
+    """As someone without a GPU does it: another machine's folder, no pass and no statistics here.
+
+    Full precision computed in other ways, which the next recipe finds in the cache.
+    """
     (statistics,) = (tiny.cache / "statistics").iterdir()
-    run = tmp_path / "reused"
-    result = command(
-        "quantize.py", *tiny.knobs, "quant_level=3", "alpha=0.8", f"calibration={statistics}", "quantize.seed=7",
-        f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.run.dir={run}",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    log = (run / "quantize.log").read_text()
+    cache = f"cache.dir={with_graphs(tmp_path / 'cache')}"
+    shared = cache, "infer.prompts=[a rocket,a teapot]", f"calibration={statistics}"
+    first = job(*shared, "quant_level=3", "alpha=0.8", "quantize.seed=7", "noise_floor=all")
+    log = (first / "quantize.log").read_text()
     assert "calibrating on" not in log and "sampling.seed 42 (here 7)" in log
     assert not (tmp_path / "cache/statistics").exists()
-    assert (run / "layers.csv").read_text() == (tiny.run / "layers.csv").read_text()
-    assert "calibration" in record_of(run)["inputs"]
+    assert (first / "layers.csv").read_text() == (tiny.run / "layers.csv").read_text()
+    assert "calibration" in record_of(first)["inputs"]
+
+    floor = record_of(first)["noise_floor"]
+    assert list(floor) == ["runtime", "batch", "threads", "isa", "fp32", "fp16", "bf16"]
+    assert "the reference is computed in fp32" in floor["fp32"]["reason"]
+    assert len(floor["runtime"]["psnr"]["values"]) == 2 and floor["bf16"]["psnr"]["mean"] < 70
+    assert "full precision again, by" in log and "another batch" in log
+    assert "The noise floor" in (first / "report.html").read_text()
+    again = "noise_floor=[bf16,batch]", f"hydra.run.dir={tmp_path}/second"
+    second = done("quantize.py", *tiny.knobs, *shared, "quant_level=1", *again)
+    told = (second.stdout + second.stderr).count("images comes from the cache")
+    assert told == 4, "the reference, the unquantized engine and both ways: nothing is made again"
+    assert record_of(tmp_path / "second")["noise_floor"] == {way: floor[way] for way in ("bf16", "batch")}
+
+
+def test_a_way_that_this_machine_does_not_have_is_refused_before_calibration(range_of):
+    expected = r"noise_floor has batch, but no two of these images fit into one batch; leave it out, or"
+    assert range_of("noise_floor=[batch]", expected) == []
 
 
 def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
@@ -154,7 +168,7 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     prompts = ["a cat", "a dog", "a key"]
     run = job(
         "quant_level=1", "calib_size=3", "quantize.n_steps=3", "quantize.batch_size=3", "quantize.seed=5",
-        "infer.scale=2", "infer.seed=9", "infer.steps=3", "infer.batch_size=2", f"infer.prompts=[{','.join(prompts)}]",
+        "infer.scale=2", "infer.seed=9", "infer.steps=3", "infer.batch_size=2", prompts_knob(prompts),
         "infer.negative_prompt=a red square", "infer.num_timed_runs=2", "infer.num_warmup_runs=1",
         f"cache.dir={tmp_path}/cache", "export_trt=tensorrt_rtx", "trt.targets=[SM86]", "trt.min_batch_size=2",
         "trt.max_batch_size=3", "trt.optimization_level=0",
@@ -174,9 +188,9 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     asked = Sampling(3, 2.0, 64, 64, 2, 9, ["a red square"] * 3)
     model = load_model(open_pipeline(tiny.folder, "sd15"))
     engines = {part: model.torch_engine(part) for part in ("unet", "vae", "text_encoder")}
+    made = images_in(run / "images/full_precision")
     for number, image in enumerate(pipeline_of(model.checkpoint, engines)(prompts, asked).images):
-        with Image.open(run / f"images/full_precision/{number:04}.png") as made:
-            assert np.abs(np.asarray(made).astype(int) - image).max() <= 1
+        assert np.abs(made[f"{number:04}"] - image).max() <= 1
 
     record = record_of(run)
     assert len(record["fidelity"]["psnr"]["values"]) == 3
@@ -189,7 +203,7 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     assert plan["targets"] == ["SM86"] and [shape[0] for shape in plan["profile"]["sample"]] == [2, 4, 6]
 
     assert record["peaks"].keys() == {"unet", "vae", "text_encoder"}
-    of_parts = [row for row in rows(run / "layers.csv") if row["name"].startswith(("text_encoder:", "vae:"))]
+    of_parts = [row for row in rows_of(run / "layers.csv") if row["name"].startswith(("text_encoder:", "vae:"))]
     for part, output in (("text_encoder", "last_hidden_state"), ("vae", "dec")):
         sizes, own = record["sizes_bytes"][part], record["parts"][part]
         count = sum(row["name"].startswith(f"{part}:") and row["format"] == "int8" for row in of_parts)
@@ -204,8 +218,7 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(command, tiny, tmp_p
     """The same job twice; then of other prompts, of which the folder of the first must not be taken for done."""
     run = tmp_path / "run"
     shutil.copytree(tiny.run, run)
-    given = ["quantize.py", *tiny.knobs, "quant_level=3", "alpha=0.8", "quantize.snapshots=[1]",
-             f"cache.dir={tiny.cache}", f"hydra.run.dir={run}"]  # fmt: skip
+    given = ["quantize.py", *tiny.knobs, *LEVEL_3, f"cache.dir={tiny.cache}", f"hydra.run.dir={run}"]
     before = (run / "metrics.json").read_bytes()
     again = command(*given)
     assert again.returncode == 0 and "done before: nothing that this job depends on has changed" in again.stdout
@@ -218,3 +231,52 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(command, tiny, tmp_p
     assert other.returncode == 0 and "done before" not in other.stdout, other.stderr[-3000:]
     assert record_of(run)["prompts"] == ["a key"]
     assert [path.name for path in (run / "images/full_precision").iterdir()] == ["0000.png"]
+
+
+def test_a_run_calibrates_on_and_compares_images_of_all_sizes(done, job, with_graphs, tmp_path):
+    drawn = prompts_knob(PROMPTS), "infer.sizes=[64x64,64x128]"
+    cache = with_graphs(tmp_path / "cache")
+    run = job("quant_level=1", "model.sizes=[128x64,64x64]", *drawn, f"cache.dir={cache}")
+    images = {side: images_in(run / "images" / side) for side in ("full_precision", "quantized")}
+    for made in images.values():
+        assert {name: image.shape[1::-1] for name, image in made.items()} == SIZES
+    fidelity = record_of(run)["fidelity"]
+    assert len(fidelity["psnr"]["values"]) == len(fidelity["ssim"]["values"]) == 2
+    (entry,) = (cache / "statistics").rglob("*.safetensors")
+    assert b'\\"sizes\\": [\\"128x64\\", \\"64x64\\"]' in entry.read_bytes()[:10_000]
+    untimed = "steps=2", "num_warmup_runs=0", "infer.num_timed_runs=1"
+    done("infer.py", f"run={run}", *drawn, *untimed, f"hydra.run.dir={tmp_path}/again")
+    again = images_in(tmp_path / "again/images")
+    assert again.keys() == SIZES.keys()
+    assert all(np.abs(image - images["quantized"][name]).max() <= 1 for name, image in again.items())
+
+
+def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path):
+    """Its jobs share what does not depend on calls; nothing quantized by the same calls is its own twin."""
+    images = "infer.prompts=[a rocket,a teapot,a boat]", "infer.steps=6", "infer.sampler=ddim"
+    drawn = *images, "infer.guidance_until=0.9"
+    cache, sweep = with_graphs(tmp_path / "cache"), tmp_path / "sweep"
+    where = f"cache.dir={cache}", f"hydra.sweep.dir={sweep}"
+    done("quantize.py", "-m", *tiny.knobs, *drawn, "quant_level=0,3", "infer.reuse=null,0.33", *where)
+    records = {path.parent.name: record_of(path.parent) for path in sweep.glob("*/metrics.json")}
+    assert len(records) == 4
+    levers = {name: record["levers"] for name, record in records.items()}
+    both, alone = levers["quant_level=3,reuse=0.33"], levers["quant_level=0,reuse=0.33"]
+    assert both["schedule"].count("c") == 4 == both["calls"] and both["schedule"][0] == both["schedule"][-1] == "c"
+    assert 0 < both["half_calls"] < 4 and levers["quant_level=3,reuse=null"]["calls"] == 6
+    assert both["chosen"]["prompts"] >= 1 and alone["twin"]["psnr"]["values"] == [None] * 3
+    for name, record in records.items():
+        other = levers[name.replace("level=3", "level=0")]
+        if levers[name]["schedule"] == other["schedule"]:  # each recipe's own engine has chosen it
+            assert levers[name]["calls_alone"]["psnr"]["values"] == other["calls_alone"]["psnr"]["values"]
+        assert record["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] > 0
+    assert records["quant_level=0,reuse=null"]["layers"]["quantized"] == 0
+    assert len(list(cache.glob("onnx/*/manifest.json"))) == 3 + 2  # both recipes' UNet beside what is unquantized
+    assert "Bits and other levers" in (sweep / "report.html").read_text()
+    run, again = f"run='{sweep}/quant_level=3,reuse=0.33'", f"infer.schedule={both['schedule']}"
+    done("infer.py", run, *tiny.knobs[:4], *drawn, again, f"hydra.run.dir={tmp_path}/images")
+    own, made = (
+        {file.name: file.read_bytes() for file in folder.glob("*.png")}
+        for folder in (sweep / "quant_level=3,reuse=0.33/images/quantized", tmp_path / "images/images")
+    )
+    assert len(own) == 3 and made == own, "the same calls make the same images"

@@ -1,11 +1,11 @@
 """The main job on the shipped Stable Diffusion 3, with what transformers gain from."""
 
-import csv
-import json
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+
+from .shared import record_of, rows_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
@@ -16,24 +16,20 @@ EMBEDDERS = "time_text_embed.*,context_embedder,norm_out.linear"
 
 
 @pytest.fixture(scope="module")
-def run(command, tmp_path_factory):
+def run(done, tmp_path_factory):
     """Runs a recipe and returns its folder and its record."""
     folder = tmp_path_factory.mktemp("transformer")
 
     def made(name: str, *arguments: str) -> tuple[Path, dict]:
-        result = command(
-            "quantize.py", "model=sd3_mini", *arguments, *IMAGES, f"cache.dir={folder}/cache",
-            f"hydra.run.dir={folder}/{name}",
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
-        return folder / name, json.loads((folder / name / "metrics.json").read_text())
+        where = f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/{name}"
+        done("quantize.py", "model=sd3_mini", *arguments, *IMAGES, *where)
+        return folder / name, record_of(folder / name)
 
     return made
 
 
 def rows(folder: Path) -> dict[str, dict]:
-    with (folder / "layers.csv").open(newline="") as file:
-        return {row["name"]: row for row in csv.DictReader(file)}
+    return {row["name"]: row for row in rows_of(folder / "layers.csv")}
 
 
 def bytes_of(folder: Path) -> int:

@@ -1,6 +1,5 @@
 """A real sweep: killed and started again it leaves what an unbroken one leaves; one failed job stops no other."""
 
-import csv
 import json
 import os
 import signal
@@ -11,14 +10,13 @@ import pytest
 
 from sd_quant.places import CONF
 
-from .sweeps import JOBS, without_times
+from .shared import JOBS, json_of, record_of, rows_of, without_times
 
 pytestmark = pytest.mark.commit
 
 
 def table(folder: Path) -> list[dict]:
-    with (folder / "sweep" / "summary.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(folder / "sweep/summary.csv")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +38,13 @@ def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
-def test_a_shipped_experiment_runs(command, tiny, with_graphs, tmp_path, experiment):
+def test_a_shipped_experiment_runs(done, tiny, with_graphs, tmp_path, experiment):
     """One job of each, by its own recipe and its own report."""
     one = ("quantize=nemo", "quant_level=2.5", "percentile=1.0", "infer.batch_size=1", "infer.steps=2", "alpha=0.8")
-    result = command("quantize.py", f"experiment={experiment}", *tiny.knobs, *one, "collect_method=null",
-                     f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep")  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
+    where = f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"
+    done("quantize.py", f"experiment={experiment}", *tiny.knobs, *one, "collect_method=null", *where)
     (record,) = (tmp_path / "sweep").glob("*/metrics.json")
-    assert json.loads(record.read_text())["knobs"]["format"] == "nemo"
+    assert record_of(record.parent)["knobs"]["format"] == "nemo"
     page = (tmp_path / "sweep/report.html").read_text()
     beside = {"nemo_docs_tables": "Framework against INT8 engine, beside NeMo",
               "nvidia_article": "Compiled framework against INT8 engine, beside NVIDIA"}  # fmt: skip
@@ -65,7 +62,7 @@ def test_what_jobs_share_is_made_once(unbroken):
 
 
 @pytest.mark.nightly
-def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, sweep_arguments, with_graphs, tmp_path):
+def test_killed_and_started_again_it_leaves_the_same(unbroken, start, done, sweep_arguments, with_graphs, tmp_path):
     with_graphs(tmp_path / "cache")
     with start(*sweep_arguments(tmp_path)) as process:
         while not (tmp_path / "sweep" / JOBS[1] / "config.yaml").exists():  # the second job has begun
@@ -76,15 +73,14 @@ def test_killed_and_started_again_it_leaves_the_same(unbroken, start, command, s
     assert not (tmp_path / "sweep" / JOBS[1] / "metrics.json").exists()
     first = (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes()
 
-    result = command(*sweep_arguments(tmp_path))
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "sweep of 3 jobs" in result.stdout and ": 1 done before\n" in result.stdout
+    said = done(*sweep_arguments(tmp_path)).stdout
+    assert "sweep of 3 jobs" in said and ": 1 done before\n" in said
     assert (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes() == first
     assert without_times(tmp_path / "sweep/summary.csv") == without_times(unbroken / "table.csv")
 
 
 @pytest.mark.nightly
-def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, sweep_arguments):
+def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, done, sweep_arguments):
     """Of the finished sweep one job is made to fail."""
     broken = unbroken / "sweep" / JOBS[1]
     (broken / "metrics.json").unlink()
@@ -100,33 +96,31 @@ def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, sweep
     assert ".lock is no file" in (unbroken / "sweep" / "report.html").read_text(encoding="utf-8")
 
     lock.rmdir()
-    result = command(*sweep_arguments(unbroken))
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "2 done before, 1 failed before and tried again" in result.stdout
-    assert "job 2 of 3: quant_level=2, failed before: " in result.stdout
+    said = done(*sweep_arguments(unbroken)).stdout
+    assert "2 done before, 1 failed before and tried again" in said
+    assert "job 2 of 3: quant_level=2, failed before: " in said
     assert [row["status"] for row in table(unbroken)] == ["done"] * 3
 
 
-def test_a_job_of_other_code_or_input_is_done_again(unbroken, command, sweep_arguments):
+def test_a_job_of_other_code_or_input_is_done_again(unbroken, done, sweep_arguments):
     record = unbroken / "sweep" / JOBS[0] / "metrics.json"
-    content = json.loads(record.read_text())
+    content = json_of(record)
     record.write_text(json.dumps(content | {"fingerprint": "of another checkpoint"}))
-    result = command(*sweep_arguments(unbroken))
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("done before: nothing that this job depends on has changed") == 2
-    assert result.stdout.count("\nrecipe ") == 1 and "fidelity to full precision" not in result.stdout  # one table
-    assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
+    said = done(*sweep_arguments(unbroken)).stdout
+    assert said.count("done before: nothing that this job depends on has changed") == 2
+    assert said.count("\nrecipe ") == 1 and "fidelity to full precision" not in said  # one table
+    assert json_of(record)["fingerprint"] == content["fingerprint"]
 
 
-def test_the_report_is_made_again_from_the_records(unbroken, command):
+def test_the_report_is_made_again_from_the_records(unbroken, command, done):
     before = (unbroken / "sweep" / "summary.csv").read_bytes()
     for name in ("summary.csv", "report.html", "pareto_size.png"):
         (unbroken / "sweep" / name).unlink()
-    result = command("-m", "sd_quant.report", unbroken / "sweep")
-    assert result.returncode == 0 and (unbroken / "sweep" / "summary.csv").read_bytes() == before
+    done("-m", "sd_quant.report", unbroken / "sweep")
+    assert (unbroken / "sweep" / "summary.csv").read_bytes() == before
     assert (unbroken / "sweep" / "report.html").exists() and (unbroken / "sweep" / "pareto_size.png").exists()
-    single = command("-m", "sd_quant.report", unbroken / "sweep" / JOBS[0])
-    assert single.returncode == 0 and (unbroken / "sweep" / JOBS[0] / "report.html").exists()
+    done("-m", "sd_quant.report", unbroken / "sweep" / JOBS[0])
+    assert (unbroken / "sweep" / JOBS[0] / "report.html").exists()
     refused = command("-m", "sd_quant.report", unbroken)
     assert refused.returncode == 3 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 

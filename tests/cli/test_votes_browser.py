@@ -13,9 +13,9 @@ from sd_quant.report.ballots import read_ballot
 from sd_quant.report.votes import EQUAL, read_key, write_votes
 from tests.unit.report.sweeps import write_job, write_plan
 
-from .test_report_browser import HOSTILE, browser, pytestmark
+from .browsing import HOSTILE, chromium, needs_chromium, pages
 
-__all__ = ["browser", "pytestmark"]
+pytestmark = [pytest.mark.commit, needs_chromium]
 PROMPTS = [HOSTILE, *(f"a long prompt on the number {index}, its colours and its materials" for index in range(9))]
 PORTRAIT = (96, 64, 3)
 ON_THE_SCREEN = """() => Object.fromEntries(["first", "second"].map((id) => {
@@ -37,28 +37,17 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
+
+
 @pytest.fixture
 def open_votes(browser, folder):
-    """``open_votes(width, height)``: the page before the first vote. In the end: no error, no message, no request."""
-    told, requests, contexts = [], [], []
-    page_of = folder / "votes.html"
-
-    def opened(width: int = 1280, height: int = 800):
-        context = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(page_of.as_uri())
-        return page
-
-    yield opened
-    for context in contexts:
-        for page in context.pages:
-            assert page.evaluate("window.hacked") is None
-        context.close()
-    assert told == [] and {url for url in requests if not url.startswith(("data:", "blob:"))} == {page_of.as_uri()}
+    """``open_votes(width, height)``: the page before the first vote."""
+    with pages(browser, folder / "votes.html") as opened:
+        yield opened
 
 
 def begin(page, voter: str) -> None:
@@ -110,7 +99,7 @@ def overflow(page) -> list[int]:
     ],
 )
 def test_votes_are_cast_with_keys_saved_and_counted(open_votes, folder, size, keys, tmp_path, monkeypatch, capsys):
-    page, key = open_votes(*size), read_key(folder)
+    page, key, prompts = open_votes(*size), read_key(folder), set()
     begin(page, "AB")
     for number in range(len(key["pairs"])):
         assert page.locator("#count").inner_text() == f"{number + 1} of 12"
@@ -126,7 +115,9 @@ def test_votes_are_cast_with_keys_saved_and_counted(open_votes, folder, size, ke
             page.reload()
             page.click("#begin")  # Continue
             wait(page)
+        prompts.add(page.locator("#prompt").inner_text())
         vote(page, key, keys)
+    assert HOSTILE in prompts and page.locator("script").count() == 2
     assert page.locator("#end").is_visible() and max(overflow(page)) <= 0
     path = tmp_path / "AB.json"
     ballot = saved(page, path)
@@ -173,9 +164,8 @@ def test_both_images_are_zoomed_alike_at_one_place(open_votes):
     assert shown[0].evaluate(style)[0] == "matrix(4, 0, 0, 4, 0, 0)"
     page.keyboard.press("1")  # and the next pair is whole again
     wait(page)
-    assert (
-        shown[0].evaluate(style)[0] == "matrix(1, 0, 0, 1, 0, 0)" and page.locator("#count").inner_text() == "2 of 12"
-    )
+    assert shown[0].evaluate(style)[0] == "matrix(1, 0, 0, 1, 0, 0)"
+    assert page.locator("#count").inner_text() == "2 of 12"
 
 
 @pytest.mark.nightly
@@ -197,15 +187,3 @@ def test_votes_with_the_mouse_and_what_is_no_vote(open_votes, tmp_path):
     page.click("#undo")
     wait(page)
     assert [each["answer"] for each in saved(page, tmp_path / "x.json")["votes"]] == ["neither", "neither"]
-
-
-@pytest.mark.nightly
-def test_prompts_are_text(open_votes):
-    page = open_votes()
-    begin(page, "")
-    seen = set()
-    for _ in range(12):
-        seen.add(page.locator("#prompt").inner_text())
-        page.keyboard.press("0")
-        wait(page)
-    assert HOSTILE in seen and page.locator("script").count() == 2

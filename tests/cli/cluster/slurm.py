@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,20 +73,16 @@ class Slurm:
             f"Gres=gpu:{gpu}:1"
             for name, gpu in zip(self.names, cycle(GPUS))
         ]
-        (folder / "gres.conf").write_text(
-            "\n".join(
-                f"NodeName={name} Name=gpu Type={gpu} File=/dev/null" for name, gpu in zip(self.names, cycle(GPUS))
-            )
-        )
+        gpus = [f"NodeName={name} Name=gpu Type={gpu} File=/dev/null" for name, gpu in zip(self.names, cycle(GPUS))]
+        (folder / "gres.conf").write_text("\n".join(gpus))
         (folder / "slurm.conf").write_text("\n".join([*lines, "PartitionName=all Nodes=ALL Default=YES State=UP\n"]))
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
 
     def run(self, *command: str) -> str:
-        return subprocess.run(
-            command, env=os.environ | self.environment, capture_output=True, text=True, check=True
-        ).stdout
+        environment = os.environ | self.environment
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     def start(self) -> None:
         files = ("socket", "key-file", "log-file", "pid-file", "seed-file")
@@ -117,6 +114,11 @@ class Slurm:
         if name in self.daemons:
             self.daemons.pop(name).wait()
 
+    def miss_node(self, name: str) -> None:
+        """Kill a node, and return when the controller has noticed."""
+        self.kill_node(name)
+        self.wait(lambda: "down" in self.state_of(name), f"{name} to be missed")
+
     def state_of(self, name: str) -> str:
         return self.run("sinfo", "--noheader", f"--nodes={name}", "--Node", "--format=%T").strip()
 
@@ -124,6 +126,10 @@ class Slurm:
         """State and node of each job that the queue knows, by its id."""
         printed = self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N")
         return {job: (state, node) for job, state, node in (line.split("|") for line in printed.splitlines())}
+
+    def job_on(self, name: str) -> str:
+        """The job that runs on a node, by its id."""
+        return next(job for job, (state, node) in self.jobs().items() if state == "RUNNING" and node == name)
 
     def processes(self) -> "list[Process]":
         found = [Process.of(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()]
@@ -145,13 +151,14 @@ class Slurm:
                 Process(int((self.folder / pid_file).read_text())).kill()
 
 
+@dataclass(frozen=True)
 class Process:
     """A process, and whose it is by its environment."""
 
-    def __init__(self, number: int, environment: dict[str, str] | None = None):
-        known = environment or {}
-        self.number, self.configuration = number, known.get("SLURM_CONF")
-        self.node, self.started_on = known.get(MARK), known.get("SLURMD_NODENAME")
+    number: int
+    configuration: str | None = None
+    node: str | None = None
+    started_on: str | None = None
 
     @classmethod
     def of(cls, number: int) -> "Process | None":
@@ -159,25 +166,21 @@ class Process:
             texts = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended
             return None
-        return cls(number, dict(text.partition("=")[::2] for text in texts if text))
+        known = dict(text.partition("=")[::2] for text in texts)
+        return cls(number, *map(known.get, ("SLURM_CONF", MARK, "SLURMD_NODENAME")))
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self.number, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on; all are held until all are found."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("", 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 @contextmanager

@@ -6,14 +6,14 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ..conftest import REPOSITORY
-from .conftest import JOBS, begun, both_end_whole, ended, failure_of
 from .slurm import Slurm, slurm, why_not
+from .sweeping import ALIKE, JOBS, Launcher, ended
 
 pytestmark = [
     pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
@@ -31,10 +31,10 @@ def cluster() -> Iterator[Slurm]:
         yield running
 
 
-@pytest.fixture
-def run(commands, cluster, arguments) -> Callable:
-    """Starts the sweep through Slurm, with more knobs."""
-    return lambda *more: commands(*arguments(*SLURM, *more), **cluster.environment)
+@pytest.fixture(scope="module")
+def launcher(cluster) -> Launcher:
+    waits = "waiting for another process, which works in", "done before"
+    return Launcher("slurm", SLURM, cluster.environment, "it waits for the jobs that still run", waits)
 
 
 @pytest.fixture(autouse=True)
@@ -48,139 +48,101 @@ def nothing_left(cluster) -> Iterator[None]:
         cluster.start_node(name)
 
 
-def on_node(cluster: Slurm, name: str) -> str:
-    """The job that runs on a node, by its id."""
-    return next(job for job, (state, node) in cluster.jobs().items() if state == "RUNNING" and node == name)
-
-
 def job_of(job: str) -> str:
     """The sweep's job that is an element of the array."""
     return JOBS[int(job.rpartition("_")[2])]
 
 
 def test_nothing_happens(eight_jobs, cluster):
-    eight_jobs("slurm")
+    eight_jobs()
     assert {node for _, node in cluster.jobs().values()} == set(cluster.names)
 
 
-def test_a_node_dies_under_a_job(run, whole, cluster, sweep, seen):
-    command = run()
-    begun(sweep, command)
-    job = on_node(cluster, "n2")
-    cluster.kill_node("n2")
-    cluster.wait(lambda: "down" in cluster.state_of("n2"), "n2 to be missed")
+@pytest.mark.parametrize("fault", ALIKE)
+def test_a_fault_that_ray_has_too(sweep, seen, fault):
+    seen(fault, ALIKE[fault](sweep))
+
+
+def test_a_node_dies_under_a_job(sweep, cluster, seen):
+    command = sweep.begun()
+    job = cluster.job_on("n2")
+    cluster.miss_node("n2")
     cluster.start_node("n2")
-    code, stdout, stderr = ended(command)
-    assert code == 0, stderr[-3000:]
+    stdout, _ = ended(command)
     assert re.search(r"jobs: \d done, 0 failed, \d running, \d waiting; ", stdout)
     assert cluster.run("scontrol", "show", "job", job).count("Restarts=1") == 1
-    whole()
-    seen("a node dies under a job, and comes back", "slurm", "Slurm gives the job to a node again; nothing to do")
+    sweep.is_whole()
+    seen("a node dies under a job, and comes back", "Slurm gives the job to a node again; nothing to do")
 
 
-def test_a_job_is_cancelled(run, whole, cluster, sweep, seen):
-    command = run()
-    begun(sweep, command)
-    job = on_node(cluster, "n1")
+def test_a_job_is_cancelled(sweep, cluster, seen):
+    command = sweep.begun()
+    job = cluster.job_on("n1")
     cluster.run("scancel", job)
-    code, _, stderr = ended(command)
-    assert code == 1 and f"Slurm's job {job} ended as CANCELLED on n1" in failure_of(sweep / job_of(job)), stderr[
-        -3000:
-    ]
+    ended(command, 1)
+    assert f"Slurm's job {job} ended as CANCELLED on n1" in sweep.failure_of(job_of(job))
     (other,) = set(JOBS) - {job_of(job)}
-    record = (sweep / other / "metrics.json").stat()
-    code, stdout, stderr = ended(run())
-    assert code == 0 and "1 done before" in stdout, stderr[-3000:]
-    assert (sweep / other / "metrics.json").stat() == record
-    whole()
-    seen("scancel of a job", "slurm", "the job has failed, with the reason; the others go on; the same command does it")
+    sweep.does_the_rest(other)
+    seen("scancel of a job", "the job has failed, with the reason; the others go on; the same command does it")
 
 
-def test_a_job_exceeds_its_memory(run, whole, sweep, seen):
-    code, _, stderr = ended(run("hydra.launcher.mem_gb=null", "hydra.launcher.mem_per_cpu=300M"))
-    assert code == 1, stderr[-3000:]
+def test_a_job_exceeds_its_memory(sweep, seen):
+    ended(sweep.begin("hydra.launcher.mem_gb=null", "hydra.launcher.mem_per_cpu=300M"), 1)
     for job in JOBS:
-        assert "raise hydra.launcher.mem_gb" in failure_of(sweep / job)
-    assert ended(run())[0] == 0
-    whole()
-    seen(
-        "a job exceeds its memory",
-        "slurm",
-        "the job has failed, with the reason and the knob; the same command does it",
-    )
+        assert "raise hydra.launcher.mem_gb" in sweep.failure_of(job)
+    ended(sweep.begin())
+    sweep.is_whole()
+    seen("a job exceeds its memory", "it has failed, with the reason and the knob; the same command does it")
 
 
-def test_a_job_exceeds_its_time(run, whole, cluster, sweep, seen):
+def test_a_job_exceeds_its_time(sweep, cluster, seen):
     """One that hangs: it is stopped until Slurm ends it."""
-    command = run("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1")
-    begun(sweep, command, "quantize.log", "of 2: quant_level=")
-    job = on_node(cluster, "n1")
+    short = "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"
+    command = sweep.begun(*short, file="quantize.log", text="of 2: quant_level=")
+    job = cluster.job_on("n1")
     for process in cluster.processes():
         if process.started_on == "n1":
             os.kill(process.number, signal.SIGSTOP)
-    code, _, stderr = ended(command)
-    assert code == 1, stderr[-3000:]
-    assert "raise hydra.launcher.timeout_min" in failure_of(sweep / job_of(job))
-    assert ended(run())[0] == 0
-    whole()
-    seen("a job hangs beyond timeout_min", "slurm", "the job has failed, with the reason and the knob; others go on")
+    ended(command, 1)
+    assert "raise hydra.launcher.timeout_min" in sweep.failure_of(job_of(job))
+    ended(sweep.begin())
+    sweep.is_whole()
+    seen("a job hangs beyond timeout_min", "the job has failed, with the reason and the knob; others go on")
 
 
-def test_the_command_is_killed_and_given_again(run, whole, commands, arguments, sweep, seen):
-    command = run()
-    begun(sweep, command)
-    command.kill()
-    code, stdout, stderr = ended(commands(*arguments()))
-    assert code == 0, stderr[-3000:]
-    assert "waiting for another process, which works in" in stdout and "done before" in stdout
-    whole()
-    seen("the command is killed, and given again without a launcher", "slurm", "it waits for the jobs that still run")
+def test_a_node_does_not_share_the_folder(sweep, cluster, seen):
+    cluster.miss_node("n2")
+    cluster.start_node("n2", hiding=sweep.folder)
+    _, stderr = ended(sweep.begin(), 1)
+    assert stderr.count("do all nodes share this folder?") == 1, stderr[-3000:]
+    (job,) = (job for job in JOBS if not (sweep.folder / job / "metrics.json").exists())
+    assert "on n2 and wrote nothing" in sweep.failure_of(job)
+    seen("a node does not share the folder", "its jobs have failed within seconds, with the reason")
 
 
-def test_two_sweeps_share_a_cache(run, commands, arguments, whole, cluster, sweep, tmp_path, seen):
-    first = run()
-    second = commands(*arguments(*SLURM, f"hydra.sweep.dir={tmp_path}/other"), **cluster.environment)
-    both_end_whole(first, second, sweep, whole)
-    seen("two sweeps at once share a cache", "slurm", "both tables are right")
-
-
-def test_a_node_does_not_share_the_folder(run, cluster, sweep, seen):
-    cluster.kill_node("n2")
-    cluster.wait(lambda: "down" in cluster.state_of("n2"), "n2 to be missed")
-    cluster.start_node("n2", hiding=sweep)
-    code, _, stderr = ended(run())
-    assert code == 1 and stderr.count("do all nodes share this folder?") == 1, stderr[-3000:]
-    (job,) = (job for job in JOBS if not (sweep / job / "metrics.json").exists())
-    assert "on n2 and wrote nothing" in failure_of(sweep / job)
-    seen("a node does not share the folder", "slurm", "its jobs have failed within seconds, with the reason")
-
-
-def test_the_disk_of_a_node_is_full(run, whole, cluster, tmp_path, seen):
+def test_the_disk_of_a_node_is_full(sweep, cluster, tmp_path, seen):
     """The disk is the node's own, where temporary files go."""
-    cluster.kill_node("n2")
-    cluster.wait(lambda: "down" in cluster.state_of("n2"), "n2 to be missed")
+    cluster.miss_node("n2")
     local = tmp_path / "local"
     cluster.start_node("n2", hiding=local)
     cluster.environment["TMPDIR"] = str(local)
     try:
-        code, _, stderr = ended(run())
+        ended(sweep.begin())
     finally:
         del cluster.environment["TMPDIR"]
-    assert code == 0, stderr[-3000:]
-    whole()
-    seen("a node's own disk is full", "slurm", "a job does not require it")
+    sweep.is_whole()
+    seen("a node's own disk is full", "a job does not require it")
 
 
-def test_jobs_go_where_their_formats_run(commands, arguments, cluster, sweep, seen):
+def test_jobs_go_where_their_formats_run(sweep, cluster, seen):
     """FP8 takes compute capability 8.9, and Slurm would give the first job to the first node, with an A100."""
     before = set(cluster.jobs())
-    knobs = [knob for knob in arguments(*SLURM) if not knob.startswith(("quant_level=", "infer=openvino"))]
+    knobs = [knob for knob in sweep.arguments(*SLURM) if not knob.startswith(("quant_level=", "infer=openvino"))]
     command = [*knobs, "hydra.launcher.gpus_per_node=1", "infer=auto", "quantize=fp8,int8"]
-    code, _, stderr = ended(commands(*command, **cluster.environment))
-    assert code == 0, stderr[-3000:]
+    ended(sweep.start(*command, **cluster.environment))
     fp8, _ = sorted(cluster.jobs().keys() - before, key=int)  # in the order in which they were submitted
     assert cluster.jobs()[fp8][1] == "n2"
-    seen("a format that not all GPUs have", "slurm", "its jobs go to nodes that do")
+    seen("a format that not all GPUs have", "its jobs go to nodes that do")
 
 
 def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, cluster, tmp_path, seen):
@@ -192,9 +154,8 @@ def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, c
     with_graphs(tmp_path / "cache")
     command = shlex.join([sys.executable, "quantize.py", *knobs, f"cache.dir={tmp_path}/cache"])
     script = f"{command} hydra.run.dir={tmp_path}/node$SLURM_ARRAY_TASK_ID"
-    cluster.run(
-        "sbatch", "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={REPOSITORY}", "--wrap", script
-    )
+    options = "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={REPOSITORY}"
+    cluster.run("sbatch", *options, "--wrap", script)
     logs = [tmp_path / f"node{number}" / "quantize.log" for number in (1, 2)]
     made = tmp_path / "cache" / "sensitivities"
     cluster.wait(lambda: all(log.exists() and "sensitivity ..." in log.read_text() for log in logs), "both to measure")
@@ -205,10 +166,10 @@ def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, c
         assert (tmp_path / "node1" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
     assert re.search(r" [1-9]\d* of \d+ sensitivities come from the cache", logs[0].read_text()), "what the other made"
     assert not (tmp_path / "node2" / "metrics.json").exists()
-    seen("one job on two nodes, one of which dies", "slurm", "the other goes on; its result is that of one alone")
+    seen("one job on two nodes, one of which dies", "the other goes on; its result is that of one alone")
 
 
-def test_there_is_no_such_partition(run, sweep):
-    code, _, stderr = ended(run("hydra.launcher.partition=none"))
-    assert code == 1 and "invalid partition specified: none" in stderr
-    assert not list(sweep.glob("*/metrics.json"))
+def test_there_is_no_such_partition(sweep):
+    _, stderr = ended(sweep.begin("hydra.launcher.partition=none"), 1)
+    assert "invalid partition specified: none" in stderr
+    assert not list(sweep.folder.glob("*/metrics.json"))
