@@ -110,7 +110,11 @@ def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
     found = load(path, threads=1)(x=x)["y"]
     expected = (layer.rounded_input(x) if activation else x.float()) @ layer.rounded_weight(weight).T + bias
     assert found.dtype == torch.bfloat16 and relative_error(expected, found.float()) < 3e-3
-    assert abs(((found.float() - expected) * expected).sum() / expected.square().sum()) < 1e-3  # a common factor
+    # Without AVX-512, OpenVINO cuts some results off to bf16 and rounds others: each may be either
+    rounded, cut_off = expected.bfloat16().float(), (expected.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    result = found.float()
+    nearest = torch.where((result - rounded).abs() < (result - cut_off).abs(), rounded, cut_off)
+    assert abs(((result - nearest) * nearest).sum() / nearest.square().sum()) < 1e-3  # a common factor
 
 
 class Joins(nn.Module):
