@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -74,15 +75,10 @@ def test_a_section_that_fails_keeps_what_it_had():
 
 def test_what_an_extra_lacks_is_named(monkeypatch):
     there = {"torch": "2.12", "gguf": "0.1", "rtx": None}
-    wanted = [
-        "torch>=2.10",
-        "gguf>=0.19; extra == 'gguf'",
-        "rtx; extra == 'rtx'",
-        "torch; extra == 'again'",
-        "absent>=1",
-    ]
-    monkeypatch.setattr(doctor, "requires", lambda name: wanted)
-    monkeypatch.setattr(doctor, "metadata", lambda name: Extras())
+    of_extras = ["gguf>=0.19; extra == 'gguf'", "rtx; extra == 'rtx'", "torch; extra == 'again'"]
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.10", "absent>=1", *of_extras])
+    extras = SimpleNamespace(get_all=lambda name: ["gguf", "rtx", "again"])
+    monkeypatch.setattr(doctor, "metadata", lambda name: extras)
     monkeypatch.setattr(provenance, "PACKAGES", ("sd-quant", "torch"))
     monkeypatch.setattr(provenance, "versions", lambda *names: {name: there.get(name) for name in names})
     assert dict(doctor.extras()) == {
@@ -90,11 +86,6 @@ def test_what_an_extra_lacks_is_named(monkeypatch):
         "not installed": "gguf (gguf 0.1, supported is >=0.19); rtx (rtx)",
     }
     assert [*doctor.packages()][3:] == [("absent", "not installed")]
-
-
-class Extras:
-    def get_all(self, name: str) -> list[str]:
-        return ["gguf", "rtx", "again"]
 
 
 @pytest.fixture
@@ -134,18 +125,14 @@ def test_gpus_are_those_that_nvidia_smi_names(machine, monkeypatch):
 
 
 def test_what_torch_was_built_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: Found(str(tmp_path)))
+    torch = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(doctor, "find_spec", lambda name: torch)
     assert doctor.torch_build() == "nothing: its files are missing"
     for line, build in (("cuda: Optional[str] = '13.0'", "CUDA 13.0"), ("cuda: Optional[str] = None", "the processor")):
         (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip = '6'\n")
         assert doctor.torch_build() == build
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     assert doctor.torch_build() == "nothing: its files are missing"
-
-
-class Found:
-    def __init__(self, folder: str):
-        self.submodule_search_locations = [folder]
 
 
 def test_where_results_go(tmp_path, monkeypatch):
@@ -156,10 +143,12 @@ def test_where_results_go(tmp_path, monkeypatch):
     assert doctor.free_disk(Path("/proc/outputs")) == "cannot be written" and list(tmp_path.iterdir()) == []
 
 
+def preset_of(name: str) -> dict:
+    return yaml.safe_load(presets()[name].read_text(encoding="utf-8"))
+
+
 def test_a_preset_that_is_simulated_names_the_tools_that_execute_it():
-    said = {
-        name: doctor.run_by(yaml.safe_load(path.read_text(encoding="utf-8")), None) for name, path in presets().items()
-    }
+    said = {name: doctor.run_by(preset_of(name), None) for name in presets()}
     assert "; tools of hand_over=[diffusers_nunchaku_lite, nunchaku] execute it on their GPUs" in said["svdquant_w4a4"]
     assert "hand_over" not in said["mxfp4"] and "hand_over" not in said["int8"]
 
@@ -167,7 +156,6 @@ def test_a_preset_that_is_simulated_names_the_tools_that_execute_it():
 @pytest.mark.parametrize("preset", ["int8", "int8_weight_only", "int4_w4a4", "mxfp4_weight_only", "svdquant_w4a16"])
 def test_a_preset_is_run_by_what_a_job_of_it_takes(preset, monkeypatch):
     mapping = composed("quantize", f"quantize={preset}", "quant_level=3")
-    enabled = yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
 
     def takes(engine: str, found: str | None) -> bool:
         try:
@@ -179,7 +167,7 @@ def test_a_preset_is_run_by_what_a_job_of_it_takes(preset, monkeypatch):
 
     for found in (None, "SM89", "SM90"):
         monkeypatch.setattr(gpu, "current_gpu", lambda found=found: found)
-        said = doctor.run_by(enabled, found)
+        said = doctor.run_by(preset_of(preset), found)
         job = read(QuantizeJob, mapping)
         simulated = why_not(job.infer.engine, job.formats())
         assert said.startswith(f"simulated: {simulated}" if simulated else job.infer.engine), found

@@ -14,7 +14,7 @@ from sd_quant.knobs import fields_of
 from sd_quant.metrics import SCORES, Against
 from sd_quant.places import HOME
 
-from ..report.test_gate import run_of
+from ..report.sweeps import record_of
 
 pytestmark = pytest.mark.commit
 
@@ -53,17 +53,17 @@ def test_the_page_names_every_knob_and_its_commands_are_gates():
     assert len(given) == 4 and all(gate.job_of(shlex.split(line.replace("<folder>", "x"))) for line in given)
 
 
-@pytest.mark.parametrize(
-    ("bars", "record", "code"),
-    [
-        (["min_psnr=36"], run_of(), 0),
-        (["min_psnr=38"], run_of(), 1),
-        (["min_psnr=36"], run_of(4), 5),
-    ],
-)
-def test_the_exit_code_is_the_outcome(bars, record, code, tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.json").write_text(json.dumps(record.record))
-    monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", *bars, f"output={tmp_path}/gate.json"])
+def write_record(folder, count: int) -> None:
+    """Of as many prompts, whose images have 37 dB, give or take 1.5."""
+    record = record_of(37.0, 1.3, 0.6, [f"prompt {index}" for index in range(count)]) | {"degenerate": []}
+    record["fidelity"]["psnr"]["values"] = [37 + 1.5 * (-1) ** index for index in range(count)]
+    (folder / "metrics.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(("bar", "count", "code"), [(36, 64, 0), (38, 64, 1), (36, 4, 5)])
+def test_the_exit_code_is_the_outcome(bar, count, code, tmp_path, monkeypatch, capsys):
+    write_record(tmp_path, count)
+    monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", f"min_psnr={bar}", f"output={tmp_path}/gate.json"])
     with pytest.raises(SystemExit) as ended:
         gate.main()
     assert ended.value.code == code == json.loads((tmp_path / "gate.json").read_text())["exit_code"]
@@ -71,7 +71,7 @@ def test_the_exit_code_is_the_outcome(bars, record, code, tmp_path, monkeypatch,
 
 
 def test_the_program_exits_with_it_too(tmp_path):
-    (tmp_path / "metrics.json").write_text(json.dumps(run_of(4).record))
+    write_record(tmp_path, 4)
     command = [sys.executable, "-c", "import sys; from sd_quant.__main__ import main; main(); assert 0", "gate"]
     done = subprocess.run([*command, f"run={tmp_path}", "min_psnr=36"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (5, "") and "cannot be told: min_psnr; about" in done.stdout

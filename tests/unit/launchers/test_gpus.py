@@ -35,16 +35,10 @@ def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
     assert need_of(job(*overrides)) == expected
 
 
-def test_jobs_without_formats_need_nothing():
-    assert need_of(object()) == Need()
-
-
-PLACES = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
-
-
 def test_a_place_is_too_old_where_all_its_gpus_are():
-    found = places_too_old({"a": ADA, "b": Need(), "c": Need(75, True)}, PLACES)
-    assert found == {"a": ["n1"], "b": [], "c": []}
+    places = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
+    needs = {"a": ADA, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
+    assert places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
 
 
 def test_a_gpu_that_no_place_has_is_refused_where_it_is_required():

@@ -40,11 +40,11 @@ def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch):
         assert one_host.visible_gpus() == names
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 3, 8])
-def test_the_cores_are_shared_out_without_rest(jobs):
-    shares = [one_host.cores_of(place, jobs, range(8)) for place in range(jobs)]
-    assert sorted(core for cores in shares for core in cores) == list(range(8))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_the_cores_are_shared_out_without_rest():
+    for jobs in (1, 2, 3, 8):
+        shares = [one_host.cores_of(place, jobs, range(8)) for place in range(jobs)]
+        assert sorted(core for cores in shares for core in cores) == list(range(8))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_more_jobs_than_cores_have_one_each():

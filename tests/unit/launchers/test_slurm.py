@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +29,8 @@ def squeue(monkeypatch, tmp_path):
 
     def answer(printed: str, complaint: str = "", code: int = 0) -> None:
         script = programs / "squeue"
-        script.write_text(
-            f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\nprintf '{printed}'\necho '{complaint}' >&2\nexit {code}\n"
-        )
+        says = f"printf '{printed}'\necho '{complaint}' >&2\nexit {code}\n"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{says}')
         script.chmod(0o755)
 
     answer.asked = tmp_path / "asked"
@@ -72,21 +72,16 @@ def test_a_queue_that_does_not_answer_says_nothing_of_jobs(squeue, queue, caplog
     assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
 
 
-class Dead:
+def dead(folder: Path, state: str, stderr: str) -> SimpleNamespace:
     """A job that has left no result, as submitit has it."""
-
-    job_id = "7_1"
-
-    def __init__(self, folder: Path, state: str, stderr: str):
-        self.watcher, self.paths = slurm.Queue(), type("Paths", (), {})()
-        self.watcher._info_dict["7_1"] = {"State": state, "NodeList": "n2"}
-        self.paths.folder, self.paths.stdout, self.paths.stderr = folder / "7_1", folder / "out", folder / "err"
-        if stderr:
-            self.paths.stderr.write_text(stderr)
-        self.stderr = lambda: stderr or None
-
-    def submission(self):
-        return type("Submission", (), {"args": ([], "hydra.sweep.dir", 1)})
+    watcher, paths = slurm.Queue(), {"folder": folder / "7_1", "stdout": folder / "out", "stderr": folder / "err"}
+    watcher._info_dict["7_1"] = {"State": state, "NodeList": "n2"}
+    if stderr:
+        paths["stderr"].write_text(stderr)
+    return SimpleNamespace(
+        job_id="7_1", watcher=watcher, paths=SimpleNamespace(**paths), stderr=lambda: stderr or None,
+        submission=lambda: SimpleNamespace(args=([], "hydra.sweep.dir", 1)),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -99,7 +94,7 @@ def results(monkeypatch, tmp_path):
         raise UncompletedJobError
 
     monkeypatch.setattr(slurm, "wait_for_results", died)
-    return lambda state, stderr="": slurm.results_of(Dead(tmp_path, state, stderr), tmp_path)[0]
+    return lambda state, stderr="": slurm.results_of(dead(tmp_path, state, stderr), tmp_path)[0]
 
 
 @pytest.mark.parametrize(("state", "stderr", "told"), [
@@ -115,16 +110,11 @@ def results(monkeypatch, tmp_path):
 def test_a_dead_job_is_one_that_failed_with_what_slurm_says(results, tmp_path, state, stderr, told):
     result = results(state, stderr)
     assert result.status == JobStatus.FAILED
-    with pytest.raises(
-        ResourceError, match=f"^Slurm's job 7_1 ended as {told.format(folder=tmp_path)}".replace("?", "\\?")
-    ):
+    reason = f"Slurm's job 7_1 ended as {told.format(folder=tmp_path)}"
+    with pytest.raises(ResourceError, match=f"^{re.escape(reason)}"):
         _ = result.return_value
     failure = json.loads((tmp_path / "b" / FAILURE).read_text())
-    assert failure == {
-        "status": "failed",
-        "reason": f"Slurm's job 7_1 ended as {told.format(folder=tmp_path)}",
-        "exit_code": 4,
-    }
+    assert failure == {"status": "failed", "reason": reason, "exit_code": 4}
 
 
 def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, tmp_path):

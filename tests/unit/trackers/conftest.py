@@ -14,6 +14,11 @@ def directory(tmp_path) -> Path:
 
 @pytest.fixture
 def record() -> dict:
+    times = {
+        "full_precision": {"p50_ms": 15.05, "n": 20, "warmup": 3, "samples_ms": [15.0, 15.1]},
+        "quantized": {"p50_ms": None, "reason": "not quantized"},
+        "speedup": {"value": 1.35, "reason": None},
+    }
     return {
         "schema_version": 1,
         "status": "done",
@@ -25,17 +30,7 @@ def record() -> dict:
             "infer": {"width": 64, "prompts": ["\x1b[31mred\x1b[0m\n" * 100], "static": False},
         },
         "sizes_bytes": {"unet_xl": {"onnx_quantized": 9_700_000, "plan": {"value": None, "reason": "no plan"}}},
-        "latency": {
-            "openvino": {
-                "unet_xl": {
-                    "2": {
-                        "full_precision": {"p50_ms": 15.05, "n": 20, "warmup": 3, "samples_ms": [15.0, 15.1]},
-                        "quantized": {"p50_ms": None, "reason": "not quantized"},
-                        "speedup": {"value": 1.35, "reason": None},
-                    }
-                }
-            }
-        },
+        "latency": {"openvino": {"unet_xl": {"2": times}}},
         "fidelity": {
             "psnr": {"mean": 35.0, "min": 32.4, "worst_index": 3, "values": [35.0, 32.4], "reason": None},
             "latent_sqnr_db": [40.0, None, 25.1],
