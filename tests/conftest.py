@@ -25,7 +25,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 
-from .cadence.marks import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  hooks
+from .cadence.marks import pytest_addoption, pytest_collection_modifyitems, skip_if_late  # noqa: F401  hooks
 
 MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
 POOLED, SIZE_FEATURES = 32, 8
@@ -50,7 +50,9 @@ def pytest_unconfigure() -> None:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item) -> None:
+    skip_if_late(item)
     for marker in item.iter_markers("needs"):
         if missing := lacking(**marker.kwargs):
             pytest.skip(missing)

@@ -1,10 +1,10 @@
 """``python3.11 -m tests.cadence.ci``: what continuous integration runs, in forty minutes on two quiet cores.
 
 First ``make test``. Then, of the nightly and release cases, those that the change touches (tests/cadence/touched.py),
-and of the other nightly ones a sixth, another each day, so that all have run within a week. What does not fit into the
-limit, by the recorded seconds (benchmarks/results/test_seconds.tsv) and by how fast ``make test`` was here, is left out
-and named. A part that is still running after 45 minutes is stopped, and the run has failed. The standard library alone
-is used: nothing is installed when it starts.
+and of the other nightly ones a sixth, another each day, so that all have run within a week. Each part has a share of
+the time that is left, by its recorded seconds (benchmarks/results/test_seconds.tsv); the cases that it has not begun by
+then are left out and named. A part that is still running after 45 minutes is stopped, and the run has failed. The
+standard library alone is used: nothing is installed when it starts.
 
 The change is what lies between HEAD and ``--base``, or $CI_BASE; without either, the newest commit that is four hours
 older than HEAD, which is longer than a session of work.
@@ -18,37 +18,38 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-from .seconds import HOME, RECORD, RUNS, SECONDS, Seconds, cases_of, change, read, sums, write
+from .seconds import HOME, RECORD, RUNS, SECONDS, Case, Seconds, cases_of, change, read, sums, write
 from .touched import UnknownPath, touched
 
 LIMIT, STOP = 40 * 60, 45 * 60  # seconds
 COMMIT_GOAL = 7 * 60  # seconds that make test should take
 DAYS = 6  # in which all nightly cases run
 NEW = 20.0  # seconds that are taken for a file that is not on record
-PAUSE = "4 hours ago"
+LAST_CASES = 60  # seconds that the cases take which are running when their part may begin no more
 
 
 @dataclass(frozen=True)
 class Part:
-    """A target of make, which takes FILES. ``files`` matches text and path of the files whose cases it has."""
+    """A target of make, which takes FILES: those below a folder whose text has a match of ``mark``."""
 
-    workers: int
-    setup: int  # seconds before its first case: what it installs, and imports
-    marks: str
-    below: str = ""
+    mark: str
+    workers: int = 2
+    setup: int = 20  # seconds before its first case: what it installs, and imports
+    below: str = ""  # of several parts that a file is below, the one with a folder
 
 
 PARTS = {
-    "soak-tests": Part(2, 20, r"mark\.nightly\b"),
-    "soak-consumers": Part(2, 120, r"mark\.consumer\b"),
-    "release-tests": Part(2, 20, r"mark\.release\b"),
-    "release-benchmarks": Part(2, 90, r"mark\.release\b", "tests/unit/benchmarks/"),
-    "cluster-check": Part(1, 60, r"mark\.release\b", "tests/cli/cluster/"),
+    "soak-tests": Part(r"mark\.nightly\b"),
+    "soak-consumers": Part(r"mark\.consumer\b", setup=90),
+    "release-tests": Part(r"mark\.release\b"),
+    "release-benchmarks": Part(r"mark\.release\b", setup=60, below="tests/unit/benchmarks/"),
+    "cluster-check": Part(r"mark\.release\b", workers=1, setup=60, below="tests/cli/cluster/"),
 }
 Piece = tuple[str, str]  # a part and a file
 NEEDS = {"tests/cli/cluster/test_slurm.py": "slurmctld"}  # a program without which all cases of a file skip
@@ -61,7 +62,7 @@ def pieces() -> list[Piece]:
     for path in sorted((HOME / "tests").rglob("test_*.py")):
         file, text = path.relative_to(HOME).as_posix(), path.read_text(encoding="utf-8")
         home = next((below for below in special if file.startswith(below)), "")
-        found += [(name, file) for name, part in PARTS.items() if part.below == home and re.search(part.marks, text)]
+        found += [(name, file) for name, part in PARTS.items() if part.below == home and re.search(part.mark, text)]
     return found
 
 
@@ -93,17 +94,6 @@ def turn_of(rest: Iterable[Piece], record: Seconds, day: int) -> list[Piece]:
     return days[day % DAYS]
 
 
-def chosen(wanted: Sequence[Piece], record: Seconds, scale: float, seconds: float) -> tuple[list[Piece], list[Piece]]:
-    """Which of the pieces fit into the seconds, in their order, and which do not."""
-    taken: list[Piece] = []
-    for piece in wanted:
-        setup = 0 if any(part == piece[0] for part, _ in taken) else PARTS[piece[0]].setup
-        if (cost := setup + expected(piece, record) * scale) <= seconds:
-            taken.append(piece)
-            seconds -= cost
-    return taken, [piece for piece in wanted if piece not in taken]
-
-
 class Run:
     """What has run so far: seconds by part, cases, and which parts have failed."""
 
@@ -111,20 +101,21 @@ class Run:
         self.folder, self.began = folder, time.monotonic()
         self.took: dict[str, float] = {}
         self.failed: list[str] = []
-        self.cases: list[tuple[str, str, float]] = []
+        self.cases: list[Case] = []
         self.seconds: Seconds = {}
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def make(self, target: str, *arguments: str) -> None:
-        """Runs a target of make, for as long as is left until STOP."""
+    def make(self, target: str, files: Sequence[str] = (), seconds: float | None = None) -> None:
+        """Runs a target of make, its cases of ``files`` that begin within ``seconds``, and stops it at STOP."""
         print(f"\n=== {target}, after {self.elapsed():.0f} s", flush=True)
         junit, began = self.folder / f"{target}.xml", time.monotonic()
-        added = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={junit}"
-        process = subprocess.Popen(
-            ["make", target, *arguments], cwd=HOME, env=os.environ | {"PYTEST_ADDOPTS": added}, start_new_session=True
-        )
+        options = [os.environ.get("PYTEST_ADDOPTS", ""), f"--junitxml={junit}"]
+        options += [] if seconds is None else [f"--until={time.time() + seconds:.0f}"]
+        command = ["make", target, *([f"FILES={' '.join(files)}"] if files else [])]
+        given = os.environ | {"PYTEST_ADDOPTS": " ".join(options)}
+        process = subprocess.Popen(command, cwd=HOME, env=given, start_new_session=True)
         try:
             code = process.wait(max(1.0, STOP - self.elapsed()))
         except subprocess.TimeoutExpired:
@@ -161,25 +152,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     present = [piece for piece in everything if piece[1] not in NEEDS or shutil.which(NEEDS[piece[1]])]
     by_change = [piece for piece in present if changed is None or piece[1] in files]
-    by_change.sort(key=lambda piece: (not piece[0].startswith("nightly"), expected(piece, record)))
-    rest = [piece for piece in present if piece not in by_change and piece[0].startswith("nightly")]
-    wanted = [*by_change, *turn_of(rest, record, options.day)]
+    rest = [piece for piece in present if piece not in by_change and piece[0].startswith("soak")]
+    turn = turn_of(rest, record, options.day)
+    others = [piece for piece in everything if piece not in (*by_change, *turn)]
+    print(f"{len(by_change)} files of long cases are touched, {len(turn)} have their turn, {len(others)} have neither")
 
-    run, scale = Run(RUNS / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")), 1.0
-    if not options.plan:
-        run.make("test")
-        recorded = sum(record.get(("test", file), 0.0) for _, file in run.seconds)
-        scale = sum(run.seconds.values()) / recorded if recorded else 1.0
-    taken, left_out = chosen(wanted, record, scale, LIMIT - run.elapsed())
-    print(f"touched: {len(by_change)} long files; run: {len(taken)} of {len(wanted)}, at {scale:.2f}x their record")
-    for name in PARTS if not options.plan else ():
-        own = sorted((piece for piece in taken if piece[0] == name), key=lambda piece: -expected(piece, record))
-        if own:  # the longest first, so that both workers end at about the same time
-            run.make(name, f"FILES={' '.join(file for _, file in own)}")
-    return report(run, record, left_out, [piece for piece in everything if piece not in wanted])
+    run, plan = Run(RUNS / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")), shares([*by_change, *turn], record)
+    if options.plan:
+        for name, (files, seconds) in plan.items():
+            print(f"{name}, {seconds:.0f} s by the record: {' '.join(files)}")
+        return 0
+    run.make("test")
+    while plan:
+        name, (files, seconds) = next(iter(plan.items()))
+        left = max(0.0, LIMIT - LAST_CASES - run.elapsed())
+        run.make(name, files, left * seconds / sum(each for _, each in plan.values()))
+        del plan[name]
+    return report(run, record, others)
 
 
-def report(run: Run, record: Seconds, left_out: Sequence[Piece], others: Sequence[Piece]) -> int:
+def shares(wanted: Iterable[Piece], record: Seconds) -> dict[str, tuple[list[str], float]]:
+    """By part its files, the shortest first, and the seconds that it should take, its start included."""
+    plan: dict[str, tuple[list[str], float]] = {}
+    for piece in sorted(wanted, key=lambda piece: (list(PARTS).index(piece[0]), expected(piece, record))):
+        files, seconds = plan.get(piece[0], ([], PARTS[piece[0]].setup))
+        plan[piece[0]] = [*files, piece[1]], seconds + expected(piece, record)
+    return plan
+
+
+def report(run: Run, record: Seconds, others: Sequence[Piece]) -> int:
     print("\n=== what took how long")
     for name, seconds in run.took.items():
         print(f"{seconds:7.0f} s  {name}{' FAILED' if name in run.failed else ''}")
@@ -187,15 +188,14 @@ def report(run: Run, record: Seconds, left_out: Sequence[Piece], others: Sequenc
     if "test" in run.took:
         print(f"make test took {run.took['test']:.0f} s, install and all; it may take {COMMIT_GOAL} s on quiet cores")
     print("\nthe ten slowest cases")
-    for file, case, seconds in sorted(run.cases, key=lambda case: -case[2])[:10]:
-        print(f"{seconds:7.1f} s  {file}::{case}")
-    if record and run.seconds:
-        print("\nsince the record", *change(record, run.seconds, rows=5), sep="\n")
-    if left_out:
-        print(f"\nleft out for time, {len(left_out)} files (CI_BASE=<revision> narrows the change):")
-        print("\n".join(f"{record.get(piece, NEW):7.0f} s  {piece[0]} {piece[1]}" for piece in left_out))
-    rest = sum(record.get(piece, NEW) for piece in others)
-    print(f"\nnot touched, and not this day's turn: {len(others)} files, {rest:.0f} s")
+    for case in sorted(run.cases, key=lambda case: -case.seconds)[:10]:
+        print(f"{case.seconds:7.1f} s  {case.file}::{case.name}")
+    print("\nsince the record", *change(record, run.seconds, rows=5), sep="\n")
+    left_out = Counter(case.file for case in run.cases if case.late)
+    print(f"\nleft out for time: {left_out.total()} cases of {len(left_out)} files")
+    print("\n".join(f"{count:4} of {file}" for file, count in sorted(left_out.items())))
+    seconds = sum(record.get(piece, NEW) for piece in others)
+    print(f"neither touched nor due today: {len(others)} files, {seconds:.0f} s by the record")
     if run.failed:
         print(f"failed: {' '.join(run.failed)}")
     return bool(run.failed)

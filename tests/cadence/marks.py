@@ -1,6 +1,10 @@
-"""When a case is run: the marks that say it, and the option ``--cadence`` that chooses by them."""
+"""When a case is run: the marks that say it, ``--cadence`` which chooses by them, and ``--until`` which ends a part."""
+
+import time
 
 import pytest
+
+from .seconds import LATE
 
 CADENCES = {"release": "release", "nightly": "nightly", "consumer": "nightly", "commit": "commit"}  # the rarest first
 NAMES = ("commit", "nightly", "release")
@@ -13,6 +17,13 @@ def cadence_of(item: pytest.Item) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cadence", action="append", choices=NAMES, help="only cases of this one; may be repeated")
+    parser.addoption("--until", type=float, help="seconds since the epoch; cases that would start later are skipped")
+
+
+def skip_if_late(item: pytest.Item) -> None:
+    """Has to come before the case's fixtures, which may take minutes."""
+    if (until := item.config.getoption("until")) and time.time() > until:
+        pytest.skip(LATE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

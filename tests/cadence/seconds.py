@@ -8,7 +8,8 @@ of cases add up over both workers of pytest.
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,17 +17,33 @@ HOME = Path(__file__).resolve().parents[2]
 RUNS = HOME / "outputs/ci"
 RECORD = HOME / "benchmarks/results/test_seconds.tsv"
 SECONDS = "seconds.tsv"
+LATE = "left out for time"  # the reason with which such a case is skipped
 HEADING = "part\tfile\tseconds\n"
 
 Seconds = dict[tuple[str, str], float]  # by part of continuous integration and file of cases
 
 
-def cases_of(junit: Path) -> list[tuple[str, str, float]]:
-    """File, name and seconds of each case in a file of pytest's ``--junitxml``; none where pytest wrote none."""
+@dataclass(frozen=True)
+class Case:
+    file: str
+    name: str
+    seconds: float
+    late: bool = False  # skipped, because its part had no more time
+
+
+def cases_of(junit: Path) -> list[Case]:
+    """The cases in a file of pytest's ``--junitxml``; none where pytest wrote none."""
     if not junit.exists():
         return []
-    cases = ElementTree.parse(junit).iter("testcase")
-    return [(file_of(case.get("classname", "")), case.get("name", ""), float(case.get("time", 0))) for case in cases]
+    return [
+        Case(
+            file_of(case.get("classname", "")),
+            case.get("name", ""),
+            float(case.get("time", 0)),
+            any(skipped.get("message") == LATE for skipped in case.iter("skipped")),
+        )
+        for case in ElementTree.parse(junit).iter("testcase")
+    ]
 
 
 def file_of(classname: str) -> str:
@@ -35,11 +52,12 @@ def file_of(classname: str) -> str:
     return f"{(module[0] if module else classname).replace('.', '/')}.py"
 
 
-def sums(part: str, cases: Iterable[tuple[str, str, float]]) -> Seconds:
+def sums(part: str, cases: Collection[Case]) -> Seconds:
+    """Of the files whose cases have all run."""
     total: Counter = Counter()
-    for file, _, seconds in cases:
-        total[part, file] += seconds
-    return dict(total)
+    for case in cases:
+        total[part, case.file] += case.seconds
+    return {(part, file): total[part, file] for file in {c.file for c in cases} - {c.file for c in cases if c.late}}
 
 
 def read(path: Path) -> Seconds:

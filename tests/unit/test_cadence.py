@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from fnmatch import fnmatch
 
 import pytest
@@ -39,10 +40,10 @@ def test_the_rarest_of_several_marks_counts(tmp_path):
     assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
 
 
-def pytest_on(folder, cases: str, *options: str) -> tuple[int, str]:
+def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.marks") -> tuple[int, str]:
     """The exit code and output of pytest on a file of these cases, with the project's own settings."""
     (folder / "test_case.py").write_text(f"import pytest\n{cases}\n", encoding="utf-8")
-    settings = ["-c", "pyproject.toml", "-p", "tests.cadence.marks"]
+    settings = ["-c", "pyproject.toml", "-p", plugin]
     command = [sys.executable, "-m", "pytest", *settings, str(folder), *options]
     ended = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr
@@ -95,14 +96,21 @@ def test_within_six_days_every_nightly_file_runs_once():
     assert max(sums) - min(sums) <= SECONDS_OF_ONE * 7 / 2  # no more than the longest file, on two workers
 
 
-def test_what_does_not_fit_is_left_out_and_the_next_that_fits_is_taken():
-    part, setup = "soak-tests", ci.PARTS["soak-tests"].setup
-    wanted = [(part, name) for name in "abc"]
-    record = {(part, "a"): 200.0, (part, "b"): 2000.0, (part, "c"): 60.0}
-    taken, left_out = ci.chosen(wanted, record, scale=1.0, seconds=setup + 130)
-    assert (taken, left_out) == ([wanted[0], wanted[2]], [wanted[1]])
-    taken, left_out = ci.chosen(wanted, record, scale=1.5, seconds=setup + 130)  # a slower machine
-    assert (taken, left_out) == ([wanted[2]], wanted[:2])
+def test_a_part_has_its_files_the_shortest_first_and_its_seconds_of_the_record():
+    record = {("soak-tests", "a"): 200.0, ("soak-tests", "b"): 40.0, ("cluster-check", "c"): 60.0}
+    plan = ci.shares(record, record)
+    assert plan["soak-tests"] == (["b", "a"], ci.PARTS["soak-tests"].setup + 120.0)
+    assert plan["cluster-check"] == (["c"], ci.PARTS["cluster-check"].setup + 60.0)
+
+
+@pytest.mark.slow
+def test_a_case_that_would_start_too_late_is_skipped_and_counted(tmp_path):
+    """Before its fixtures, which this one's would fail in."""
+    cases = "pytestmark = pytest.mark.nightly\n@pytest.fixture\ndef broken(): 1 / 0\ndef test_it(broken): pass"
+    junit = tmp_path / "soak-tests.xml"
+    code, _ = pytest_on(tmp_path, cases, f"--until={time.time() - 1}", f"--junitxml={junit}", plugin="tests.conftest")
+    (case,) = seconds.cases_of(junit)
+    assert code == 0 and case.late and seconds.sums("soak-tests", [case]) == {}
 
 
 @pytest.mark.slow
@@ -115,9 +123,10 @@ def test_a_part_that_runs_on_is_stopped_with_what_it_started(tmp_path, monkeypat
     run.make("endless")
     assert run.failed == ["endless"] and run.took["endless"] < 60 and not marker.exists()
     assert "endless is stopped: it was still running" in capsys.readouterr().out
-    assert ci.report(run, {}, [("soak-tests", "tests/x.py")], []) == 1
+    run.cases = [seconds.Case("tests/x.py", name, 1.0, late=True) for name in "ab"]
+    assert ci.report(run, {}, [("soak-tests", "tests/y.py")]) == 1
     printed = capsys.readouterr().out
-    assert "endless FAILED" in printed and "soak-tests tests/x.py" in printed
+    assert "endless FAILED" in printed and "2 of tests/x.py" in printed and "due today: 1 files" in printed
 
 
 def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):
