@@ -1,5 +1,6 @@
 """The command that counts votes and draws pairs anew: its refusals and its exit codes."""
 
+import json
 import sys
 
 import pytest
@@ -7,14 +8,12 @@ import pytest
 from sd_quant.commands import votes
 from sd_quant.errors import UNDECIDED, ConfigError
 from sd_quant.places import HOME
-from sd_quant.report.votes import read_key
+from sd_quant.report.ballots import checksum
+from sd_quant.report.votes import DAMAGED, RULE, VOTE, read_key
 
 from ..report.sweeps import write_job, write_plan
-from ..report.test_ballots import folder, write_ballot
 
 pytestmark = pytest.mark.commit
-
-__all__ = ["folder"]
 
 
 def call(monkeypatch, *words) -> int:
@@ -45,13 +44,33 @@ def test_what_cannot_be_meant_is_refused(words, said, tmp_path, monkeypatch):
         call(monkeypatch, *words.format(tmp_path, tmp_path).split())
 
 
-def test_votes_are_counted_and_written(folder, monkeypatch, capsys):
-    paths = [write_ballot(folder, "AB"), write_ballot(folder, "C=D", missed=1)]
-    assert call(monkeypatch, folder, *paths) == 0
+def write_ballot(folder, voter: str, seen: bool = True):
+    """A file of a voter who prefers ``b`` in ten pairs, and has ``seen`` which of two images is damaged."""
+    kinds = [VOTE] * 10 + [DAMAGED]
+    pairs = {
+        f"pair{index}": {"kind": kind, "comparison": 0 if kind == VOTE else None, "prompt": "x", "index": index,
+                         "a": f"a{index}", "b": f"b{index}"}
+        for index, kind in enumerate(kinds)
+    }  # fmt: skip
+    key = {"schema_version": 1, "page": "0" * 16, "seed": 1, "against": None, "most_pairs": 64, "rule": RULE,
+           "comparisons": [{"a": "full precision", "b": "nvfp4"}], "pairs": pairs}  # fmt: skip
+    (folder / "votes_key.json").write_text(json.dumps(key))
+    answers = ["second"] * 10 + ["first" if seen else "second"]
+    cast = [
+        {"pair": f"pair{index}", "first": f"a{index}", "answer": each, "ms": 9} for index, each in enumerate(answers)
+    ]
+    ballot = {"format": "sd-quant votes 1", "page": key["page"], "session": voter, "voter": voter, "votes": cast}
+    (folder / f"{voter}.json").write_text(json.dumps(ballot | {"checksum": checksum(ballot)}))
+    return folder / f"{voter}.json"
+
+
+def test_votes_are_counted_and_written(tmp_path, monkeypatch, capsys):
+    paths = [write_ballot(tmp_path, "AB"), write_ballot(tmp_path, "C=D", seen=False)]
+    assert call(monkeypatch, tmp_path, *paths) == 0
     told = capsys.readouterr().out
     assert "nvfp4 is preferred" in told and "Not counted: C=D, who did not choose the whole image" in told
-    assert (folder / "votes.csv").is_file() and (folder / "votes.json").is_file()
-    assert call(monkeypatch, folder, paths[1]) == UNDECIDED
+    assert (tmp_path / "votes.csv").is_file() and (tmp_path / "votes.json").is_file()
+    assert call(monkeypatch, tmp_path, paths[1]) == UNDECIDED
 
 
 def test_other_pairs_are_drawn(tmp_path, monkeypatch, capsys):
