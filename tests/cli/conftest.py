@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from sd_quant.places import HOME
+
 from ..pipelines import sd15_of_one_level
 from . import forking
-from .shared import JOBS, PROMPTS, QUICK, link_cache, prompts_knob, well
+from .browsing import chromium
+from .shared import JOBS, PROMPTS, QUICK, SAMPLING, link_cache, prompts_knob, well, without_times
+from .sweeping import Launcher, Sweep
 
-REPOSITORY = Path(__file__).parents[2]
-SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")
 LEVEL_3 = ("quant_level=3", "alpha=0.8", "quantize.snapshots=[1]")  # of the tiny pipeline's run
 WATCHED = Path(__file__).with_name("watched")
 Command = Callable[..., subprocess.CompletedProcess]
@@ -37,9 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
     """The one that ships with the project."""
-    path = REPOSITORY / "checkpoints/sdxl_mini.nemo"
-    assert path.is_file(), f"{path} is missing; it ships with the project"
-    return path
+    return HOME / "checkpoints/sdxl_mini.nemo"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +54,7 @@ def start() -> Callable[..., subprocess.Popen]:
 
     def popen(script: str, *arguments: str | Path, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)], cwd=REPOSITORY,
+            [sys.executable, script, *map(str, arguments)], cwd=HOME,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
@@ -120,10 +126,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
 class MainJob:
     directory: Path
     cache: Path
-    statistics: Path  # in that cache: an entry of its prompts
     stdout: str
-    prompts: list[str]
-    sampling: tuple[str, ...]
 
 
 @pytest.fixture(scope="session")
@@ -140,9 +143,7 @@ def main_job(process, checkpoint, made_once) -> MainJob:
         (folder / "stdout").write_text(well(result).stdout)
 
     folder = made_once("main_job", make)
-    (statistics,) = (folder / "cache" / "statistics").iterdir()
-    stdout = (folder / "stdout").read_text()
-    return MainJob(folder / "run", folder / "cache", statistics, stdout, PROMPTS, SAMPLING)
+    return MainJob(folder / "run", folder / "cache", (folder / "stdout").read_text())
 
 
 @dataclass(frozen=True)
@@ -204,3 +205,33 @@ def unbroken_sweep(done, sweep_arguments, with_graphs, made_once) -> Path:
         shutil.copytree(folder / "sweep", folder / "kept")
 
     return made_once("unbroken", make)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """None; a file that tests one has its own."""
+    return Launcher()
+
+
+@pytest.fixture
+def commands(start) -> Iterator[Callable]:
+    """``start`` of commands that end with the test."""
+    started = []
+
+    def run(*arguments, **environment):
+        started.append(start(*arguments, **environment))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def sweep(launcher, commands, sweep_arguments, unbroken_sweep, tmp_path) -> Sweep:
+    """Of two jobs in the test's folder, with what the unbroken one has left in its cache."""
+    link_cache(unbroken_sweep / "cache", tmp_path / "cache")
+    undisturbed = without_times(unbroken_sweep / "table.csv")[:2]
+    two = lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)  # noqa: E731
+    return Sweep(tmp_path / "sweep", launcher, commands, two, undisturbed)

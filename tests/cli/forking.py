@@ -20,19 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sd_quant
+from sd_quant.places import HOME
 
-REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3600  # that a command may take, on a machine however busy
 LATE = (  # what the project imports when it is needed
     *("diffusers", "lightning.fabric", "modelopt.torch.opt", "modelopt.torch.quantization", "onnxscript.optimizer"),
     *("onnxscript.rewriter", "torch._dynamo", "torch.onnx._internal.exporter._core"),
 )
-STARTING_THREADS = {
-    "sd_quant.engines.onnxruntime",
-    "sd_quant.engines.openvino",
-}  # as they are imported
-
-
+STARTING_THREADS = {f"sd_quant.engines.{name}" for name in ("onnxruntime", "openvino")}  # as they are imported
 Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its arguments to how it ended, and bytes
 
 
@@ -40,7 +35,7 @@ Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its
 def forked(folder: Path) -> Iterator[Run]:
     """Starts such a process in ``folder``, which holds what its commands print, and what they write by default."""
     outputs = [str(folder / name) for name in ("stdout", "stderr")]
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     with (
         (folder / "warnings").open("w") as warnings,
         subprocess.Popen(
@@ -101,7 +96,7 @@ def run(command: list[str], stdout: str, stderr: str) -> int:
         if module:
             runpy.run_module(sys.argv[0], run_name="__main__")
         else:
-            runpy.run_path(str(REPOSITORY / sys.argv[0]), run_name="__main__")
+            runpy.run_path(str(HOME / sys.argv[0]), run_name="__main__")
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:

@@ -26,11 +26,12 @@ from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.files.archive import open_members
 from sd_quant.files.tensors import lazy
 from sd_quant.names import nemo as nemo_keys
+from sd_quant.places import HOME
 
-from .forking import REPOSITORY, forked
+from .forking import forked
 
 FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
-MINI = REPOSITORY / "checkpoints/sdxl_mini.nemo"
+MINI = HOME / "checkpoints/sdxl_mini.nemo"
 ONE_CALL = ("calib_size=1", "quantize.n_steps=1", "cache.dir=null", "export_trt=none")
 HARMLESS = ("./model_config.yaml", b"{}")
 MERGES = "\n".join(

@@ -18,6 +18,7 @@ QUICK = (
     "infer.num_warmup_runs=0", "timing.budget_s=0", "memory_of_parts=false", "export_trt=none",
 )  # fmt: skip
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
+SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")  # of those prompts, by the main job
 JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
 # Columns that another run has otherwise.
 TIMES = ("_ms", "_speedup", "_speedup_low", "_speedup_high", "_time", "seconds", "memory_bytes")

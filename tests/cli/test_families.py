@@ -6,7 +6,9 @@ nothing: twenty steps make decibels of a last bit, and each processor has other 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import onnx
@@ -68,15 +70,17 @@ NIGHTLY = [
 ]
 
 
-@pytest.fixture(scope="session")
-def families(made_once) -> Path:
-    """A folder with one for each family by its name, and a cache that they share."""
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> Callable[[str], Path]:
+    """``families(name)``: the folder of that pipeline, beside the others and a cache that they share."""
+    home = tmp_path_factory.mktemp("families")
 
-    def make(folder: Path) -> None:
-        for name, write in TINY.items():
-            write(folder / name)
+    @cache
+    def folder(name: str) -> Path:
+        TINY[name](home / name)
+        return home / name
 
-    return made_once("families", make)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +88,10 @@ def job(done, families):
     """``job(run, family, *knobs)`` ends well."""
 
     def end(run: Path, family: str, *knobs: str) -> Path:
-        done(
-            "quantize.py", f"model={family}", f"model.path={families}/{family.removesuffix('_no_t5')}",
-            "model.width=64", "model.height=64", *QUICK, "quant_level=3", f"cache.dir={families}/cache", *knobs,
-            f"hydra.run.dir={run}",
-        )  # fmt: skip
+        folder = families(family.removesuffix("_no_t5"))
+        model = f"model={family}", f"model.path={folder}", "model.width=64", "model.height=64"
+        where = f"cache.dir={folder.parent}/cache", f"hydra.run.dir={run}"
+        done("quantize.py", *model, *QUICK, "quant_level=3", *knobs, *where)
         return run
 
     return end
@@ -125,7 +128,7 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
         assert f"{denoiser}_quantized" in parity and times["quantized"]["min_ms"] > 0
 
     layers = {layer["name"]: layer for layer in rows_of(run / "layers.csv")}
-    roles = family_named(row.family).layer_roles(empty_denoiser(open_pipeline(families / row.family, row.family)))
+    roles = family_named(row.family).layer_roles(empty_denoiser(open_pipeline(families(row.family), row.family)))
     named = {name: layer["role"] for name, layer in layers.items()}
     assert {name: role for name, role in named.items() if role not in ("norm", "attention")} == roles
     found = Counter(layer["format"] for name, layer in layers.items() if name in roles)
@@ -135,14 +138,15 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
     stored = onnx.load(onnx_path(run, denoiser)).graph.initializer
     codes = [each for each in stored if each.data_type == onnx.TensorProto.DataType.Value(FORMATS[weights].onnx_type)]
     assert len([each for each in codes if len(each.dims) > 1]) >= found[weights] == record["layers"]["quantized"]
-    for entry in record.get("hand_over", {}).values():
-        assert entry["quantized"] == entry["of"] == record["layers"]["quantized"] and entry["lost"] == {}
+    products = sum(count for name, count in row.attentions.items() if name != "high precision")
+    for target, entry in record.get("hand_over", {}).items():
+        assert entry["quantized"] == entry["of"] == record["layers"]["quantized"]
+        assert entry["lost"] == ({f"{target} holds no products of attention": products} if products else {})
 
     if row.attentions:
         assert Counter(each["format"] for each in layers.values() if each["role"] == "attention") == row.attentions
         assert {each["format"] for each in layers.values() if each["role"] == "qkv"} == {weights}
-        quantized = sum(count for name, count in row.attentions.items() if name != "high precision")
-        assert record["simulated"] or parity["quantized_attentions"]["count"] == quantized
+        assert record["simulated"] or parity["quantized_attentions"]["count"] == products
     if row.attentions and plans:
         assert (record["plans"][denoiser]["attention"] is not None) == ("int8" in row.attentions)
 

@@ -77,14 +77,6 @@ def refused(command, code: int, *arguments: object) -> str:
     return result.stderr.splitlines()[-1]
 
 
-def test_what_is_not_ours_is_left_alone(run, command, tmp_path):
-    (tmp_path / "diffusers_modelopt").mkdir()
-    (tmp_path / "diffusers_modelopt/thesis.txt").write_text("mine")
-    message = refused(command, 2, f"run={run}", "to=diffusers_modelopt", f"hydra.run.dir={tmp_path}")
-    assert "exists and holds thesis.txt, which was not handed over by us; move it, or set hydra.run.dir" in message
-    assert (tmp_path / "diffusers_modelopt/thesis.txt").read_text() == "mine"
-
-
 def test_another_assignment_is_refused(run, command, tmp_path):
     changed = tmp_path / "run"
     shutil.copytree(run, changed, ignore=shutil.ignore_patterns("hand_over", "onnx", "full_precision"))

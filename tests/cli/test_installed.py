@@ -84,13 +84,11 @@ def user(environment, tmp_path_factory, with_graphs) -> Run:
     return run
 
 
-def test_it_is_the_wheel_and_has_all_that_it_needs(user, environment):
+def test_it_is_the_wheel_whose_program_refuses_what_is_no_command_and_has_a_doctor(user, environment):
     where = "import sd_quant; from sd_quant.places import HOME, CONF; print(sd_quant.__file__, HOME, CONF.is_dir())"
     *paths, found = user("python", "-c", where).stdout.split()
     assert found == "True" and all(path.startswith(str(environment)) for path in paths)
 
-
-def test_a_command_that_there_is_not_is_refused_and_doctor_is_there(user, environment):
     assert "quantize" in user("sd-quant").stdout
     refused = user("sd-quant", "quantise")
     assert (refused.returncode, refused.stderr) == (2, "error: there is no command quantise; did you mean quantize?\n")
@@ -149,9 +147,7 @@ def test_groups_of_ones_own(user):
     (mine / "mine.yaml").write_text(MINE)
     refused = user("sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "quant_level=7")
     assert refused.stderr == "error: quant_level is 7.0, expected one of 0, 1, 2, 2.5, 3, 4\n"
-    shown = user(
-        "sd-quant", "quantize", "--config-dir", "mine", "quantize=mine", "--cfg", "job", "--package", "quantize"
-    )
+    shown = user("sd-quant", "quantize", *"--config-dir mine quantize=mine --cfg job --package quantize".split())
     assert shown.stdout.splitlines()[-1] == "  attention: null" and "format: mine" in shown.stdout
     (mine / "bad.yaml").write_text("format: bad\nenable: {conv: 3}\n")
     refused = user("sd-quant", "quantize", "hydra.searchpath=[file://mine]", "quantize=bad")

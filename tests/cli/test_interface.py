@@ -11,7 +11,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.metrics.fidelity import psnr
 from sd_quant.places import HOME
 
-from .shared import json_of, pixels, rows_of
+from .shared import PROMPTS, json_of, pixels, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -50,7 +50,7 @@ def test_files_are_those_of_the_command(quantized, main_job, tmp_path):
 
 def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
     """With the command's card, but for how it was made and the last digits of what images say."""
-    folder = quantized.hand_over("diffusers_modelopt", tmp_path / "diffusers_modelopt", main_job.prompts, steps=5)
+    folder = quantized.hand_over("diffusers_modelopt", tmp_path / "diffusers_modelopt", PROMPTS, steps=5)
     assert (folder / "unet/modelopt_state.pth").is_file() and (folder / "vae/config.json").is_file()
     theirs = main_job.directory / "hand_over/diffusers_modelopt"
     ours, expected = (json_of(each / "hand_over.json") for each in (folder, theirs))
@@ -72,7 +72,7 @@ def images_in(folder) -> np.ndarray:
 
 
 def test_images_are_those_of_the_command(quantized, main_job):
-    comparison = sd_quant.compare([quantized], main_job.prompts, steps=5)
+    comparison = sd_quant.compare([quantized], PROMPTS, steps=5)
     assert np.array_equal(comparison.full_precision, images_in(main_job.directory / "images/full_precision"))
     (result,) = comparison.results
     ours = images_in(main_job.directory / "images/quantized")  # by OpenVINO, and here by the simulation
@@ -93,7 +93,7 @@ def test_the_snippet_for_modelopt_runs_as_the_page_has_it(quantized, model, main
     assert {parameter.dtype for parameter in pipeline.unet.parameters()} == {getattr(torch, dtype)}
     pipeline.set_progress_bar_config(disable=True)
     sampling = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "np"}
-    make = lambda: pipeline(main_job.prompts, generator=torch.manual_seed(1), **sampling).images  # noqa: E731
+    make = lambda: pipeline(PROMPTS, generator=torch.manual_seed(1), **sampling).images  # noqa: E731
     restored = make()
     fresh = type(pipeline).from_pretrained("sdxl", torch_dtype=getattr(torch, dtype))
     pipeline.unet = fresh.unet

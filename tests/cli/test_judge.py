@@ -15,7 +15,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.names.sgm import sgm_names
 
 from ..preference_networks import small_dino
-from .shared import JOBS, PROMPTS, pixels, record_of, rows_of
+from .shared import JOBS, PROMPTS, SAMPLING, pixels, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -51,7 +51,7 @@ def judge(done, main_job, folder: Path, candidates):
     small_dino(folder / "dino")
     prompts.write_text("Prompts,Category\n" + "".join(f"{prompt},{prompt.split()[-1]}s\n" for prompt in PROMPTS))
     return done(
-        "judge.py", f"candidates=[{given}]", f"infer.prompts={prompts}", *main_job.sampling,
+        "judge.py", f"candidates=[{given}]", f"infer.prompts={prompts}", *SAMPLING,
         f"metrics.dino_weights={folder}/dino", "timing.budget_s=0", "judge.trust_runs=true",
         f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged",
     )  # fmt: skip

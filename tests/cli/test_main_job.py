@@ -25,7 +25,7 @@ from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.report.record import record_schema
 
 from ..pasting import AWKWARD, words_of
-from .shared import pixels, prompts_knob, record_of, rows_of
+from .shared import PROMPTS, SAMPLING, pixels, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -88,7 +88,7 @@ def unet(run) -> onnx.ModelProto:
 
 def test_everything_that_a_run_leaves_is_there(run, main_job):
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    names = [f"{index:04}.png" for index in range(len(main_job.prompts))]
+    names = [f"{index:04}.png" for index in range(len(PROMPTS))]
     expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
     expected |= {"report.html", "votes.html", "votes_key.json", "ranges.csv", "ranges.png"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
@@ -105,8 +105,7 @@ def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job,
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}", "report: file://"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
-    stages = ("load", "calibrate", "assign", "images", "export", "plans", "hand_over", "parity", "latency",
-              "memory")  # fmt: skip
+    stages = "load calibrate assign images export plans hand_over parity latency memory".split()
     assert set(record["stages"]) == set(stages)
     assert all(f"{stage} ..." in log for stage in stages)
 
@@ -189,7 +188,7 @@ def test_every_quantized_layer_executes_with_an_int8_kernel(run, int8_kernels):
 def test_the_pictures_are_twins_that_differ(run, main_job, record):
     width, height = record["knobs"]["infer"]["width"], record["knobs"]["infer"]["height"]
     pairs = []
-    for index in range(len(main_job.prompts)):
+    for index in range(len(PROMPTS)):
         name = f"{index:04}.png"
         full, quantized = (pixels(run / "images" / side / name) for side in ("full_precision", "quantized"))
         assert full.shape == quantized.shape == (height, width, 3)
@@ -205,7 +204,7 @@ def test_the_pictures_are_twins_that_differ(run, main_job, record):
 
 def test_the_record_is_complete_and_follows_its_schema(record, main_job, checkpoint):
     assert (record["schema_version"], record["status"]) == (2, "done")
-    assert record["prompts"] == main_job.prompts
+    assert record["prompts"] == PROMPTS
     assert (record["knobs"]["quant_level"], record["knobs"]["alpha"], record["knobs"]["seed"]) == (3.0, 0.8, 42)
     assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}
     assert record["inputs"]["calibration_prompts"]["sha256"]
@@ -284,12 +283,12 @@ def test_images_of_the_run_come_out_the_same(done, run, main_job, checkpoint, tm
     """From the files one by one; that ``run=`` finds them is tested with a tiny pipeline."""
     paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
     where = f"hydra.run.dir={tmp_path}/images"
-    done("infer.py", *paths, prompts_knob(main_job.prompts), *main_job.sampling, where)
-    for index in range(len(main_job.prompts)):
+    done("infer.py", *paths, prompts_knob(PROMPTS), *SAMPLING, where)
+    for index in range(len(PROMPTS)):
         found = pixels(tmp_path / "images/images" / f"{index:04}.png")
         np.testing.assert_array_equal(found, pixels(run / "images/quantized" / f"{index:04}.png"))
     record = record_of(tmp_path / "images")
-    assert (record["status"], record["prompts"]) == ("done", main_job.prompts)
+    assert (record["status"], record["prompts"]) == ("done", PROMPTS)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
     assert all(math.isfinite(value) for _, value in numbers(record))
 

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,10 @@ from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.nemo_and_diffusers import PIPELINE
 from sd_quant.models.sdxl_nemo import TextShape, build_modules, scheduler, unet_config
-from tests.networks import built_networks
+from sd_quant.places import HOME
+from tests.networks import assert_same, built_networks
 
 pytestmark = [pytest.mark.commit, pytest.mark.nemo]
-
-MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,10 @@ def connector():
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A random SDXL of few channels, and the archive that we write of it."""
-    config = yaml.safe_load(MINI_CONFIG.read_text())
+    config = yaml.safe_load((HOME / "examples/sdxl_mini/model_config.yaml").read_text())
     config["unet_config"] |= {"model_channels": 32, "context_dim": 128, "adm_in_channels": 32 + 6 * 64}
-    clip1 = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96)
-    clip2 = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96, projection=32)
-    modules = build_modules(config, clip1, clip2)
+    clip = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96)
+    modules = build_modules(config, clip, replace(clip, projection=32))
     path = tmp_path_factory.mktemp("written") / "ours.nemo"
     write_nemo(path, config, modules, torch.float32)
     return path, config, modules
@@ -69,8 +68,7 @@ def test_we_load_an_archive_that_nemo_packed(tmp_path, connector, written):
     connector._make_nemo_file_from_folder(str(tmp_path / "theirs.nemo"), str(tmp_path / "unpacked"))
     built = built_networks(open_nemo(tmp_path / "theirs.nemo"))
     for component, module in modules.items():
-        for name, tensor in module.state_dict().items():
-            assert torch.equal(built[component].state_dict()[name], tensor), (component, name)
+        assert_same(built[component].state_dict(), module.state_dict())
 
 
 class Restored(torch.nn.Module):
@@ -103,6 +101,5 @@ def test_nemo_restores_an_archive_converted_from_a_diffusers_folder(tmp_path, co
     restored = connector().restore_from(Restored, str(tmp_path / "converted.nemo"), map_location="cpu")
     assert unet_config(restored.config) == unet_config(config)
     expected = unpack_with_nemo(connector, path, tmp_path / "expected")
-    assert restored.strict and restored.state.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert restored.state[key].dtype == tensor.dtype and torch.equal(restored.state[key], tensor), key
+    assert restored.strict
+    assert_same(restored.state, expected)

@@ -26,38 +26,29 @@ def fresh() -> LoadedModel:
     return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return fresh()
-
-
-@pytest.fixture(scope="module")
-def names(model) -> list[str]:
-    return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
-
-
-def collected(model, names, prompts=PROMPTS, **options) -> Statistics:
+def collected(model: LoadedModel, prompts=PROMPTS, **options) -> Statistics:
+    names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
     return calibrate(model, names, prompts, SAMPLING, checkpoint_sha256="", accelerator="cpu", **options)
 
 
-def test_two_processes_find_exactly_what_one_finds(model, names, tmp_path):
+def test_two_processes_find_exactly_what_one_finds(tmp_path):
     """Final latents too, which the decoder is calibrated on."""
-    of_two, of_one = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    found = pack(collected(model, names, devices=2, cache=tmp_path, on_latent=of_two.__setitem__))
-    torch.testing.assert_close(found, pack(collected(model, names, on_latent=of_one.__setitem__)), rtol=0, atol=0)
+    model, of_two, of_one = fresh(), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    found = pack(collected(model, devices=2, cache=tmp_path, on_latent=of_two.__setitem__))
+    torch.testing.assert_close(found, pack(collected(model, on_latent=of_one.__setitem__)), rtol=0, atol=0)
     torch.testing.assert_close(dict(sorted(of_two.items())), of_one, rtol=0, atol=0)
     [entry] = tmp_path.rglob("*.safetensors")
     written = entry.stat().st_mtime_ns
-    torch.testing.assert_close(found, pack(collected(model, names, cache=tmp_path)), rtol=0, atol=0)
+    torch.testing.assert_close(found, pack(collected(model, cache=tmp_path)), rtol=0, atol=0)
     assert entry.stat().st_mtime_ns == written  # one entry serves any number of processes
 
 
-def test_an_error_in_another_process_arrives_as_its_own_sentence(names, tmp_path):
+def test_an_error_in_another_process_arrives_as_its_own_sentence(tmp_path):
     model, path = fresh(), tmp_path / "overflowing.nemo"
     nn.init.constant_(model.modules["unet"].get_submodule("down_blocks.0.resnets.0.norm1").weight, 3e38)
     write_nemo(path, model.checkpoint.model_config, model.modules, torch.float32)
     overflowing = replace(model, checkpoint=open_nemo(path))
     with pytest.raises(SdQuantError) as raised:
-        collected(overflowing, names, PROMPTS[:2], devices=2)
+        collected(overflowing, PROMPTS[:2], devices=2)
     layer = "down_blocks.0.resnets.0.conv1"
     assert str(raised.value) == f"the input of layer {layer} is not finite at prompt 0, step 0"

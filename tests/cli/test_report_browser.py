@@ -11,7 +11,7 @@ from PIL import Image
 from sd_quant.report.page import write_report
 from tests.unit.report.sweeps import change_record, write_job, write_plan
 
-from .browsing import HOSTILE, chromium, needs_chromium, pages
+from .browsing import HOSTILE, needs_chromium, pages
 
 pytestmark = [pytest.mark.commit, needs_chromium]
 RED, BLUE = (220, 20, 20), (20, 20, 220)  # full precision and quantized
@@ -36,12 +36,6 @@ def report(tmp_path_factory) -> Path:
     (folder / "d" / "failure.json").write_text(json.dumps({"status": "failed", "reason": HOSTILE}))
     varied = {name: {"alpha": value} for name, value in zip("abcd", (0.5, 0.8, HOSTILE, 10), strict=True)}
     return write_report(write_plan(folder, varied, command=[HOSTILE]))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from sd_quant.report.ballots import read_ballot
 from sd_quant.report.votes import EQUAL, read_key, write_votes
 from tests.unit.report.sweeps import write_job, write_plan
 
-from .browsing import HOSTILE, chromium, needs_chromium, pages
+from .browsing import HOSTILE, needs_chromium, pages
 
 pytestmark = [pytest.mark.commit, needs_chromium]
 PROMPTS = [HOSTILE, *(f"a long prompt on the number {index}, its colours and its materials" for index in range(9))]
@@ -35,12 +35,6 @@ def folder(tmp_path_factory) -> Path:
         Image.fromarray(chance.integers(0, 255, PORTRAIT, np.uint8)).save(path)
     write_votes(write_plan(folder, {"int8": {"quantize": "int8"}}), {"int8": "int8"})
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

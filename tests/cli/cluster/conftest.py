@@ -1,12 +1,12 @@
 """Faults of a cluster: what befalls a sweep, what is done about it, and a table of the outcomes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from ..shared import link_cache, same, well, without_times
-from .sweeping import JOBS, Sweep, ended
+from ..sweeping import ended
 
 EIGHT = ["quant_level=2,3", "alpha=0.3,0.5,0.7,0.9"]
 FAULT = "fault | launcher | outcome"
@@ -25,15 +25,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def seen(record_property, launcher) -> Callable[[str, str], None]:
     """``seen(fault, outcome)`` puts a row into the table of a test that passes."""
     return lambda fault, outcome: record_property(FAULT, f"{fault} | {launcher.name} | {outcome}")
-
-
-@pytest.fixture
-def sweep(launcher, commands, sweep_arguments, unbroken_sweep, tmp_path) -> Sweep:
-    """Through the launcher of the file."""
-    link_cache(unbroken_sweep / "cache", tmp_path / "cache")
-    undisturbed = without_times(unbroken_sweep / "table.csv")[: len(JOBS)]
-    two = lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)  # noqa: E731
-    return Sweep(tmp_path / "sweep", launcher, commands, two, undisturbed)
 
 
 @pytest.fixture(scope="session")
@@ -60,18 +51,3 @@ def eight_jobs(eight, sweep, seen) -> Callable[[], None]:
         seen("none, eight jobs", f"the table of a sweep without a launcher; {took}")
 
     return check
-
-
-@pytest.fixture
-def commands(start) -> Iterator[Callable]:
-    """``start`` of commands that end with the test."""
-    started = []
-
-    def run(*arguments, **environment):
-        started.append(start(*arguments, **environment))
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .sweeping import ALIKE, JOBS, Launcher, ended, held
+from ..sweeping import ALIKE, JOBS, Launcher, ended, held
 
 pytestmark = [
     pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),

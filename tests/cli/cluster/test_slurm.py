@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import REPOSITORY
+from sd_quant.places import HOME
+
+from ..sweeping import ALIKE, JOBS, Launcher, ended
 from .slurm import Slurm, slurm, why_not
-from .sweeping import ALIKE, JOBS, Launcher, ended
 
 pytestmark = [
     pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
@@ -154,7 +155,7 @@ def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, c
     with_graphs(tmp_path / "cache")
     command = shlex.join([sys.executable, "quantize.py", *knobs, f"cache.dir={tmp_path}/cache"])
     script = f"{command} hydra.run.dir={tmp_path}/node$SLURM_ARRAY_TASK_ID"
-    options = "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={REPOSITORY}"
+    options = "--array=1-2", "--mem=4G", f"--output={tmp_path}/%a.out", f"--chdir={HOME}"
     cluster.run("sbatch", *options, "--wrap", script)
     logs = [tmp_path / f"node{number}" / "quantize.log" for number in (1, 2)]
     made = tmp_path / "cache" / "sensitivities"

@@ -1,11 +1,11 @@
-"""A sweep on a cluster, and the faults that Ray and Slurm have alike."""
+"""A sweep of two jobs through a launcher, and the faults that Ray and Slurm have alike."""
 
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
 
@@ -13,20 +13,20 @@ from sd_quant.cache import open_lock, try_lock
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE
 
-from ..shared import JOBS as ALL_JOBS
-from ..shared import json_of, same, without_times
+from .shared import JOBS as ALL_JOBS
+from .shared import json_of, same, without_times
 
 JOBS = ALL_JOBS[:2]
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a sweep is started on a cluster, and how two faults end there."""
+    """How a sweep is started, and what becomes of its jobs where the command is killed."""
 
-    name: str
-    knobs: Sequence[str]
-    environment: Mapping[str, str]
-    killed: str
+    name: str = "none"
+    knobs: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    killed: str = ""
     said: Sequence[str] = ()  # by a command beside the jobs of one that was killed
 
 
