@@ -1,26 +1,22 @@
-"""``python benchmarks/any_pipeline_full_size.py``: SANA 1.6B, a model that no file here knows, at its full size.
+"""``python -m benchmarks.any_pipeline_full_size``: SANA 1.6B, a model that no file here knows, at its full size.
 
 Weights are random and stored in bf16; text encoder and decoder are the tiny ones of ``benchmarks.tiny_pipelines``. Each
-step is a process of its own, whose time and peak memory are printed: observing (without weights in memory), calibration
-(in fp32, by torch), and the ONNX file in INT8.
+step is a row (``measurer.py``): observing (without weights in memory), calibration (in fp32, by torch), and the ONNX
+file in INT8.
 """
 
 import argparse
-import json
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.measurer import Figures, Rows, add_row, serve
 from benchmarks.tiny_pipelines import build
 from sd_quant.checkpoints.synthetic import random_parameter
-from sd_quant.files import write_json
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor
-from sd_quant.metrics.memory import peak_memory_bytes
+from sd_quant.places import input_path
 
 PIPELINE, SIDE, PROMPT, STEPS = "SanaPipeline", 64, ["a red bicycle"], 2
 FULL = {"num_layers": 20, "num_attention_heads": 70, "attention_head_dim": 32, "num_cross_attention_heads": 20,
@@ -58,11 +54,11 @@ def opened(work: Path):
     )
 
 
-def step(name: str, work: Path, layers: int) -> dict:
-    """Takes one step in this process, and returns its figures."""
+def step(options: argparse.Namespace, name: str) -> Figures:
+    """A row's process."""
     if name == "write":
-        return write_folder(work / "pipeline", layers)
-    model = opened(work)
+        return write_folder(options.work / "pipeline", options.layers)
+    model = opened(options.work)
     if name == "observe":
         rung = model.session.checkpoint.observation.parts[model.session.denoiser].rung
         return {"rung": rung.name, "verified": {runtime: str(each) for runtime, each in rung.verified.items()}}
@@ -70,30 +66,21 @@ def step(name: str, work: Path, layers: int) -> dict:
     if name == "calibrate":
         return {"layers": len(statistics.layers)}
     quantized = model.quantize(statistics, "int8", quant_level=3)
-    file = quantized.export(work / "int8")[model.session.denoiser]
+    file = quantized.export(options.work / "int8")[model.session.denoiser]
     return {"bytes": sum(each.stat().st_size for each in file.parent.iterdir()), "layers": repr(quantized)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("outputs/any_pipeline_full_size"))
+    parser.add_argument("--work", type=input_path, default="outputs/any_pipeline_full_size")
     parser.add_argument("--layers", type=int, default=FULL["num_layers"], help="blocks; 20 is the full size")
-    parser.add_argument("--step", choices=("write", "observe", "calibrate", "export"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.step:
-        started = time.perf_counter()
-        found = step(given.step, given.work.resolve(), given.layers)
-        found |= {"seconds": round(time.perf_counter() - started, 1), "peak_memory_bytes": peak_memory_bytes()}
-        write_json(given.work / f"{given.step}.json", found)
-        return
-    given.work.mkdir(parents=True, exist_ok=True)
-    rows = []
+    add_row(parser)
+    options = parser.parse_args()
+    if options.row:
+        return serve({"step": step}, options)
+    rows = Rows(options.work)
     for name in ("write", "observe", "calibrate", "export"):
-        command = [sys.executable, "-m", "benchmarks.any_pipeline_full_size", "--work", str(given.work)]
-        subprocess.run([*command, "--layers", str(given.layers), "--step", name], check=True)
-        found = json.loads((given.work / f"{name}.json").read_text())
-        rows.append(found)
-        print(f"{name:10} {found['seconds']:8.1f} s {found['peak_memory_bytes'] / 1e9:6.2f} GB  {found}", flush=True)
+        rows.measure(f"step:{name}")
 
 
 if __name__ == "__main__":

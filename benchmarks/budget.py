@@ -21,9 +21,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import GUIDANCE, PROMPTS, STATISTICS, FullPrecision, Subject, load, parser, report, timed
+from common import (
+    GUIDANCE,
+    PROMPTS,
+    FullPrecision,
+    Subject,
+    image_parser,
+    open_subject,
+    paired,
+    reference_of,
+    report,
+    timed,
+)
 from diffusers.models.attention_processor import AttnProcessor
-from quality import paired
 
 from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of
@@ -171,17 +181,13 @@ def best_single(solved: Solved) -> Sequence[str] | None:
 
 
 def main() -> None:
-    arguments = parser(__doc__, prompts=32)
-    arguments.add_argument(
-        "--bits", type=float, nargs="+", default=[5.5, 6.5, 8], help="effective ones, as ModelOpt counts"
-    )
-    arguments.add_argument("--images", type=int, default=64)
-    arguments.add_argument("--tables", nargs="+", choices=FORMATS, default=list(FORMATS))
-    options = arguments.parse_args()
-    subject = load(options.prompts)
+    parser, bits = image_parser(__doc__), [5.5, 6.5, 8]
+    parser.add_argument("--bits", type=float, nargs="+", default=bits, help="effective ones, as ModelOpt counts")
+    parser.add_argument("--tables", nargs="+", choices=FORMATS, default=list(FORMATS))
+    options = parser.parse_args()
+    subject = open_subject(None, None, options.calib_size, options.model)
     checkpoint, names = subject.model.checkpoint, subject.names
-    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
-    reference = FullPrecision(subject, PROMPTS / "sdxl_mini_report.txt", options.images, options.steps)
+    statistics, reference = subject.statistics(options.steps), reference_of(subject, options)
     choosing = FullPrecision(subject, PROMPTS / "sdxl_mini.txt", CHOOSING, options.steps, CHOOSING)
     figures = []
     for title in options.tables:

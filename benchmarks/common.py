@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from statistics import fmean, stdev
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -25,6 +27,7 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.knobs import read
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.intervals import mean_interval
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.models.parts import Contract
 from sd_quant.places import HOME, input_path
@@ -40,6 +43,7 @@ from sd_quant.simulation.modelopt import quantizer_configs
 MODEL, PROMPTS = "sdxl_mini", Path(__file__).parent / "prompts"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
 IMAGE_SEED = 123  # of the main job's images
+REPORTED = PROMPTS / "sdxl_mini_report.txt"  # on which results are reported
 STATISTICS = HOME / "outputs/cache/statistics"  # the main job's cache
 Result = TypeVar("Result")
 
@@ -74,23 +78,17 @@ class Subject:
     def names(self) -> list[str]:
         return [name for name, role in self.roles.items() if role != "excluded"]
 
-    def sampling(self, steps: int, batch_size: int = 1) -> Sampling:
-        return Sampling(steps, GUIDANCE, self.size, self.size, batch_size, SEED)
-
-    def statistics(
-        self, sampling: Sampling, prompts: int | None = None, cache: Path | None = None,
-        hessians: Hessians = NO_HESSIANS,
-    ) -> Statistics:  # fmt: skip
-        """The statistics of all prompts or the first ones, on the CPU, from a cache where one is given.
+    def statistics(self, steps: int, hessians: Hessians = NO_HESSIANS, cached: bool = True) -> Statistics:
+        """The statistics of all prompts, on the CPU, from the main job's cache, which knows no fused LoRAs.
 
         Excluded linears are among the layers, as in the main job, because a recipe may include them.
         """
         linears = {name for name, layer in self.model.denoiser.named_modules() if isinstance(layer, nn.Linear)}
         names = [name for name in self.roles if name in self.names or name in linears]
-        checkpoint = fingerprint(self.path)["sha256"] if cache else ""
+        checkpoint = fingerprint(self.path)["sha256"] if cached else ""
         return calibrate(
-            self.model, names, self.prompts[:prompts], sampling,
-            checkpoint_sha256=checkpoint, cache=cache, accelerator="cpu", hessians=hessians,
+            self.model, names, self.prompts, Sampling(steps, GUIDANCE, self.size, self.size, 1, SEED),
+            checkpoint_sha256=checkpoint, cache=STATISTICS if cached else None, accelerator="cpu", hessians=hessians,
         )  # fmt: skip
 
     def assignment(
@@ -167,32 +165,53 @@ def open_subject(
     return Subject(opened, roles, given[:count], known["width"], path)
 
 
-def load(prompts: int) -> Subject:
-    return open_subject(None, None, prompts)
-
-
-def parser(description: str, prompts: int) -> argparse.ArgumentParser:
-    """The options of every benchmark; ``description`` is the script's docstring."""
-    made = argparse.ArgumentParser(description=description.split("\n\n")[0])
-    made.add_argument("--prompts", type=int, default=prompts, help="to calibrate on (%(default)s)")
+def image_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The options of benchmarks that compare images; ``description`` is the script's docstring."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
+    made.add_argument("--prompts", type=Path, default=REPORTED, help="of the images (%(default)s)")
+    made.add_argument("--images", type=int, default=64, help="(%(default)s)")
+    made.add_argument("--calib-size", type=int, default=32, help="prompts to calibrate on (%(default)s)")
     made.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
-    made.add_argument("--out", type=Path, help="a JSON file for the figures")
+    made.add_argument("--batch", type=int, default=8, help="images at a time (%(default)s)")
+    made.add_argument("--out", type=Path, help="for the figures (%(default)s)")
+    made.set_defaults(**defaults)
     return made
 
 
 def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
-    """The options of benchmarks of recipes' images; ``name`` is the script's and ``description`` its docstring."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", default=MODEL, help="a shipped checkpoint, as in model= (%(default)s)")
+    """The options of benchmarks of a checkpoint's recipes, whose rows are kept in a folder of this ``name``."""
+    made = image_parser(description, prompts=PROMPTS / "sdxl_mini.txt", out=HOME / f"outputs/benchmarks/{name}/choice")
     made.add_argument("--checkpoint", type=Path, help="another one of its kind")
     made.add_argument("--calibration", type=Path, help="prompts to calibrate on, of the other one")
-    made.add_argument("--prompts", type=Path, default=PROMPTS / "sdxl_mini.txt")
-    made.add_argument("--images", type=int, default=64)
-    made.add_argument("--calib-size", type=int, default=32)
-    made.add_argument("--steps", type=int, default=20)
-    made.add_argument("--batch", type=int, default=8)
-    made.add_argument("--out", type=Path, default=HOME / f"outputs/benchmarks/{name}/choice")
     return made
+
+
+def subject_of(options: argparse.Namespace, loras: Sequence[tuple[Path, float]] = ()) -> Subject:
+    """The subject of the options of ``recipe_parser``."""
+    return open_subject(options.checkpoint, options.calibration, options.calib_size, options.model, loras)
+
+
+def reference_of(subject: Subject, options: argparse.Namespace) -> FullPrecision:
+    """Full precision's images for the options of ``image_parser``."""
+    return FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+
+
+def paired(values: Sequence[float], others: Sequence[float]) -> str:
+    """The mean difference of two recipes over the same images, with its standard error."""
+    differences = [value - other for value, other in zip(values, others, strict=True)]
+    return f"{fmean(differences):+.2f} ± {stdev(differences) / math.sqrt(len(differences)):.2f}"
+
+
+def with_interval(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """The mean of values, with its interval at 95 %."""
+    interval = mean_interval(list(values))
+    return f"{form.format(interval.value)} ± {interval.high - interval.value:.2f}"
+
+
+def cells_of(found: Mapping[str, Any]) -> list[str]:
+    """A fidelity's PSNR with its interval, its worst and its LPIPS."""
+    return [with_interval(found["psnr"]["values"]), f"{found['psnr']['min']:.2f}", f"{found['lpips']['mean']:.4f}"]
 
 
 def job_of_run(folder: Path) -> QuantizeJob:

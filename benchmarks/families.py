@@ -7,18 +7,14 @@
 Weights are never there as a whole: each tensor is made when it is read, in fp16, of the same million random numbers, so
 what is measured is the recipe, the graph and the streamed file, and neither a disk nor a generator. Statistics are
 drawn too, because a pass of the larger ones in torch takes more memory than a small machine has; time and memory of a
-recipe and an export do not depend on values. Each stage has a process of its own, whose peak is its own. Other tools
-get the denoiser alone.
+recipe and an export do not depend on values. Each stage is a row
+(``measurer.py``). Other tools get the denoiser alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import resource
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,12 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
+from measurer import Figures, Rows, add_row, serve
 
-from sd_quant.files import temporary_folder, write_json
-from sd_quant.places import HOME, input_path
+from sd_quant.files import temporary_folder
+from sd_quant.places import input_path
 
 DENOISERS = Path(__file__).with_name("denoisers.yaml")
-EXPORT, PLANNED = "recipe and export", "plan"
 PLAN = ("export_trt=tensorrt_rtx", "trt.targets=[SM89]", "trt.max_batch_size=1", "trt.timing_cache=null")
 LEVEL, ALPHA, STEPS, PROMPTS, ROWS = 3.0, 0.8, 2, 1, 16
 DRAWN = 2**20  # random numbers, which weights repeat
@@ -100,21 +96,26 @@ def statistics_of(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
     return found
 
 
-def derived(checkpoint, network, recipe):
+def derived(checkpoint, network, recipe, attentions: Mapping[str, Any] | None = None):
     """The assignment of ``network``, which has no weights."""
     from sd_quant.models.checkpoint import denoiser_weights
     from sd_quant.quantization.derivation import derive
 
-    weights, roles = denoiser_weights(checkpoint), checkpoint.family.layer_roles(network)
+    weights, family = denoiser_weights(checkpoint), checkpoint.family
+    roles = family.layer_roles(network)
     shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
-    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+
+    def optional(kind: str):
+        return lambda name: weights[found] if (found := f"{name}.{kind}") in weights else None
+
     return derive(
         roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), recipe, inputs,
-        bias_of=lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None,
+        attentions=attentions or {}, bias_of=optional("bias"), gain_of=optional("weight"),
     )  # fmt: skip
 
 
-def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
+def export(family: str, given: dict[str, Any], path: Path) -> Figures:
     from sd_quant.export.parts import trace_part, write_part
     from sd_quant.models.checkpoint import empty_denoiser
     from sd_quant.quantization.recipe import Recipe
@@ -129,7 +130,7 @@ def export(family: str, given: dict[str, Any], path: Path) -> dict[str, float]:
     return written(network, assignment, path.parent) | seconds | {"write_seconds": time.perf_counter() - traced}
 
 
-def hand_over(family: str, given: dict[str, Any], target: str, preset: str, work: Path) -> dict[str, float]:
+def hand_over(family: str, given: dict[str, Any], target: str, preset: str, work: Path) -> Figures:
     """Write the denoiser as ``target`` reads it, without the pipeline's other networks, into a temporary folder."""
     from common import recipe_of
 
@@ -150,7 +151,7 @@ def hand_over(family: str, given: dict[str, Any], target: str, preset: str, work
     return found | {"recipe_seconds": known - start, "write_seconds": time.perf_counter() - known}
 
 
-def written(network, assignment, folder: Path) -> dict[str, float]:
+def written(network, assignment, folder: Path) -> Figures:
     return {
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "layers": sum(layer.format is not None for layer in assignment.values()),
@@ -158,7 +159,7 @@ def written(network, assignment, folder: Path) -> dict[str, float]:
     }
 
 
-def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
+def plan(given: dict[str, Any], path: Path) -> Figures:
     """Build the plan. Raises ResourceError where the machine has less memory than that takes."""
     from common import job_with
 
@@ -176,18 +177,15 @@ def plan(given: dict[str, Any], path: Path) -> dict[str, float]:
     return {"plan_seconds": time.perf_counter() - start, "plan_bytes": built.stat().st_size}
 
 
-def child(family: str, stage: str, work: Path, denoisers: Path) -> None:
+def measured(options: argparse.Namespace, family: str, stage: str, preset: str = "") -> Figures:
+    """A row's process."""
     from sd_quant.models.family import family_named
 
-    denoiser = family_named(family).DENOISER
-    path, given = work / family / "onnx" / denoiser / f"{denoiser}.onnx", described(family, denoisers)
-    if stage in (EXPORT, PLANNED):
-        found = export(family, given, path) if stage == EXPORT else plan(given, path)
-    else:
-        target, _, preset = stage.partition(":")
-        found = hand_over(family, given, target, preset, work)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps(found | {"peak_memory_bytes": peak}))
+    denoiser, given = family_named(family).DENOISER, described(family, options.denoisers)
+    path = options.work / family / "onnx" / denoiser / f"{denoiser}.onnx"
+    if preset:
+        return hand_over(family, given, stage, preset, options.work)
+    return export(family, given, path) if stage == "export" else plan(given, path)
 
 
 def main() -> None:
@@ -195,26 +193,17 @@ def main() -> None:
     parser.add_argument("--families", default="sd15,pixart,sd3,flux")
     parser.add_argument("--plans", action="store_true", help="build plans too")
     parser.add_argument("--hand-over", default="", help="targets with presets, such as modelopt:fp8, and no ONNX")
-    parser.add_argument("--work", type=Path, default=Path("outputs/families"))
+    parser.add_argument("--work", type=input_path, default="outputs/families")
     parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    work = input_path(given.work)
-    if given.child:
-        child(*given.child, work, given.denoisers)
-        return
-    stages = given.hand_over.split(",") if given.hand_over else [EXPORT, *([PLANNED] if given.plans else [])]
-    for family in given.families.split(","):
+    add_row(parser)
+    options = parser.parse_args()
+    if options.row:
+        return serve({"stage": measured}, options)
+    stages = options.hand_over.split(",") if options.hand_over else ["export", *(["plan"] if options.plans else [])]
+    rows = Rows(options.work)
+    for family in options.families.split(","):
         for stage in stages:
-            command = [sys.executable, __file__, "--child", family, stage, "--work", str(work)]
-            command += ["--denoisers", str(given.denoisers)]
-            result = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=False)
-            lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-            found = json.loads(lines[-1]) if result.returncode == 0 else {"failed": lines[-1][:600] if lines else ""}
-            rows_file = work / "rows.json"
-            rows = json.loads(rows_file.read_text(encoding="utf-8")) if rows_file.exists() else {}
-            write_json(rows_file, rows | {f"{family}: {stage}": found})
-            print(f"{family:7} {stage:18} {json.dumps(found)}", flush=True)
+            rows.measure(f"stage:{family}:{stage}")
 
 
 if __name__ == "__main__":

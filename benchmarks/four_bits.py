@@ -18,7 +18,7 @@ continues with the others. Variants were chosen on other prompts than those that
 
 from pathlib import Path
 
-from common import STATISTICS, FullPrecision, job_with, open_subject, recipe_of, recipe_parser
+from common import job_with, recipe_of, recipe_parser, reference_of, subject_of
 from quality import table
 
 from sd_quant.config import QuantizeJob
@@ -64,17 +64,16 @@ def main() -> None:
     tables = [[(preset, name, VARIANTS[name]) for name in options.variants] for preset in options.presets]
     if options.recipes:
         tables = [[(text.split()[0], text, text.split()[1:]) for text in options.recipes]]
-    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
+    subject = subject_of(options)
     checkpoint, jobs, lines = subject.model.checkpoint, dict[str, QuantizeJob](), []
-    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
-    sampling, found = subject.sampling(options.steps), dict[Hessians, Statistics]()
+    reference, found = reference_of(subject, options), dict[Hessians, Statistics]()
 
     def simulated(row: str, folder: Path) -> Engine:
         job = jobs[row]
         loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
         summed = denoiser_hessians(checkpoint, loaded.roles, job.quantize)
         if summed not in found:
-            found[summed] = subject.statistics(sampling, cache=STATISTICS, hessians=summed)
+            found[summed] = subject.statistics(options.steps, summed)
         return open_simulated(checkpoint, assign(loaded, found[summed]))
 
     for rows in tables:

@@ -1,9 +1,7 @@
 """Time and memory of each stage for the full SDXL on a small machine, beside those of NVIDIA's and torch's tools.
 
-Each measurement runs in a process of its own, one after another, so that its peak memory is its own and nothing but the
-disk's cache is warm; the parent imports no torch. A process that the kernel kills for lack of memory is a result too.
-Figures are kept in ``<work>/rows.json`` as they come, and an interrupted run continues with those that are missing;
-delete the file, or name another ``--work``, to measure again.
+Each measurement runs in a process of its own, one after another (``measurer.py``), so nothing but the disk's cache is
+warm. Figures are kept in ``<work>/rows.json``; delete the file, or name another ``--work``, to measure again.
 
     python benchmarks/full_size.py
     python benchmarks/full_size.py --checkpoint <file>.nemo --rows 1,4 --twice
@@ -33,8 +31,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -42,7 +38,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from sd_quant.files import write_json, write_text
+from measurer import KILLED, RowFailed, Rows, add_row, markdown, run_process, serve
+
+from sd_quant.files import write_text
 from sd_quant.places import HOME, input_path
 
 if "--row" in sys.argv:  # in a child only: the parent sits beside what is measured and has to be small
@@ -91,7 +89,6 @@ IMAGES, TARGET = (1, 1, 8), "SM89"  # least, likely and most images of a batch o
 LATENT_FACTOR = 8  # pixels per latent
 PRESETS = ("fp8", "svdquant_w4a16")  # of row 6, at level 3
 HANDED_OVER = {"comfyui": "fp8", "openvino": "int8"}  # of row 8: targets and their presets
-KILLED = "killed"
 
 
 # ---------------------------------------------------------------------------------------------------- where files are
@@ -123,14 +120,14 @@ def emptied(folder: Path) -> Path:
 # ------------------------------------------------------------------------------------- what a child does, and measures
 
 
-def synthetic(options: argparse.Namespace, _: str) -> dict:
+def synthetic(options: argparse.Namespace) -> dict:
     from sd_quant.checkpoints.synthetic import write_synthetic
 
     write_synthetic(options.checkpoint, torch.float16)
     return {"bytes": options.checkpoint.stat().st_size}
 
 
-def calibration(options: argparse.Namespace, _: str) -> dict:
+def calibration(options: argparse.Namespace) -> dict:
     """One calibration pass over one prompt with the model in fp32, from which every recipe is derived."""
     model = load_model(open_nemo(options.checkpoint))
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
@@ -182,7 +179,7 @@ def variant(options: argparse.Namespace, level: str) -> dict:
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder)}
 
 
-def reference(options: argparse.Namespace, _: str) -> dict:
+def reference(options: argparse.Namespace) -> dict:
     """Quantize the same layers with ModelOpt's SmoothQuant, and export as NeMo does, with torch's exporter."""
     import modelopt.torch.quantization as mtq
     from common import modelopt_config
@@ -217,7 +214,7 @@ def reference(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": bytes_in(folder), "peak_before_export_bytes": before}
 
 
-def parts(options: argparse.Namespace, _: str) -> dict:
+def parts(options: argparse.Namespace) -> dict:
     def everything() -> None:
         checkpoint = open_nemo(options.checkpoint)
         known = assignment(options, checkpoint, HIGHEST)
@@ -229,7 +226,7 @@ def parts(options: argparse.Namespace, _: str) -> dict:
     return {"seconds": seconds, "bytes": bytes_in(folder)}
 
 
-def plan(options: argparse.Namespace, name: str) -> dict:
+def plan(options: argparse.Namespace, name: str = "") -> dict:
     """Build the plan of the UNet in INT8 or in a preset's format, for the batches of ``export_trt.py``: guidance
     doubles the likely and the largest."""
     from sd_quant.engines.tensorrt.build import build_plan
@@ -273,7 +270,7 @@ def handed_over(options: argparse.Namespace, target: str) -> dict:
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder), "layers": layers}
 
 
-def count_operations(options: argparse.Namespace, _: str) -> dict:
+def count_operations(options: argparse.Namespace) -> dict:
     """Count the operations of one pass: all, those of layers, and those of each level's layers, with self-attention's
     products at level 4."""
     checkpoint = open_nemo(options.checkpoint)
@@ -367,13 +364,13 @@ def profile(options: argparse.Namespace, side: str) -> dict:
     return {"spent": {kind: [sum(times), len(times)] for kind, times in spent.items()}}
 
 
-def origin(options: argparse.Namespace, _: str) -> dict:
+def origin(options: argparse.Namespace) -> dict:
     from sd_quant.report.provenance import provenance
 
     return provenance({}, [])
 
 
-CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
+CHILDREN: dict[str, Callable[..., dict]] = {
     "synthetic": synthetic,
     "calibration": calibration,
     "export": export,
@@ -390,81 +387,18 @@ CHILDREN: dict[str, Callable[[argparse.Namespace, str], dict]] = {
 }
 
 
-def child(options: argparse.Namespace) -> None:
-    """Run the function before the colon of ``--row pass:2.5`` for what comes after it."""
-    name, _, side = options.row.partition(":")
-    found = CHILDREN[name](options, side)
-    print(json.dumps(found | {"peak_memory_bytes": peak_memory_bytes()}), flush=True)
-
-
 # ------------------------------------------------------------------------------------------------ what the parent does
 
 
-class StepFailed(Exception):
-    """A process failed; ``found`` says how."""
-
-    def __init__(self, found: dict):
-        super().__init__(found["failed"])
-        self.found = found
-
-
-def run_process(command: list[str], log: Path) -> tuple[str, dict]:
-    """The output of a process, and its seconds and peak as the kernel counts them. Raises StepFailed."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=HOME)
-        try:
-            printed = process.stdout.read()
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            if process.returncode is None:
-                process.kill()
-    found = {"process_seconds": time.perf_counter() - start, "peak_memory_bytes": usage.ru_maxrss * 1024}
-    if process.returncode == -signal.SIGKILL:
-        raise StepFailed({"failed": KILLED} | found)
-    if process.returncode:
-        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        raise StepFailed({"failed": " ".join(last) or f"exit status {process.returncode}"} | found)
-    return printed, found
-
-
-class Bench:
+class Bench(Rows):
     """The figures so far, and the files that the next measurement requires."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.file = options, options.work / "rows.json"
-        subject = {"checkpoint": str(options.checkpoint), "size": options.size}
-        kept = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {"subject": subject}
-        if kept.pop("subject") != subject:
-            raise SystemExit(
-                f"{self.file} has figures of another checkpoint or size; delete it or choose another --work"
-            )
-        self.subject, self.rows = subject, kept
-
-    def measure(self, name: str, work: Callable[[], dict], **note: object) -> None:
-        """Keep the figures of ``work``, unless they are known. A kill is kept; another failure is measured again."""
-        if self.rows.get(name, {}).get("failed") in (None, KILLED) and name in self.rows:
-            return
-        try:
-            found = work()
-        except StepFailed as failure:
-            found = failure.found
-        self.rows[name] = found | note
-        write_json(self.file, {"subject": self.subject} | self.rows)
-        print(f"{name}: {line(found)}", flush=True)
-
-    def child(self, row: str) -> dict:
-        given = {name: getattr(self.options, name) for name in ("checkpoint", "work", "size", "repeats")}
-        arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-        command = [sys.executable, __file__, "--row", row, *arguments]
-        printed, found = run_process(command, self.options.work / "logs" / f"{row.replace(':', '_')}.txt")
-        figures = next(text for text in reversed(printed.splitlines()) if text.startswith("{"))
-        return found | json.loads(figures)
+        super().__init__(options.work, {"checkpoint": str(options.checkpoint), "size": options.size})
+        self.options, self.rows = options, self.found
 
     def need(self, *rows: str) -> None:
-        """Make the files of these rows, unless they exist. Raises StepFailed."""
+        """Make the files of these rows, unless they exist. Raises RowFailed."""
         options = self.options
         for row in rows:
             name, _, level = row.partition(":")
@@ -477,18 +411,18 @@ class Bench:
             }[name]
             if not all(file.exists() for file in files):
                 try:
-                    self.child(row)
-                except StepFailed as failure:
-                    raise StepFailed({"failed": f"not measured, {row}: {failure}"}) from failure
+                    self.process(row)
+                except RowFailed as failure:
+                    raise RowFailed({"failed": f"not measured, {row}: {failure}"}) from failure
 
-    def after(self, *needed: str, row: str) -> Callable[[], dict]:
-        """A function that makes what the child ``row`` needs and then runs it."""
+    def row(self, row: str, *needed: str, name: str = "", **note: object) -> None:
+        """Measure ``row``, as ``name`` where that is another, and before it make what it needs."""
 
         def work() -> dict:
             self.need("synthetic", "calibration", *needed)
-            return self.child(row)
+            return self.process(row)
 
-        return work
+        self.measure(name or row, work, **note)
 
     def remove(self, *names: str) -> None:
         for name in names:
@@ -496,22 +430,22 @@ class Bench:
 
     def unet_export(self) -> None:
         for kind in ("export", "variant"):
-            self.measure(f"{kind}:{HIGHEST}", self.after(row=f"{kind}:{HIGHEST}"))
+            self.row(f"{kind}:{HIGHEST}")
             self.remove("unet")
         if not self.options.skip_reference:
-            self.measure("reference", self.after(row="reference"))
+            self.row("reference")
             self.remove("reference")
 
     def whole_export(self) -> None:
-        self.measure("parts", self.after(row="parts"))
+        self.row("parts")
 
     def unet_plan(self) -> None:
-        self.measure("plan", self.after("parts", row="plan"))
+        self.row("plan", "parts")
         self.remove("plan")
 
     def passes(self) -> None:
         """Each side's file is written, measured and removed, so the disk holds one at a time."""
-        self.measure("operations", self.after(row="operations"))
+        self.row("operations")
         chosen = (TORCH, UNQUANTIZED, *self.options.levels.split(","))
         notes = {"", *([HALF] if self.options.bf16 else []), *([", again"] if self.options.twice else [])}
         written = None
@@ -519,10 +453,10 @@ class Bench:
             if side != written:
                 self.remove("unet")
             if side not in (TORCH, written):
-                self.measure(f"variant:{side}", self.after(row=f"variant:{side}"))
+                self.row(f"variant:{side}")
             written, needed = side, () if side == TORCH else (f"variant:{side}",)
             row = f"pass:{side}{note if note == HALF else ''}"
-            self.measure(f"pass:{side}{note}", self.after(*needed, row=row), repeats=self.options.repeats)
+            self.row(row, *needed, name=f"pass:{side}{note}", repeats=self.options.repeats)
             if "7" in self.options.rows.split(","):  # while the side's file is there
                 self.profile(side)
         self.remove("unet")
@@ -534,27 +468,27 @@ class Bench:
 
     def profile(self, side: str) -> None:
         if side in PROFILED:
-            self.measure(f"profile:{side}", self.after(f"variant:{side}", row=f"profile:{side}"))
+            self.row(f"profile:{side}", f"variant:{side}")
 
     def image(self) -> None:
         self.measure("image", self.run_infer, steps=self.options.steps)
 
     def formats(self) -> None:
         for name in self.options.presets.split(","):
-            self.measure(f"preset:{name}", self.after(row=f"preset:{name}"))
-            self.measure(f"plan:{name}", self.after(f"preset:{name}", row=f"plan:{name}"))
+            self.row(f"preset:{name}")
+            self.row(f"plan:{name}", f"preset:{name}")
             self.remove("unet", "plan")
 
     def hand_overs(self) -> None:
         for target in HANDED_OVER:
-            self.measure(f"handed_over:{target}", self.after(row=f"handed_over:{target}"))
+            self.row(f"handed_over:{target}")
             self.remove("hand_over")
 
     def run_infer(self) -> dict:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
         options, out = self.options, self.options.work / "image"
         self.need("synthetic", "calibration", "parts")
-        command = [sys.executable, str(HOME / "infer.py"), "model=sdxl_nemo", f"model.path={options.checkpoint}"]
+        command = [HOME / "infer.py", "model=sdxl_nemo", f"model.path={options.checkpoint}"]
         command += [f"{part}={parts_file(options, part)}" for part in PARTS]
         command += [f"prompts=[{PROMPT}]", f"steps={options.steps}", f"infer.width={options.size}"]
         command += [f"infer.height={options.size}", "num_warmup_runs=0", "infer.num_timed_runs=1"]
@@ -565,7 +499,7 @@ class Bench:
             image, step = latency["image"]["1"], latency["unet_xl"]["2"]
             times = {"seconds": image["p50_ms"] / 1000, "step_seconds": step["p50_ms"] / 1000}
         except (OSError, KeyError) as error:
-            raise StepFailed({"failed": f"infer.py left no such latency: {error}"} | found) from error
+            raise RowFailed({"failed": f"infer.py left no such latency: {error}"} | found) from error
         return found | times | {"composed": "composed" in image}
 
 
@@ -605,11 +539,6 @@ FIGURES = {
 }
 
 
-def line(found: dict) -> str:
-    figures = [f"{label} {form(found[key])}" for key, (label, form) in FIGURES.items() if key in found]
-    return ", ".join([*([found["failed"]] if "failed" in found else []), *figures])
-
-
 def cell(found: dict, key: str, form: Callable[[float], str]) -> str:
     """A figure as text; a failed process says so in place of its memory, and ``rows.json`` has the reason."""
     if "failed" in found:
@@ -623,12 +552,6 @@ def ratio(a: dict, b: dict, key: str = "seconds") -> str:
     if "failed" in a or "failed" in b or key not in a or key not in b:
         return "–"
     return f"{number(a[key] / b[key])}x"
-
-
-def table(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    """A Markdown table; nothing without lines."""
-    shown = (header, ("---",) * len(header), *lines) if lines else ()
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
 
 
 def stages_table(rows: dict) -> str:
@@ -648,7 +571,7 @@ def stages_table(rows: dict) -> str:
         for key, (label, form) in FIGURES.items()
         if key in ours or key in theirs or (key == "peak_memory_bytes" and "failed" in ours | theirs)
     ]
-    return table(("", "ModelOpt and torch.onnx", "ours", "ratio"), lines)
+    return markdown(("", "ModelOpt and torch.onnx", "ours", "ratio"), lines)
 
 
 def baseline(rows: dict, side: str) -> dict:
@@ -681,7 +604,7 @@ def passes_table(rows: dict) -> str:
                 cell(found, "relative_error", number),
             )
         )
-    return table(
+    return markdown(
         ("4. one UNet pass", "quantized FLOPs", "INT8 layers", "ONNX", "load", "pass", "torch / this",
          "unquantized / this", "peak memory", "without files", "error"), lines,
     )  # fmt: skip
@@ -702,7 +625,7 @@ def profiles_table(rows: dict) -> str:
     shown.sort(key=lambda kind: -max(spent[side].get(kind, (0, 0))[0] for side in sides))
     lines = [(kind, *(told(side, kind) for side in sides)) for kind in shown]
     lines.append(("all", *(seconds(totals[side]) for side in sides)))
-    return table(("7. seconds of one pass (layers)", *sides), lines) if sides else ""
+    return markdown(("7. seconds of one pass (layers)", *sides), lines) if sides else ""
 
 
 def conditions(options: argparse.Namespace, rows: dict) -> str:
@@ -756,7 +679,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--skip-reference", action="store_true", help="no export by ModelOpt and torch.onnx")
     parser.add_argument("--keep", action="store_true", help="the checkpoint that was made and the ONNX of all parts")
     parser.add_argument("--out", type=input_path, default="benchmarks/results/full_size.md", help="(%(default)s)")
-    parser.add_argument("--row", help=argparse.SUPPRESS)  # a child
+    add_row(parser)
     options = parser.parse_args()
     if unknown := set(options.rows.split(",")) - ROWS.keys():
         parser.error(f"--rows has {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
@@ -770,7 +693,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     if options.row:
-        return child(options)
+        return serve(CHILDREN, options)
     with contextlib.suppress(OSError):  # short of memory, the kernel ends a child of ours and nobody else's process
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     bench = Bench(options)
@@ -780,7 +703,7 @@ def main() -> None:
         bench.remove("parts", "image")
         if options.synthetic:
             options.checkpoint.unlink(missing_ok=True)
-    origin = bench.child("origin")
+    origin = bench.process("origin")
     tables = stages_table(bench.rows), passes_table(bench.rows), profiles_table(bench.rows)
     texts = *tables, conditions(options, bench.rows), machine(origin)
     text = "\n".join(filter(None, texts))

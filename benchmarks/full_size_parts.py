@@ -1,17 +1,14 @@
-"""``python benchmarks/full_size_parts.py``: text encoders of SD3 and Flux at full size to ONNX in INT8, one at a time.
+"""``python -m benchmarks.full_size_parts``: text encoders of SD3 and Flux at full size to ONNX in INT8, one at a time.
 
 T5-XXL, which both have, and SD3's OpenCLIP bigG, with random weights in fp16 that are drawn one at a time; what stands
-around them is tiny. Each row is a process of its own, which opens the pipeline, checks that all weights are finite,
-derives the layers' scales and writes the file, as ``quantize.py`` does. Its peak (VmHWM) is that of the process with
-its libraries; weights are read and not mapped. ``--call`` opens the INT8 files in OpenVINO too and calls them once, and
+around them is tiny. Each row (``measurer.py``) opens the pipeline, checks that all weights are finite, derives the
+layers' scales and writes the file, as ``quantize.py`` does. Its peak (VmHWM) is that of the process with its libraries;
+weights are read and not mapped. ``--call`` opens the INT8 files in OpenVINO too and calls them once, and
 compares with torch's output where memory holds that.
 """
 
 import argparse
-import json
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,13 +16,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import job_with, timed
+from benchmarks.measurer import Figures, Rows, add_row, serve
 from benchmarks.tiny_pipelines import write
 from sd_quant.checkpoints.synthetic import random_parameter
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import write_json
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.inference.memory import TORCH_BYTES
+from sd_quant.places import input_path
 from sd_quant.process import available_memory_bytes, peak_memory_bytes, reset_peak
 from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, load
@@ -37,9 +35,7 @@ T5_XXL = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "vocab_si
           "feed_forward_proj": "gated-gelu"}  # fmt: skip
 BIGG = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20, "projection_dim": 1280,
         "vocab_size": 49408, "hidden_act": "gelu"}  # fmt: skip
-T5_QUERY = (
-    T5_XXL["d_kv"] ** -0.5
-)  # T5 begins with queries that are smaller by this, as its attention divides by nothing
+T5_QUERY = T5_XXL["d_kv"] ** -0.5  # of its first queries, as its attention divides by nothing
 LAYERS = {"t5_xxl": 24, "bigg": 32}
 PLACES = {"sd3": {"text_encoder_3": "t5_xxl", "text_encoder_2": "bigg"}, "flux": {"text_encoder_2": "t5_xxl"}}
 ROWS = [  # model, part, preset
@@ -78,9 +74,10 @@ def write_encoder(folder: Path, name: str, layers: int) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def write_pipelines(work: Path, layers: int | None) -> dict:
+def write_pipelines(options: argparse.Namespace) -> Figures:
     """Write the folders of both pipelines, which share T5's file."""
-    counts = {name: write_encoder(work / name, name, layers or LAYERS[name]) for name in LAYERS}
+    work = options.work
+    counts = {name: write_encoder(work / name, name, options.layers or LAYERS[name]) for name in LAYERS}
     for model, places in PLACES.items():
         write(PIPELINES[model], work / model)
         for part, name in places.items():
@@ -94,9 +91,9 @@ def opened(work: Path, model: str, part: str, preset: str) -> Loaded:
     return load(job.model, job.infer, job.quantize, lambda _: NOTHING, work)
 
 
-def export(work: Path, model: str, part: str, preset: str) -> dict:
+def export(options: argparse.Namespace, model: str, part: str, preset: str) -> Figures:
     """Write one file, and return its figures."""
-    loaded = opened(work, model, part, INT8)
+    work, loaded = options.work, opened(options.work, model, part, INT8)
     read = time.perf_counter()
     assignment = {} if preset == UNQUANTIZED else assign_parts(loaded, {})[part]
     derived = time.perf_counter()
@@ -115,13 +112,13 @@ def export(work: Path, model: str, part: str, preset: str) -> dict:
     }
 
 
-def call(work: Path, model: str, part: str, preset: str) -> dict:
+def call(options: argparse.Namespace, model: str, part: str, preset: str) -> Figures:
     """Call the exported file once in OpenVINO; where memory holds torch's fp32 too, compare with it."""
     from sd_quant.engines import openvino
     from sd_quant.inference.loading import load_part
     from sd_quant.numbers import relative_error
 
-    loaded = opened(work, model, part, INT8)
+    work, loaded = options.work, opened(options.work, model, part, INT8)
     shapes = loaded.parts[part].contract.shapes_for(1, 64, 64)
     inputs = {name: torch.randint(1, 1000, shape, dtype=torch.int32) for name, shape in shapes.items()}
     engine = openvino.load(work / f"{model}_{part}_{preset}" / f"{part}.onnx")
@@ -140,37 +137,27 @@ def call(work: Path, model: str, part: str, preset: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("outputs/full_size_parts"))
+    parser.add_argument("--work", type=input_path, default="outputs/full_size_parts")
     parser.add_argument("--layers", type=int, help="of each encoder; by default T5's 24 and bigG's 32")
     parser.add_argument("--call", action="store_true", help="call the INT8 files too")
     parser.add_argument("--keep", action="store_true", help="keep the ONNX files")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    work = given.work.resolve()
-    if given.row:
-        kind, *row = given.row.split(":")
+    add_row(parser)
+    options = parser.parse_args()
+    if options.row:
         reset_peak()
-        start = time.perf_counter()
-        found = {"write": lambda: write_pipelines(work, given.layers), "export": lambda: export(work, *row),
-                 "call": lambda: call(work, *row)}[kind]()  # fmt: skip
-        found |= {"seconds": time.perf_counter() - start, "peak_memory_bytes": peak_memory_bytes()}
-        write_json(work / f"{given.row.replace(':', '_')}.json", found)
-        return
-    work.mkdir(parents=True, exist_ok=True)
-    if any(work.iterdir()) and not (work / "write.json").exists():  # its folders are replaced
-        parser.error(f"--work is {work}, which has files that this script has not written; name an empty folder")
-    rows = [] if (work / "write.json").exists() else ["write"]
+        return serve({"write": write_pipelines, "export": export, "call": call}, options)
+    rows = Rows(options.work)
+    if not rows.found and options.work.exists() and any(options.work.iterdir()):  # its folders are replaced
+        parser.error(
+            f"--work is {options.work}, which has files that this script has not written; name an empty folder"
+        )
+    rows.measure("write")
     for row in ROWS:
-        rows += [f"{kind}:{':'.join(row)}" for kind in ("export", *(["call"] if given.call and row[2] == INT8 else []))]
-    layers = ["--layers", str(given.layers)] if given.layers else []
-    for row in rows:
-        command = [sys.executable, "-m", "benchmarks.full_size_parts", "--work", str(work), *layers, "--row", row]
-        ended = subprocess.run(command, check=False)
-        file = work / f"{row.replace(':', '_')}.json"
-        found = json.loads(file.read_text()) if ended.returncode == 0 else {"failed": f"exit code {ended.returncode}"}
-        print(f"{row:45} {json.dumps(found)}", flush=True)
-        if row.startswith("export") and not (given.keep or given.call):
-            shutil.rmtree(work / "_".join(row.split(":")[1:]), ignore_errors=True)
+        rows.measure(":".join(("export", *row)))
+        if options.call and row[2] == INT8:
+            rows.measure(":".join(("call", *row)))
+        if not (options.keep or options.call):
+            shutil.rmtree(options.work / "_".join(row), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 
 import torch
-from common import STATISTICS, FullPrecision, Subject, job_with, open_subject, recipe_parser
-from quality import paired
+from common import REPORTED, Subject, job_with, paired, recipe_parser, reference_of, subject_of
+from measurer import markdown
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -64,25 +64,21 @@ def changes(subject: Subject) -> list[float]:
 
 def main() -> None:
     parser = recipe_parser(__doc__, "loras")
-    parser.set_defaults(images=32, prompts=Path(__file__).parent / "prompts/sdxl_mini_report.txt")
+    parser.set_defaults(images=32, prompts=REPORTED)
     parser.add_argument("--lora", type=Path, default=TRAINED)
     parser.add_argument("--strength", type=float, default=1.0)
     parser.add_argument("--random", type=float, metavar="SHARE", help="a drawn one instead of --lora")
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), metavar="NAME")
     options = parser.parse_args()
-    base = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
+    base = subject_of(options)
     file = options.out / "linears.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors, metadata = linears_of(options.lora) if options.random is None else (drawn(base, options.random), {})
     save_file(tensors, file, metadata)
-    subject = open_subject(
-        options.checkpoint, options.calibration, options.calib_size, options.model, [(file, options.strength)]
-    )
-    share = statistics.median(changes(subject))
-    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    subject = subject_of(options, [(file, options.strength)])
+    share, reference = statistics.median(changes(subject)), reference_of(subject, options)
     without = reference.fidelity_of(base.model.torch_engines()[base.denoiser])["psnr"]["mean"]
-    sampling = base.sampling(options.steps)
-    found = {FUSED: subject.statistics(sampling), BESIDE: base.statistics(sampling, cache=STATISTICS)}
+    found = {FUSED: subject.statistics(options.steps, cached=False), BESIDE: base.statistics(options.steps)}
     rows = {f"{preset}, {where}": (preset, where) for preset in options.presets for where in found}
 
     def simulated(row: str, folder: Path) -> Engine:
@@ -93,17 +89,18 @@ def main() -> None:
         return open_simulated(loaded.checkpoint, assign(loaded, found[where]))
 
     made = reference.of_rows({row: {"lora": str(file)} for row in rows}, simulated, options.out)
-    lines = ["| preset | fused, then quantized | beside it | fused minus beside |", "|---|---|---|---|"]
+    lines = []
     for preset in options.presets:
         fused, beside = (made[f"{preset}, {where}"]["psnr"] for where in (FUSED, BESIDE))
         difference = paired(fused["values"], beside["values"])
-        lines.append(f"| `{preset}` | {fused['mean']:.2f} dB | {beside['mean']:.2f} dB | {difference} |")
-    lines.append(
+        lines.append([f"`{preset}`", f"{fused['mean']:.2f} dB", f"{beside['mean']:.2f} dB", difference])
+    text = markdown(["preset", "fused, then quantized", "beside it", "fused minus beside"], lines)
+    text += (
         f"\nThe LoRA changes a weight by {share:.1%} of its norm (median), and moves the images of full precision to "
-        f"{without:.1f} dB; {options.images} images, ± is the standard error of the mean."
+        f"{without:.1f} dB; {options.images} images, ± is the standard error of the mean.\n"
     )
-    write_text(options.out / "loras.md", "\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write_text(options.out / "loras.md", text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ best single preset is the one whose images of these other prompts are best, whic
 from functools import partial
 from statistics import fmean
 
-from common import STATISTICS, FullPrecision, job_with, open_subject, recipe_parser
-from quality import paired
+from common import job_with, paired, recipe_parser, reference_of, subject_of
+from measurer import markdown
 
 from sd_quant.files import write_text
 from sd_quant.quantization.assignment import LayerAssignment
@@ -35,14 +35,13 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=PRESETS, metavar="NAME")
     parser.add_argument("--parts", type=float, nargs="+", default=[0.1, 0.25, 0.5])
     options = parser.parse_args()
-    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
+    subject = subject_of(options)
     checkpoint = subject.model.checkpoint
     choices = f"quantize.choices=[{','.join(options.presets[1:])}]"
     limit = "quantize.budget_ms=1", "quantize.times=rtx_5090"  # any, so that presets are mixed
     job = job_with(options.presets[0], f"model={options.model}", "quant_level=3", *limit, choices)
     loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
-    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
-    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    statistics, reference = subject.statistics(options.steps), reference_of(subject, options)
     units, recipes, measured = units_of(loaded), recipes_of(loaded), measure_presets(loaded, statistics)
     fits: dict[str, Fitted] = {}
     singles: dict[str, list[str]] = {}  # the presets for all layers that are within the same limit
@@ -71,17 +70,18 @@ def main() -> None:
         options.out,
     )
     psnr = {row: each["psnr"]["values"] for row, each in found.items()}
-    lines = [f"| {name} alone | {fmean(psnr[name]):.2f} |" for name in options.presets]
-    lines += ["", "| limit | layers | dB | best single preset within it | difference, dB |", "|---|---|---|---|---|"]
+    lines = []
     for row, fitted in fits.items():
         best = max(singles[row], key=lambda label: fmean(psnr[label]), default=None)
-        against = f"{best} | {paired(psnr[row], psnr[best])}" if best else "none | "
+        against = [best, paired(psnr[row], psnr[best])] if best else ["none", ""]
         entry = fitted.entry()
         layers = ", ".join(f"{count} {label}" for label, count in entry["layers"].items() if count)
         cost = next(f"{value:.6g} {key[6:]}" for key, value in entry.items() if key.startswith("limit_"))
-        lines.append(f"| {row}: {cost} | {layers} ({entry['taken']}) | {fmean(psnr[row]):.2f} | {against} |")
-    write_text(options.out / "mixes.md", "\n".join(lines) + "\n")
-    print("\n".join(lines))
+        lines.append([f"{row}: {cost}", f"{layers} ({entry['taken']})", f"{fmean(psnr[row]):.2f}", *against])
+    text = markdown(["preset alone", "dB"], [[name, f"{fmean(psnr[name]):.2f}"] for name in options.presets])
+    text += "\n" + markdown(["limit", "layers", "dB", "best single preset within it", "difference, dB"], lines)
+    write_text(options.out / "mixes.md", text)
+    print(text)
 
 
 if __name__ == "__main__":

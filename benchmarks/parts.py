@@ -9,13 +9,13 @@ all parts are calibrated on the model's own. A preset that does not fit a part i
 an image as another prompt would, so the table also has the cosine between its tokens in both precisions.
 """
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from common import cells_of, image_parser, report
+from measurer import markdown
+
 import sd_quant
-from benchmarks.common import PROMPTS, report
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.recipe import part_recipe
 from sd_quant.engines.base import Engine
@@ -24,7 +24,6 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.metrics.intervals import mean_interval
 from sd_quant.models.parts import exported
 from sd_quant.quantization.budget import assigned_bytes
 from sd_quant.stages.assign import assign_parts
@@ -42,17 +41,11 @@ def tokens_of(cosines: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="sdxl_mini", help="as in model= (%(default)s)")
-    parser.add_argument("--prompts", default=str(PROMPTS / "sdxl_mini_report.txt"), help="(%(default)s)")
-    parser.add_argument("--images", type=int, default=32, help="(%(default)s)")
-    parser.add_argument("--calib-size", type=int, help="prompts that all parts are calibrated on; by default its own")
-    parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
+    parser = image_parser(__doc__, images=32, calib_size=None)  # the model's own prompts
     parser.add_argument("--quantize", default="int8", help="preset of the denoiser, at level 3 (%(default)s)")
     parser.add_argument("--presets", nargs="+", default=PRESETS, help="of the other parts (%(default)s)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     chosen = parser.parse_args()
-    model, prompts = sd_quant.open(chosen.model), read_prompts(Path(chosen.prompts))[: chosen.images]
+    model, prompts = sd_quant.open(chosen.model), read_prompts(chosen.prompts)[: chosen.images]
     checkpoint, denoiser = model.session.checkpoint, model.session.denoiser
     others = [part for part in exported(model.session.parts) if part != denoiser]
     needing = [preset for preset in chosen.presets if part_recipe(preset).needs_inputs]  # type: ignore[union-attr]
@@ -78,7 +71,7 @@ def main() -> None:
         keys: dict[str, Any] = {part: Simulated(part) if part in assignments else part for part in model.session.parts}
         return {part: open_engine(checkpoint, infer, assignments, key) for part, key in keys.items()}
 
-    infer = model.job(None, {}, {"prompts": prompts, "steps": chosen.steps, "batch_size": 8}).infer
+    infer = model.job(None, {}, {"prompts": prompts, "steps": chosen.steps, "batch_size": chosen.batch}).infer
     watched = WatchedVariant(engines({}), {})
     full = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "full precision")
     inputs = {part: calls[0] for part, calls in watched.seen.items() if part in others}
@@ -93,21 +86,15 @@ def main() -> None:
             if part in assignments
         }
         table[name] = fidelity(full.images, images.images, full.latents, images.latents), cosines
-    print(
-        "| quantized | PSNR, dB | worst | LPIPS | cosine of tokens: mean, worst | MB | of fp16 |\n" + "|---" * 7 + "|"
-    )
-    figures = {}
+    figures, lines = {}, []
     for name, (found, cosines) in table.items():
-        assignments, psnr = rows.get(name, {}), found["psnr"]
-        interval = mean_interval(psnr["values"])
+        assignments = rows.get(name, {})
         size = sum(assigned_bytes(count, assignments.get(part, {})) for part, count in model.parameters.items())
         share = size / sum(2 * count for count in model.parameters.values())
-        print(
-            f"| {name} | {interval.value:.2f} ± {interval.high - interval.value:.2f} | {psnr['min']:.2f} | "
-            f"{found['lpips']['mean']:.4f} | {'; '.join(filter(None, map(tokens_of, cosines.values())))} | "
-            f"{size / 1e6:.2f} | {share:.3f} |"
-        )
+        tokens = "; ".join(filter(None, map(tokens_of, cosines.values())))
+        lines.append([name, *cells_of(found), tokens, f"{size / 1e6:.2f}", f"{share:.3f}"])
         figures[name] = {"fidelity": found, "outputs": cosines, "bytes": size}
+    print(markdown(["quantized", "PSNR, dB", "worst", "LPIPS", "cosine of tokens", "MB", "of fp16"], lines))
     report(chosen, figures)
 
 

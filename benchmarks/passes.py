@@ -5,28 +5,23 @@
     python benchmarks/passes.py --families sana
 
 Weights and statistics are drawn as in ``families.py``, because time does not depend on their values; the error stands
-beside each time to show that the sides compute the same function. Each side has a process of its own, so that its peak
-memory is its own, and is called once before it is timed. A machine may change its speed between processes: the first
-side is timed again at the end, and what it changed by is printed. A side is torch, compiled (torch.compile),
-torchao_int8 (its INT8 linears by torch.compile; it has to be importable) or unquantized (OpenVINO), or a preset and its
-quant_level; behind it ``:bf16`` computes in bf16 what is not quantized. SANA 1.6B, which is no family, is the pipeline
-of ``any_pipeline_full_size.py``, observed.
+beside each time to show that the sides compute the same function. Each side is a row (``measurer.py``) and is called
+once before it is timed. A machine may change its speed between processes: the first side is timed again at the end. A
+side is torch, compiled (torch.compile), torchao_int8 (its INT8 linears by torch.compile; it has to be importable) or
+unquantized (OpenVINO), or a preset and its quant_level; behind it ``:bf16`` computes in bf16 what is not quantized.
+SANA 1.6B, which is no family, is the pipeline of ``any_pipeline_full_size.py``, observed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
-from families import DENOISERS, checkpoint_of, described, statistics_of
+from families import DENOISERS, checkpoint_of, derived, described
+from measurer import Figures, Rows, add_row, markdown, serve
 
-from sd_quant.files import write_json
-from sd_quant.places import HOME, input_path
+from sd_quant.places import input_path
 
 TORCH, COMPILED, TORCHAO_INT8, UNQUANTIZED, BF16 = "torch", "compiled", "torchao_int8", "unquantized", "bf16"
 SIDES = "torch,torch:bf16,unquantized,unquantized:bf16,int8:3,int8:3:bf16,int8_dynamic:3,int8_dynamic:3:bf16,int8:4"
@@ -55,27 +50,6 @@ def subject(family: str, options: argparse.Namespace):
 
     shapes = contract.shapes_for(1, given["width"], given["height"])
     return checkpoint, {name: drawn(shape, contract.dtypes[name]) for name, shape in shapes.items()}
-
-
-def assignment_of(checkpoint, network, preset: str, level: str) -> dict:
-    """The assignment of ``network``, which has no weights, by a preset whose alpha is given: a search takes minutes."""
-    from common import recipe_of
-
-    from sd_quant.models.checkpoint import denoiser_weights
-    from sd_quant.quantization.derivation import derive
-
-    weights, family = denoiser_weights(checkpoint), checkpoint.family
-    roles, recipe = family.layer_roles(network), recipe_of(preset, f"quant_level={level}", "alpha=0.5")
-    shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
-    inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-
-    def optional(kind: str):
-        return lambda name: weights[found] if (found := f"{name}.{kind}") in weights else None
-
-    return derive(
-        roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), recipe, inputs,
-        attentions=family.attentions(network), bias_of=optional("bias"), gain_of=optional("weight"),
-    )  # fmt: skip
 
 
 def torch_call(checkpoint, side: str, half: bool):
@@ -118,6 +92,7 @@ def engine_call(checkpoint, side: str, half: bool, work: Path):
     """The network's file by OpenVINO, as a function of named inputs, and the number of layers with int8 kernels."""
     import onnx_ir
     import torch
+    from common import recipe_of
 
     from sd_quant.engines import openvino
     from sd_quant.export.parts import trace_part, write_part
@@ -129,8 +104,10 @@ def engine_call(checkpoint, side: str, half: bool, work: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not graph.exists():
             onnx_ir.save(trace_part(checkpoint, part), graph)
-        preset, _, level = side.partition(":")
-        known = assignment_of(checkpoint, empty_denoiser(checkpoint), preset, level) if level else {}
+        (preset, _, level), network, known = side.partition(":"), empty_denoiser(checkpoint), {}
+        if level:  # alpha is given: a search takes minutes
+            recipe = recipe_of(preset, f"quant_level={level}", "alpha=0.5")
+            known = derived(checkpoint, network, recipe, checkpoint.family.attentions(network))
         write_part(onnx_ir.load(graph), checkpoint, part, path, known)
     engine = openvino.load(path, threads=torch.get_num_threads())
     if half:
@@ -142,7 +119,8 @@ def engine_call(checkpoint, side: str, half: bool, work: Path):
     return call, lambda: openvino.int8_layers(engine)
 
 
-def child(family: str, side: str, options: argparse.Namespace) -> None:
+def measured(options: argparse.Namespace, family: str, *names: str) -> Figures:
+    """A row's process."""
     import torch
     from common import timed
 
@@ -150,8 +128,7 @@ def child(family: str, side: str, options: argparse.Namespace) -> None:
     from sd_quant.numbers import relative_error
     from sd_quant.process import reset_peak
 
-    work = options.work / family
-    work.mkdir(parents=True, exist_ok=True)
+    work, side = options.work / family, ":".join(names)
     checkpoint, inputs = subject(family, options)
     plain, half = side.removesuffix(f":{BF16}"), side.endswith(f":{BF16}")
     layers = lambda: None  # noqa: E731
@@ -166,36 +143,20 @@ def child(family: str, side: str, options: argparse.Namespace) -> None:
     if side == TORCH:
         torch.save(output, expected)
     error = relative_error(torch.load(expected), output) if expected.exists() else None
-    print(json.dumps({
+    return {
         "seconds": median(samples), "samples": samples, "relative_error": error, "int8_layers": layers(),
         "peak_memory_bytes": peak_memory_bytes(), "threads": torch.get_num_threads(),
-    }))  # fmt: skip
-
-
-def measured(family: str, side: str, options: argparse.Namespace) -> dict:
-    """The figures of a side, by a process of its own; what it said where it failed."""
-    command = [sys.executable, __file__, "--child", family, side, "--work", str(options.work)]
-    command += ["--denoisers", str(options.denoisers), "--repeats", str(options.repeats)]
-    command += ["--layers", str(options.layers)]
-    path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=HOME, check=False, env=os.environ | {"PYTHONPATH": path}
-    )
-    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-    if result.returncode == 0:
-        return json.loads(lines[-1])
-    return {"failed": lines[-1][:600] if lines else f"exit status {result.returncode}"}
+    }  # fmt: skip
 
 
 def table(rows: dict[str, dict], sides: list[str]) -> str:
     """A Markdown table: seconds, and the speed-up over torch and over OpenVINO unquantized, in fp32 and in bf16."""
     baselines = [side for side in (TORCH, f"{TORCH}:{BF16}", UNQUANTIZED, f"{UNQUANTIZED}:{BF16}") if side in rows]
-    lines = [["", "a pass", *(f"over {side}" for side in baselines), "int8 layers", "memory", "error"]]
-    lines.append(["---"] * len(lines[0]))
+    header, lines = ["", "a pass", *(f"over {side}" for side in baselines), "int8 layers", "memory", "error"], []
     for side in sides:
         row = rows[side]
         if "failed" in row:
-            lines.append([side, row["failed"], *[""] * (len(lines[0]) - 2)])
+            lines.append([side, row["failed"], *[""] * (len(header) - 2)])
             continue
         ratios = [
             f"{rows[other]['seconds'] / row['seconds']:.2f}x" if "seconds" in rows[other] else "" for other in baselines
@@ -203,7 +164,7 @@ def table(rows: dict[str, dict], sides: list[str]) -> str:
         error = "" if row["relative_error"] is None else f"{row['relative_error']:.2g}"
         memory = f"{row['peak_memory_bytes'] / 1e9:.1f} GB"
         lines.append([side, f"{row['seconds']:.2f} s", *ratios, str(row["int8_layers"] or ""), memory, error])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(header, lines)
 
 
 def main() -> None:
@@ -211,24 +172,19 @@ def main() -> None:
     parser.add_argument("--families", default="pixart,sd3")
     parser.add_argument("--sides", default=SIDES, help="(%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each side (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("outputs/passes"))
+    parser.add_argument("--work", type=input_path, default="outputs/passes")
     parser.add_argument("--denoisers", type=input_path, default=DENOISERS, help="what the networks are (%(default)s)")
     parser.add_argument("--layers", type=int, default=20, help="blocks of SANA; 20 is the full size")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    add_row(parser)
     options = parser.parse_args()
-    options.work = input_path(options.work)
-    if options.child:
-        child(*options.child, options)
-        return
+    if options.row:
+        return serve({"pass": measured}, options)
     sides = options.sides.split(",")
     for family in options.families.split(","):
-        rows: dict[str, dict] = {}
-        for side in sides:
-            rows[side] = measured(family, side, options)
-            print(f"{family} {side}: {json.dumps(rows[side])}", flush=True)
-            write_json(options.work / family / "rows.json", rows)
-        again = measured(family, sides[0], options)
-        print(f"\n{family}, {sides[0]} again: {json.dumps(again)}\n\n{table(rows, sides)}\n", flush=True)
+        measurer = Rows(options.work / family)
+        rows = {side: measurer.measure(f"pass:{family}:{side}") for side in sides}
+        measurer.measure("again", lambda family=family, rows=measurer: rows.process(f"pass:{family}:{sides[0]}"))
+        print(f"\n{family}\n\n{table(rows, sides)}", flush=True)
 
 
 if __name__ == "__main__":

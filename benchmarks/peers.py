@@ -25,13 +25,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from common import PROMPTS, timed
-from quality import DEFAULT, PLAIN, paired
+from common import GUIDANCE, REPORTED, SEED, FullPrecision, open_subject, paired, timed
+from measurer import markdown
+from quality import DEFAULT, PLAIN
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.calibration.prompts import read_prompts
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.devices import threads
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
@@ -39,17 +38,15 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.export.tracing import trace
 from sd_quant.files import write_json, write_text
-from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
-from sd_quant.inference.pipeline import Generated, Sampling
-from sd_quant.metrics.fidelity import fidelity
+from sd_quant.inference.loading import LoadedModel, pipeline_of
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import Contract
-from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.models.unet import shared_inputs
 from sd_quant.places import input_path
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 
-SIZE = 64  # of an image
-GUIDANCE, CALIBRATION_STEPS, CALIBRATION_SEED, EVALUATION_SEED = 5.0, 20, 42, 123
+CALIBRATION_STEPS = 20
 PREFIX = "unet."  # before a layer's name in the UNet part and in its graph
 
 Call = dict[str, Tensor]  # the inputs of one UNet call: x, timesteps, context, y
@@ -119,7 +116,7 @@ def derived(context: Context, recipe: Recipe) -> Quantized:
         return step, [prompt]
 
     def calibrate():
-        wanted = draw(layers, prompts, steps, CALIBRATION_SEED, text)
+        wanted = draw(layers, prompts, steps, SEED, text)
         with torch.inference_mode(), collect(part, layers, prompts, steps, position, wanted) as statistics:
             for now["call"], call in enumerate(context.calls):
                 part(**call)
@@ -398,14 +395,14 @@ def record_calls(model: LoadedModel, prompts: list[str], size: int) -> list[Call
         lambda unet, args, inputs: seen.append(dict(inputs)), with_kwargs=True
     )
     engines = {name: engine for name, engine in model.torch_engines().items() if name != "vae"}
-    sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, size, size, batch_size=1, seed=CALIBRATION_SEED)
+    sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, size, size, batch_size=1, seed=SEED)
     pipeline_of(model.checkpoint, engines)(prompts, sampling, decode=False)
     hook.remove()
     # copies made here are ordinary tensors; those of inference mode cannot be changed in place outside it
     return [{name: tensor.clone() for name, tensor in call.items()} for call in seen]
 
 
-def row(name: str, context: Context, reference: Generated, generate: Callable[[Engine], Generated]) -> dict:
+def row(name: str, context: Context, reference: FullPrecision) -> dict:
     package, quantize = PEERS[name]
     found: dict = {"peer": name, "package": package, "method": (quantize.__doc__ or "").splitlines()[0]}
     try:
@@ -413,15 +410,13 @@ def row(name: str, context: Context, reference: Generated, generate: Callable[[E
         quantized = quantize(context)
     except (PackageNotFoundError, ImportError) as error:
         return found | {"reason": f"not installed: {error}"}
-    images = generate(quantized.engine)
-    closeness = fidelity(reference.images, images.images, reference.latents, images.latents)
     return found | {
         "runtime": quantized.engine.name,
         "layers": len(quantized.layers),
         "layers_missing": sorted(context.layers - quantized.layers),
         "layers_beyond": sorted(quantized.layers - context.layers),
         "calibration_seconds": quantized.seconds,
-        "fidelity": closeness,
+        "fidelity": reference.fidelity_of(quantized.engine),
     }
 
 
@@ -436,25 +431,19 @@ def table(rows: list[dict]) -> str:
             return [found["peer"], found["reason"], *["–"] * (len(header) - 2)]
         close = found["fidelity"]
         lpips = close["lpips"].get("mean", close["lpips"].get("value"))
-        values = (
-            close["psnr"]["mean"],
-            close["psnr"]["min"],
-            close["ssim"]["mean"],
-            lpips,
-            close["latent_sqnr_db"][-1],
-        )
+        psnr = close["psnr"]
+        values = (psnr["mean"], psnr["min"], close["ssim"]["mean"], lpips, close["latent_sqnr_db"][-1])
         shown = (
             "–" if value is None else form.format(value)
             for form, value in zip(("{:.2f} dB", "{:.2f} dB", "{:.4f}", "{:.4f}", "{:.2f} dB"), values, strict=True)
         )
         seconds = f"{found['calibration_seconds']:.1f} s"
-        theirs = close["psnr"]["values"]  # None where an image is the same
+        theirs = psnr["values"]  # None where an image is the same
         over = ours and found["peer"] != "ours" and len(ours) > 1 and None not in (*ours, *theirs)
         compared = paired(ours, theirs) if over else "–"
         return [found["peer"], found["version"], found["runtime"], str(found["layers"]), seconds, *shown, compared]
 
-    lines = [header, ["---"] * len(header), *map(cells, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(header, [cells(found) for found in rows])
 
 
 def main() -> None:
@@ -462,7 +451,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
     parser.add_argument("--checkpoint", type=Path, default=input_path("checkpoints/sdxl_mini.nemo"))
     parser.add_argument("--calibration", type=Path, default=input_path("conf/model/prompts/sdxl_mini.txt"))
-    parser.add_argument("--evaluation", type=Path, default=PROMPTS / "sdxl_mini_report.txt", help="a prompt a line")
+    parser.add_argument("--evaluation", type=Path, default=REPORTED, help="a prompt a line")
     parser.add_argument("--prompts", type=int, default=64, help="images to compare")
     parser.add_argument("--calibration-prompts", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
@@ -470,41 +459,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/peers"))
     options = parser.parse_args()
 
-    calibration = read_prompts(options.calibration)[: options.calibration_prompts]
-    prompts = read_prompts(options.evaluation)[: options.prompts]
-
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "full_precision.onnx").unlink(missing_ok=True)
-    model = load_model(open_nemo(options.checkpoint))
-    roles = layer_roles(model.modules["unet"])
-    layers = {name for name, role in roles.items() if role != "excluded"}
-    calls, seconds = timed(lambda: record_calls(model, calibration, SIZE))
+    subject = open_subject(options.checkpoint, options.calibration, options.calibration_prompts)
+    model, calibration, layers = subject.model, subject.prompts, set(subject.names)
+    calls, seconds = timed(lambda: record_calls(model, calibration, subject.size))
     recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
     print(f"{recorded} every peer; recording took {seconds:.1f} s")
-    context = Context(model, roles, layers, calls, options.out)
-    sampling = Sampling(options.steps, GUIDANCE, SIZE, SIZE, options.batch, EVALUATION_SEED)
-    full_precision = model.torch_engines()
-
-    def generate(unet: Engine) -> Generated:
-        return pipeline_of(model.checkpoint, full_precision | {"unet_xl": unet})(prompts, sampling)
-
-    reference = generate(full_precision["unet_xl"])
+    context = Context(model, subject.roles, layers, calls, options.out)
+    reference = FullPrecision(subject, options.evaluation, options.prompts, options.steps, options.batch)
     rows = []
     os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
     with (options.out / "peers.log").open("w", encoding="utf-8") as log:
         for name in options.peers:
             with redirect_stdout(log), redirect_stderr(log):  # most peers print a lot
-                rows.append(row(name, context, reference, generate))
+                rows.append(row(name, context, reference))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     summary = (
-        f"{len(prompts)} images; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
+        f"{len(reference.prompts)} images; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
         f"{len(layers)} layers to quantize."
     )
     write_text(options.out / "peers.md", f"{table(rows)}\n{summary}\n")
     write_json(
         options.out / "peers.json",
         {
-            "prompts": prompts,
+            "prompts": reference.prompts,
             "calibration_prompts": calibration,
             "calibration_calls": len(calls),
             "recording_seconds": seconds,

@@ -18,12 +18,11 @@ those of this processor.
 import argparse
 import csv
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -32,6 +31,7 @@ import numpy as np
 import onnx
 import torch
 from common import calls_of, drawn_inputs, job_of_run
+from measurer import Rows, add_row, markdown, run_process, serve
 
 from sd_quant.config import QuantizeJob, artifact
 from sd_quant.engines import load_engine, openvino
@@ -65,7 +65,7 @@ FLAGS = {  # of Linux, which a processor of the class has
     "AVX512_CORE_VNNI": (*AVX512, "avx512_vnni"),
     "AVX512_CORE_AMX": (*AVX512, "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
 }
-COMMAND = ("quantize.py", "quant_level=3", "alpha=0.8", "export_trt=none")
+COMMAND = (HOME / "quantize.py", "quant_level=3", "alpha=0.8", "export_trt=none")
 QUICK = (
     *("calib_size=1", "quantize.n_steps=2", "infer.steps=2", "infer.num_timed_runs=3", "infer.num_warmup_runs=1"),
     "timing.budget_s=1",
@@ -101,7 +101,7 @@ def flags_here() -> set[str]:
 
 
 def environment(name: str) -> dict[str, str]:
-    return os.environ | dict(zip(VARIABLES, (name, *CLASSES[name]), strict=True)) | {"PYTHONPATH": str(HOME)}
+    return dict(zip(VARIABLES, (name, *CLASSES[name]), strict=True))
 
 
 # --------------------------------------------------------------------------------- what a process of a class measures
@@ -112,11 +112,12 @@ def images(job: QuantizeJob, engines: Mapping[str, Engine], seed: int) -> np.nda
     return pipeline_of(open_unchecked(job.model).checkpoint, engines)(job.infer.prompt_list(), sampling).images
 
 
-def measured(first: Path, own: Path, seeds: int, repeats: int) -> Record:
+def measured(options: argparse.Namespace, *runs: str) -> Record:
     """Measure one call and images of the first run's files, and the executed graph and latency of this run's.
 
     The process of the first run also makes the full-precision images, with some more seeds, and leaves them beside it.
     """
+    (first, own), (seeds, repeats) = map(Path, runs), (1, 10) if options.quick else (7, 300)
     job, references = job_of_run(first), first.parent / "references.npz"
     files = {part: artifact(first, "onnx", part) for part in job.model.parts}
     checkpoint = open_unchecked(job.model).checkpoint
@@ -224,7 +225,7 @@ def falsehoods(record: Record) -> list[str]:
     return found
 
 
-def record_of(name: str, folder: Path, code: int, printed: str, found: Record, first: Record | None) -> Record:
+def record_of(name: str, folder: Path, printed: str, found: Record, first: Record | None) -> Record:
     """The record of a class whose job and measurements lie in ``folder``, compared with the record ``first``."""
     run = folder / "run"
     job = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
@@ -232,7 +233,6 @@ def record_of(name: str, folder: Path, code: int, printed: str, found: Record, f
     times = job["latency"]["openvino"][DENOISER][str(BATCH)]  # a disturbed machine's have a ratio and no medians
     record = {
         "class": name,
-        "exit_code": code,
         "layer_parity": (parity["quantized_layers"]["relative_error"], parity["quantized_layers"]["tolerance"]),
         "network_parity": tuple(parity[f"{DENOISER}_quantized"][key] for key in ("relative_error", "tolerance")),
         "psnr": job["fidelity"]["psnr"]["mean"],
@@ -268,8 +268,8 @@ def row(record: Record, first: Record) -> dict[str, str]:
     """The cells of one class, for both tables and the CSV file."""
     cells = {"processor": record["class"]}
     if "lacks" in record:
-        return cells | {"exit code": f"not available here: no {', '.join(record['lacks'])}"}
-    cells["exit code"] = str(record["exit_code"])
+        return cells | {"the job": f"not available here: no {', '.join(record['lacks'])}"}
+    cells["the job"] = record.get("failed", "ended well")
     if "psnr" not in record:
         return cells
     at, graph = record["assignment"], record["graph"]
@@ -297,23 +297,22 @@ def row(record: Record, first: Record) -> dict[str, str]:
     }
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *([each.get(name, "–") for name in columns] for each in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def told(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
+    return markdown(columns, [[each.get(name, "–") for name in columns] for each in rows])
 
 
 def table(records: Sequence[Record]) -> str:
     """Markdown: what each job says, what differs from the first class, and how far PSNR moves by what."""
     ran = [record for record in records if "psnr" in record]
     if not ran:
-        return markdown(("processor", "exit code"), [row(record, record) for record in records])
+        return told(("processor", "the job"), [row(record, record) for record in records])
     first, rows = ran[0], [row(record, ran[0]) for record in records]
     columns = list(row(first, first))
     split = columns.index(SPLIT)
     texts = [
-        markdown(columns[:split], rows),
+        told(columns[:split], rows),
         f"What differs from {first['class']}:\n",
-        markdown(["processor", *columns[split:]], [each for each in rows if SPLIT in each]),
+        told(["processor", *columns[split:]], [each for each in rows if SPLIT in each]),
         psnr_moves(ran),
     ]
     return "\n".join(texts)
@@ -345,21 +344,17 @@ def told_of(records: Sequence[Record]) -> str:
 # ------------------------------------------------------------------------------------------------------------ the run
 
 
-def run_class(name: str, folder: Path, first: Record | None, options: argparse.Namespace) -> Record:
-    given = environment(name.removesuffix(AGAIN))
+def run_class(name: str, first: Record | None, options: argparse.Namespace) -> Record:
+    """The record of a class, whose job and measurements lie in a new folder. Raises RowFailed."""
+    options.out.mkdir(parents=True, exist_ok=True)  # in it a new folder each time, so that nothing is removed
+    folder = Path(tempfile.mkdtemp(prefix=f"{name.replace(AGAIN, '_again')}_", dir=options.out))
+    given, beside = environment(name.removesuffix(AGAIN)), Path(first["folder"] if first else folder) / "run"
     places = (f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run")
-    command = [sys.executable, *COMMAND, *(QUICK if options.quick else ()), *places]
-    job = subprocess.run(command, cwd=HOME, env=given, capture_output=True, text=True)
-    write_text(folder / "log", job.stdout + job.stderr)
-    if job.returncode:
-        return {"class": name, "exit_code": job.returncode}
-    beside = Path(first["folder"]) / "run" if first else folder / "run"
-    child = [sys.executable, __file__, "--child", str(beside), str(folder / "run"), "--out", str(options.out)]
-    measuring = subprocess.run([*child, *(["--quick"] if options.quick else [])], cwd=HOME, env=given,
-                               capture_output=True, text=True)  # fmt: skip
-    if measuring.returncode:
-        raise ResourceError(f"measuring {name} failed: {measuring.stderr.strip().splitlines()[-1:]}; see {folder}")
-    return record_of(name, folder, job.returncode, job.stdout, json.loads(measuring.stdout.splitlines()[-1]), first)
+    command = (*COMMAND, *(QUICK if options.quick else ()), *places)
+    printed, _ = run_process(command, folder / "log", given)
+    measuring = (*sys.argv, "--row", f"measured:{beside}:{folder / 'run'}")
+    figures, _ = run_process(measuring, folder / "measuring.log", given)
+    return record_of(name, folder, printed, json.loads(figures.splitlines()[-1]), first)
 
 
 def compare(options: argparse.Namespace) -> list[Record]:
@@ -368,15 +363,12 @@ def compare(options: argparse.Namespace) -> list[Record]:
     if not available:
         lacks = "; ".join(f"{name} needs {', '.join(lacking(name, flags))}" for name in names)
         raise ResourceError(f"this processor is none of --classes: {lacks}; choose others of {', '.join(CLASSES)}")
-    records, first = [], None
+    rows, records, first = Rows(options.out, {"quick": options.quick}), list[Record](), None
     for name in (*names, *([] if options.quick else [available[0] + AGAIN])):
-        plain = name.removesuffix(AGAIN)
-        if lacks := lacking(plain, flags):
+        if lacks := lacking(name.removesuffix(AGAIN), flags):
             records.append({"class": name, "lacks": lacks})
         else:
-            options.out.mkdir(parents=True, exist_ok=True)  # in it a new folder each time, so that nothing is removed
-            folder = Path(tempfile.mkdtemp(prefix=f"{name.replace(AGAIN, '_again')}_", dir=options.out))
-            records.append(run_class(name, folder, first, options))
+            records.append(rows.measure(name, partial(run_class, name, first, options), **{"class": name}))
             first = first or (records[-1] if "psnr" in records[-1] else None)
         print(f"{name}: {outcome(records[-1])}", flush=True)
     return records
@@ -386,7 +378,7 @@ def outcome(record: Record) -> str:
     if "lacks" in record:
         return f"not available here: no {', '.join(record['lacks'])}"
     if "psnr" not in record:
-        return f"the job ended with exit code {record['exit_code']}"
+        return record["failed"]
     return f"{record['psnr']:.2f} dB, {'; '.join(record['falsehoods']) or 'what it says is true'}"
 
 
@@ -395,12 +387,10 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", default=list(CLASSES), metavar="CLASS", help=", ".join(CLASSES))
     parser.add_argument("--quick", action="store_true", help="two prompts, two steps, no repetition")
     parser.add_argument("--out", type=input_path, default="outputs/benchmarks/processors", help="(%(default)s)")
-    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    add_row(parser)
     options = parser.parse_args()
-    if options.child:
-        seeds, repeats = (1, 10) if options.quick else (7, 300)
-        print(json.dumps(measured(*options.child, seeds, repeats)))
-        return
+    if options.row:
+        return serve({"measured": measured}, options)
     records = compare(options)
     text = table(records) + told_of(records)
     write_text(options.out / "processors.md", text)
@@ -409,8 +399,9 @@ def main() -> None:
     columns = dict.fromkeys(name for each in rows for name in each)
     write_csv([{name: each.get(name) for name in columns} for each in rows], options.out / "processors.csv")
     write_json(options.out / "processors.json", records)
+    (options.out / "rows.json").unlink(missing_ok=True)  # only a broken run is continued
     print(f"\n{text}\n{options.out}")
-    bad = [record for record in records if record.get("exit_code") or record.get("falsehoods")]
+    bad = [record for record in records if "failed" in record or record.get("falsehoods")]
     sys.exit(1 if bad else 0)
 
 

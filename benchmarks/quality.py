@@ -15,12 +15,11 @@ Recipes are chosen on one set of prompts and reported on another. A default has 
 
 import argparse
 import dataclasses
-import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
 
-from common import STATISTICS, FullPrecision, Subject, open_subject, recipe_parser
+from common import Subject, paired, recipe_parser, reference_of, subject_of
+from measurer import markdown
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
@@ -71,15 +70,8 @@ RECIPES = {
 EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}
 
 
-def paired(values: list[float], others: list[float]) -> str:
-    """The mean difference of two recipes over the same images, with its standard error."""
-    differences = [value - other for value, other in zip(values, others, strict=True)]
-    return f"{fmean(differences):+.2f} ± {stdev(differences) / math.sqrt(len(differences)):.2f}"
-
-
 def table(found: dict[str, dict]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    first = next(iter(found.values()))["psnr"]["values"]
+    first, lines = next(iter(found.values()))["psnr"]["values"], list[list[str]]()
     for name, closeness in found.items():
         sqnr, psnr = closeness["latent_sqnr_db"], closeness["psnr"]
         cells = [
@@ -91,16 +83,15 @@ def table(found: dict[str, dict]) -> str:
             f"{closeness['lpips']['mean']:.4f}",
             *(f"{sqnr[step]:.1f}" for step in (0, len(sqnr) // 2 - 1, -1)),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown(COLUMNS, lines)
 
 
 def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Namespace) -> dict[str, dict]:
     """The fidelity of each recipe's images."""
-    reference = FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
     checkpoint, part = subject.model.checkpoint, subject.denoiser
     graph = trace_part(checkpoint, part)
-    statistics = subject.statistics(subject.sampling(options.steps), cache=STATISTICS)
+    statistics = subject.statistics(options.steps)
 
     def in_openvino(name: str, folder: Path) -> Engine:
         assignment = subject.assignment(statistics, recipes[name], exclude=EXCLUDED.get(name, ()))
@@ -108,7 +99,7 @@ def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Name
         return load_engine("openvino", folder / "unet.onnx")
 
     rows = {name: {"recipe": dataclasses.asdict(recipe)} for name, recipe in recipes.items()}
-    found = reference.of_rows(rows, in_openvino, options.out)
+    found = reference_of(subject, options).of_rows(rows, in_openvino, options.out)
     write_text(options.out / "quality.md", table(found))
     return found
 
@@ -117,8 +108,7 @@ def main() -> None:
     parser = recipe_parser(__doc__, "quality")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
     options = parser.parse_args()
-    subject = open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
-    print(table(measure(subject, {name: RECIPES[name] for name in options.recipes}, options)))
+    print(table(measure(subject_of(options), {name: RECIPES[name] for name in options.recipes}, options)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ proposed, and a search that was killed goes on as if it had not been. Three rand
 Optuna's ten would be most of the search.
 
 Roads not taken: Optuna's usual sampler, TPE, with which 12 jobs of 44 were done until the best was among them, and here
-7 (medians of ``benchmarks/search.py``; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops at
+7 (medians, docs/sweeps.md; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops at
 Optuna 2 and forgets its results when it ends; a model of our own.
 """
 

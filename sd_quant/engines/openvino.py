@@ -5,7 +5,7 @@ would use bf16 or fp16 on processors that have them, and the same file would giv
 A file in bf16 is computed in fp32 too, from inputs and weights that are bf16's, see ``in_fp32``.
 
 A model is compiled for the shapes of each call. Compiled for dynamic shapes, OpenVINO does not fuse element-wise nodes:
-a pass of the shipped checkpoint's UNet takes 1.1 to 1.5 times as long (benchmarks/shapes.py), of the full SDXL's 1.05
+a pass of the shipped UNet takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05
 times. Dynamic shapes are used where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.040 of the UNet's
 output away from torch, with dynamic shapes 0.012, as ONNX Runtime), and with dequantized codes (below), where with AVX2
 alone an attention of known shapes is wrong by 0.04 of the shipped UNet's output.

@@ -12,7 +12,7 @@
   after the engine's and the opening's means. With fewer than FEWEST_DEGREES degrees of freedom, rounds form BATCHES
   batches instead, and OPENING, measured on other machines, is added.
 - Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both assume
-  independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (``benchmarks/coverage.py``).
+  independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (docs/results_speed.md).
 - The sum of two independent figures: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which combines the
   distances to the ends on each side.
 """

@@ -15,7 +15,7 @@ and again, in random order, and each opening is followed by rounds for as long a
 
 Rounds end when the interval of every ratio to the reference is narrow, or when a budget of time is spent. The intervals
 are computed only when the number of rounds has doubled: after every round, a lucky one would end the measurement, and
-95 % intervals would cover 91 % (``benchmarks/coverage.py``).
+95 % intervals would cover 91 %.
 
 A clock takes a call and returns its milliseconds. A GPU's work is only queued when a call returns, so CUDA events time
 it; the record names the clock.

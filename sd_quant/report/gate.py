@@ -8,7 +8,7 @@ estimated. The run passes if every criterion does, and fails if one does.
 - The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
   skewness of the values. Without skewness the two are equal. LPIPS is skewed: of 64 lognormal values (sigma 1) the true
   mean lies above Student's interval in 9.0 % of draws, above this one in 5.3 %, nominally in 2.5 %
-  (``benchmarks/coverage.py``). The bootstrap of Student's ratio held as often in a trial, and takes a generator and 100
+  (docs/gate.md). The bootstrap of Student's ratio held as often in a trial, and takes a generator and 100
   times as long. No interval knows of what none of the prompts has shown, such as a composition that flips for one
   prompt in fifty.
 - A worst image below its bar fails, because it is there. None below passes once there are so many prompts that fewer

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.commit
 PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.name == "lab_notebook.md"]
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
-COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip) ")
+COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip|git show) ")
 GENERATED, LONGEST_PAGE = {"python.md", "metrics.md", "targets.md"}, 400
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
@@ -112,7 +112,7 @@ def test_every_link_has_its_target_and_every_path_is_there(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors_of(file), target
-    paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
+    paths = re.findall(rf"(?<![\w/.:])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page))
     assert not [path for path in paths if not (HOME / path).exists()]
 
 

@@ -64,7 +64,7 @@ def test_times_without_a_median_leave_the_ratio_of_the_rounds(processors, tmp_pa
     (tmp_path / "run/metrics.json").write_text(json.dumps(job))
     (tmp_path / "run/layers.csv").write_text("name,format\nconv_in,int8\n")
     torch.save({"int8": torch.ones(1)}, tmp_path / "outputs.pt")
-    record = processors.record_of("AVX2", tmp_path, 0, "", {"int8_layers": 150, "speedup": 1.2}, None)
+    record = processors.record_of("AVX2", tmp_path, "", {"int8_layers": 150, "speedup": 1.2}, None)
     assert record["own_speedup"] == 1.2 and not record["falsehoods"]
 
 
@@ -78,6 +78,6 @@ def test_two_classes_run(processors, script, tmp_path):
     assert result.returncode in (0, 1), result.stdout + result.stderr  # 1 where a busy machine's latencies contradict
     records = json.loads((tmp_path / "processors.json").read_text())
     for each in records:
-        assert each["exit_code"] == 0 and not [found for found in each["falsehoods"] if "OpenVINO executes" in found]
+        assert "failed" not in each and not [found for found in each["falsehoods"] if "OpenVINO executes" in found]
         assert each["int8_layers"] == (0 if each["saturates"] else each["quantized_layers"])
     assert (tmp_path / "processors.md").read_text() in result.stdout and (tmp_path / "processors.csv").is_file()

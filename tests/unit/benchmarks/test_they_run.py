@@ -1,14 +1,12 @@
 """Runs every benchmark at a size of seconds, so that its tables can be made again at any time.
 
-Where the rows of a benchmark differ in a knob alone, some of them run, which set every knob between them.
-The benchmarks of the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands,
-or need packages of other projects, run in a process of their own. ``make test`` runs what takes seconds, ``make soak``
-all of them.
+Where the rows of a benchmark differ in a knob alone, some of them run, which set every knob between them. Benchmarks of
+the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands, or need packages
+of other projects, run in a process of their own.
 """
 
 import json
 import sys
-from dataclasses import dataclass
 
 import pytest
 import yaml
@@ -23,61 +21,27 @@ from .conftest import NAMES
 
 pytestmark = pytest.mark.commit
 
-ONE_STEP = ["--prompts", "1", "--steps", "1"]
 UNLIKE_PRESET = "nothing excluded, branch_rounds=0 rounding=nearest scale_search=false"
 TWO_IMAGES = ["--images", "2", "--calib-size", "3", "--steps", "1"]
 PEERS = ["--calibration-prompts", "1", "--prompts", "2", "--steps", "1", "--peers"]
 SMALL = ["calib_size=1", "quantize.n_steps=1", "infer.steps=1", "infer.prompts=[a rocket]", "infer.num_timed_runs=5",
          "timing.budget_s=1"]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    script: str
-    arguments: list[str]
-    which: str = ""  # of its rows, where one case does not start all
-    quick: bool = False
-    files: bool = True
-
-    @property
-    def id(self) -> str:
-        return " ".join(filter(None, (self.script, self.which)))
-
-
-IN_THIS_PROCESS = [
-    Case("shift", ["--sizes", "1", "--seconds", "0"], quick=True),
-    Case("shift", ["--sizes", "1", "--seconds", "0", "--engine", "onnxruntime"], "in ONNX Runtime", quick=True),
-    Case("coverage", ["--draws", "2"], quick=True, files=False),
-    Case("search", ["--grids", "1", "--seed", "7"], quick=True, files=False),
-    Case("convolutions", ["--repeats", "1", "--sizes", "1"], files=False),
-    Case("convolutions", ["--repeats", "1", "--sizes", "1", "--compile"], "compiled", files=False),
-    Case("quality", ["--images", "2", "--calib-size", "1", "--steps", "3",  # a percentile of 0.4 needs three
-                     "--recipes", "the default", "quantize=nemo", "plain with alpha=auto observer=mse",
-                     "smoothing=none", "percentile=0.4", "quant_level=4", "exclude=text", "fp8 collect_method=mean-max",
-                     "int8_per_tensor collect_method=default"]),
-    Case("four_bits", [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
-         "presets and variants"),
-    Case(
-        "four_bits", [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"], "recipes"
-    ),
-    Case("budget", [*ONE_STEP, "--images", "2", "--bits", "7", "--tables", "inputs"]),
-    Case("mixes", [*TWO_IMAGES, "--presets", "int8", "int8_weight_only", "--parts", "0.3", "--limits", "rtx_5090"]),
-    Case("keep", [*ONE_STEP, "--images", "1", "--keep", "1", "--repeats", "2"]),
-    Case("folding", [*ONE_STEP, "--repeats", "2"]),
-    Case("peers", [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
-                   "onnxruntime_percentile"]),
-    Case("overhead", [*ONE_STEP, "--batches", "1", "--hessian", "256"]),
-    Case("recipes", [*ONE_STEP, "--references", "1", "--levels", "3", "--alphas", "0.8"]),
-    Case("shapes", [*ONE_STEP, "--images", "1", "--repeats", "2"]),
-    Case("layer_times", [*ONE_STEP, "--seconds", "0", "--level", "1"]),
-    Case("rows", [*ONE_STEP, "--rows", "1", "--seconds", "0", "--products", "1"]),
-    Case("saturation", [*ONE_STEP, "--repeats", "2"]),
-    Case("parts", TWO_IMAGES),
-    Case("loras", [*TWO_IMAGES, "--presets", "int8", "svdquant_w4a4"]),
-    Case("fit", [*TWO_IMAGES, "--quantize", "int8", "--shares", "0.3"]),
-    Case("dynamic_inputs", ["--seconds", "0", "--tokens", "16"], files=False),
-    Case("candidates", ["--only", "comfyui-fp8-cast"], "without a tool"),
-]  # fmt: skip
+IN_THIS_PROCESS = {
+    "quality": ["--images", "2", "--calib-size", "1", "--steps", "3",  # a percentile of 0.4 needs three
+                "--recipes", "the default", "quantize=nemo", "plain with alpha=auto observer=mse", "smoothing=none",
+                "percentile=0.4", "quant_level=4", "exclude=text", "fp8 collect_method=mean-max",
+                "int8_per_tensor collect_method=default"],
+    "four_bits": [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
+    "four_bits, recipes": [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"],
+    "budget": [*TWO_IMAGES, "--bits", "7", "--tables", "inputs"],
+    "mixes": [*TWO_IMAGES, "--presets", "int8", "int8_weight_only", "--parts", "0.3", "--limits", "rtx_5090"],
+    "peers": [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
+              "onnxruntime_percentile"],
+    "parts": TWO_IMAGES,
+    "loras": [*TWO_IMAGES, "--presets", "int8", "svdquant_w4a4"],
+    "fit": [*TWO_IMAGES, "--quantize", "int8", "--shares", "0.3"],
+    "candidates, without a tool": ["--only", "comfyui-fp8-cast"],
+}  # fmt: skip
 TOOLS = {  # of candidates, and the packages that it takes
     "gguf": ["gguf"],
     "comfyui": ["comfy_kitchen"],
@@ -92,40 +56,15 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
     "quark": ["quark_w8a8"],
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
-IN_PROCESSES = {
-    "any_pipeline",
-    "any_pipeline_full_size",
-    "candidates",
-    "divided",
-    "families",
-    "full_size",
-    "full_size_parts",
-    "levers",
-    "passes",
-    "peers",
-    "quickstart",
-    "silence",
-    "sweep",
-    "thousand_jobs",
-    "verdict",
-}
-ELSEWHERE = {  # whose tests are there
-    "against_diffusers": "tests/cli/test_against_diffusers.py",
-    "processors": "tests/unit/benchmarks/test_processors.py",
-    "common": "",
-    "graphs": "",
-}
-
-
-def test_none_is_forgotten():
-    scripts = {case.script for case in IN_THIS_PROCESS}
-    assert set(NAMES) == scripts | IN_PROCESSES | ELSEWHERE.keys()
-    assert all((HOME / path).exists() for path in ELSEWHERE.values())
+IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "divided", "families", "full_size", "full_size_parts",
+                "levers", "passes", "sweep", "thousand_jobs", "verdict"}  # fmt: skip
+ELSEWHERE = {"against_diffusers", "processors", "measurer", "common"}  # whose tests are there
 
 
 @pytest.mark.slow
-def test_no_row_of_other_tools_is_forgotten(benchmark):
-    here = {name for case in IN_THIS_PROCESS if case.script == "peers" for name in case.arguments}
+def test_none_is_forgotten(benchmark):
+    assert set(NAMES) == {case.partition(",")[0] for case in IN_THIS_PROCESS} | IN_PROCESSES | ELSEWHERE
+    here = set(IN_THIS_PROCESS["peers"])
     assert benchmark("peers").PEERS.keys() <= here.union(*OTHER_QUANTIZERS.values())
     assert {name.partition("-")[0] for name in benchmark("candidates").MAKERS} == TOOLS.keys()
 
@@ -148,25 +87,20 @@ def test_all_rows_of_full_size_run_on_the_shipped_checkpoint(script, tmp_path):
     assert (tmp_path / "table.md").read_text() in printed
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.id, marks=pytest.mark.slow if case.quick else pytest.mark.release)
-        for case in IN_THIS_PROCESS
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("case", IN_THIS_PROCESS)
 def test_it_runs(case, benchmark, request, monkeypatch, tmp_path, capsys):
-    module = benchmark(case.script)
+    script = case.partition(",")[0]
+    module = benchmark(script)
     tracing = [sys.modules[name] for name in NAMES if hasattr(sys.modules.get(name), "trace_part")]
     graph = request.getfixturevalue("traced") if tracing else None
     for made in tracing:
         monkeypatch.setattr(made, "trace_part", lambda checkpoint, part: copy_of(graph))
-    files = ["--out", str(tmp_path / "out")] if case.files else []
-    monkeypatch.setattr("sys.argv", [case.script, *case.arguments, *files])
+    monkeypatch.setattr("sys.argv", [script, *IN_THIS_PROCESS[case], "--out", str(tmp_path / "out")])
     module.main()
     printed = capsys.readouterr().out
     assert printed.strip() and "not installed" not in printed and "nan" not in printed
-    assert bool(list(tmp_path.iterdir())) == case.files
+    assert list(tmp_path.iterdir())
 
 
 def ended(result, *codes: int) -> str:
@@ -209,20 +143,12 @@ def test_families_are_exported_and_planned(script, tmp_path):
     rows = json.loads((tmp_path / "work/rows.json").read_text())
     assert len(rows) == 2 * len(FAMILIES) and not [row for row in rows.values() if "failed" in row]
     sides = ["torch", "torch:bf16", "unquantized", "int8:3", "int8_dynamic:3:bf16", "int8:4"]
-    passes = [
-        "--families",
-        "sd3",
-        "--denoisers",
-        tmp_path / "tiny.yaml",
-        "--repeats",
-        "1",
-        "--work",
-        tmp_path / "passes",
-    ]
-    printed = ended(script("passes", *passes, "--sides", ",".join(sides)))
+    passes = ["--families", "sd3", "--repeats", "1", "--work", tmp_path / "passes", "--sides", ",".join(sides)]
+    printed = ended(script("passes", *passes, "--denoisers", tmp_path / "tiny.yaml"))
     rows = json.loads((tmp_path / "passes/sd3/rows.json").read_text())
-    assert list(rows) == sides and not [row for row in rows.values() if "failed" in row], rows
-    assert rows["unquantized"]["relative_error"] < 0.01 < rows["int8:3"]["relative_error"] < 0.3
+    assert list(rows) == [*(f"pass:sd3:{side}" for side in sides), "again"]
+    assert not [row for row in rows.values() if "failed" in row], rows
+    assert rows["pass:sd3:unquantized"]["relative_error"] < 0.01 < rows["pass:sd3:int8:3"]["relative_error"] < 0.3
     assert printed.count("\n| int8") == 3
     sdxl = ["--families", "sdxl", "--denoisers", tmp_path / "tiny.yaml", "--work", tmp_path / "two"]
     ended(script("families", *sdxl, "--hand-over", "diffusers_torchao:int8_dynamic,diffusers_sdnq:int8_weight_only"))
@@ -251,31 +177,26 @@ def test_levers_are_put_on_one_scale(script, tmp_path):
 def test_one_block_of_a_full_size_denoiser_is_written_and_called(script, tmp_path):
     work, sides = tmp_path / "sana", ["torch", "torchao_int8", "int8_dynamic:3"]
     ended(script("any_pipeline_full_size", "--layers", "1", "--work", work))
-    exported = json.loads((work / "export.json").read_text())
-    parameters = json.loads((work / "write.json").read_text())["parameters"]
-    assert parameters < exported["bytes"] < 2 * parameters
+    rows = json.loads((work / "rows.json").read_text())
+    parameters = rows["step:write"]["parameters"]
+    assert parameters < rows["step:export"]["bytes"] < 2 * parameters
+    (work / "rows.json").unlink()  # passes has its own there
     passes = ["--families", "sana", "--layers", "1", "--repeats", "1", "--work", tmp_path, "--sides", ",".join(sides)]
     ended(script("passes", *passes, needs=["torchao"]))
-    errors = [row["relative_error"] for row in json.loads((work / "rows.json").read_text()).values()]
-    assert errors[0] == 0 and all(0.005 < error < 0.1 for error in errors[1:])
+    first, *errors, again = [row["relative_error"] for row in json.loads((work / "rows.json").read_text()).values()]
+    assert first == again == 0 and all(0.005 < error < 0.1 for error in errors)
 
 
 @pytest.mark.release
 def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_path):
     ended(script("full_size_parts", "--layers", "1", "--call", "--work", tmp_path))
-    rows = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
-    exports = {name: row for name, row in rows.items() if name.startswith("export_")}
-    t5, full = (exports[f"export_sd3_text_encoder_3_{preset}"] for preset in ("int8_weight_only", "unquantized"))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    exports = {name: row for name, row in rows.items() if name.startswith("export:")}
+    t5, full = (exports[f"export:sd3:text_encoder_3:{preset}"] for preset in ("int8_weight_only", "unquantized"))
     assert len(exports) == 5 and t5["layers"] == 6 and t5["bytes"] < 0.7 * full["bytes"]
     assert max(row["peak_memory_bytes"] for row in exports.values()) < 3e9
-    calls = [row["errors"] for name, row in rows.items() if name.startswith("call_")]
+    calls = [row["errors"] for name, row in rows.items() if name.startswith("call:")]
     assert len(calls) == 3 and all(error < 0.1 for errors in calls for error in errors.values())
-
-
-@pytest.mark.release
-def test_quickstarts_three_jobs_are_timed(script):
-    lines = ended(script("quickstart", *SMALL, "export_trt=none")).splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["quickstart", "another recipe", "the same again"]
 
 
 @pytest.mark.release
@@ -299,13 +220,6 @@ def test_two_processes_do_one_job(script, tmp_path):
     lines = ended(script("divided", *knobs, "--work", tmp_path)).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["calibrate", "sensitivity", "images", "all"]
     assert len(list((tmp_path / "together0/cache/sensitivities").glob("[!.]*"))) > 10
-
-
-@pytest.mark.release
-def test_silences_are_timed(script):
-    """Nothing is asserted of how long they are: the machine may be busy."""
-    printed = ended(script("silence", "--neighbours", 0, "--only", "convert"), 0, 1)
-    assert "\n| convert | 0 | " in printed and len(printed.splitlines()) == 3
 
 
 @pytest.mark.release
