@@ -1,0 +1,721 @@
+"""A pipeline's folder by either opener, of a stated family and of any: what is read of it, and all that is refused.
+
+Both read hostile folders, so every damage is tried on both; rows that name an opener are of what it alone has.
+"""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_quant.cache import Cache
+from sd_quant.checkpoints import diffusers_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.files.archive import Member
+from sd_quant.files.tensors import StoredTensor
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.models.checkpoint import build_module
+from sd_quant.observed import observing, opening
+from sd_quant.observed.opening import (
+    Component,
+    check_buffers,
+    check_numbers,
+    components_of,
+    network_of,
+    open_networks,
+    open_other,
+    pipeline_of_components,
+    read_index,
+)
+
+from ...pipelines import TINY
+
+pytestmark = [pytest.mark.commit, pytest.mark.slow]
+
+INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
+TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"
+WEIGHTS, TEXT_WEIGHTS = "transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
+TOKENIZER, VOCABULARY = "tokenizer/tokenizer_config.json", "tokenizer/tokenizer.json"
+SHARED, EMBEDDED = "shared.weight", "encoder.embed_tokens.weight"
+BIAS = "transformer_blocks.0.attn1.to_q.bias"
+HUGE = 10**9
+
+
+def by_family(path: Path) -> DiffusersCheckpoint:
+    """Opened, and asked for all that it has besides weights."""
+    checkpoint = open_pipeline(path, "pixart")
+    checkpoint.scheduler()
+    checkpoint.tokenizers()
+    return checkpoint
+
+
+def by_observation(path: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """The pipeline with everything that is opened before it is watched, and its weights by component."""
+    kind, index = read_index(path)
+    described = components_of(path, kind, index)
+    configs, weights = open_networks(path, described)
+    networks = {name: network_of(described[name].kind, config) for name, config in configs.items()}
+    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
+    return pipeline_of_components(kind, index, {**others, **networks}), weights
+
+
+OPENERS = {"family": by_family, "observed": by_observation}
+Opener = Callable[[Path], Any]
+
+
+@pytest.fixture(params=OPENERS)
+def opener(request) -> Opener:
+    return OPENERS[request.param]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "pixart"
+    TINY["pixart"](path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(whole) -> diffusers.DiffusionPipeline:
+    return diffusers.DiffusionPipeline.from_pretrained(whole)
+
+
+@pytest.fixture
+def folder(whole, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "pixart"))
+
+
+@pytest.fixture
+def changed(folder) -> Callable[[str, dict], Path]:
+    """The copy, in which one of its JSON files has other ``entries``."""
+
+    def change(file: str, entries: dict) -> Path:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | entries))
+        return folder
+
+    return change
+
+
+@pytest.fixture
+def stored(folder) -> Callable[..., Path]:
+    """The copy after ``edit(tensors)`` of one of its files of weights."""
+
+    def change(file: str, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+        tensors = load_file(folder / file)
+        edit(tensors)
+        save_file(tensors, folder / file, {"format": "pt"})
+        return folder
+
+    return change
+
+
+def refusal(opener: Opener, path: Path, kind: type[Exception] = ArtifactError) -> str:
+    """One line that names the folder and says what to do, quickly, whatever the folder says."""
+    started = time.process_time()
+    with pytest.raises(SdQuantError) as caught:
+        opener(path)
+    assert time.process_time() - started < 5
+    sentence = str(caught.value)
+    assert type(caught.value) is kind, sentence
+    assert str(path) in sentence and "\n" not in sentence
+    marks = ("; ", ", so ", ", because ", "expected a pipeline") if opener is by_observation else ("; ", ", so ")
+    assert len(sentence) < (1500 if opener is by_observation else 1000) and any(mark in sentence for mark in marks)
+    return sentence
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch, folder):
+    """What the folder could make run would leave a mark."""
+    mark = folder / "ran"
+    payload = f"open({str(mark)!r}, 'w').close()\nclass Payload: pass\n"
+    for where in ("transformer", "tokenizer", "scheduler", "."):
+        for name in ("canary.py", "pipeline.py", "modeling_canary.py"):
+            (folder / where / name).write_text(payload)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(os, "system", lambda command: mark.touch())
+    monkeypatch.setattr("builtins.input", lambda question="": "y")  # who would say yes to all
+    before = set(sys.modules)
+    yield
+    assert not mark.exists()
+    assert not [name for name in set(sys.modules) - before if "canary" in name or name == "pipeline"]
+
+
+def never(*_: Any, **__: Any) -> None:
+    pytest.fail("something was made")
+
+
+@pytest.fixture
+def nothing_made(monkeypatch):
+    monkeypatch.setattr(diffusers_pipeline, "network", never)
+    monkeypatch.setattr(opening, "network_of", never)
+
+
+# ------------------------------------------------------------------------------------------------------ what is opened
+
+
+def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatch):
+    read = 0
+    plain = Member.read
+
+    def counted(member: Member, start: int, length: int):
+        nonlocal read
+        read += length if ".safetensors" in member.name else 0
+        return plain(member, start, length)
+
+    def unread(tensor: StoredTensor):
+        raise AssertionError(f"{tensor.member.name} was read")
+
+    monkeypatch.setattr(Member, "read", counted)
+    monkeypatch.setattr(StoredTensor, "read", unread)
+    opened = opener(whole)
+    if opener is by_family:
+        assert pipeline_of(opened, {}).adapter.pipe.scheduler
+    else:
+        pipe, weights = opened
+        assert type(pipe) is diffusers.PixArtSigmaPipeline
+        assert weights.keys() == {"transformer", "vae", "text_encoder"}
+        assert all(parameter.is_meta for parameter in pipe.transformer.parameters())
+    files = list(whole.rglob("*.safetensors"))
+    headers = [int.from_bytes(path.read_bytes()[:8], "little") for path in files]
+    assert read == sum(8 + header for header in headers) < sum(path.stat().st_size for path in files) / 50
+
+
+def test_a_familys_components_are_the_networks_weights(whole, theirs):
+    checkpoint = open_pipeline(whole, "pixart")
+    assert checkpoint.components.keys() == checkpoint.family.NETWORKS.keys()
+    for component, weights in checkpoint.components.items():
+        state = getattr(theirs, component).state_dict()
+        assert set(weights) <= state.keys() and all(name in weights for name in state), component
+        for name, tensor in state.items():
+            assert torch.equal(weights[name], tensor), name
+        built = build_module(checkpoint, component).state_dict()
+        assert all(torch.equal(built[name], tensor) for name, tensor in state.items()), component
+
+
+def test_observed_weights_and_buffers_are_those_of_diffusers(whole, theirs):
+    """Buffers hold the numbers that the constructor computes."""
+    ours, weights = by_observation(whole)
+    for component, found in weights.items():
+        for name, tensor in getattr(theirs, component).named_parameters():
+            assert torch.equal(found[name], tensor), f"{component}.{name}"
+    buffers = dict(ours.transformer.named_buffers())
+    assert buffers and not any(buffer.is_meta for buffer in buffers.values())
+    for name, buffer in theirs.transformer.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("names", [[SHARED], [EMBEDDED], [SHARED, EMBEDDED]], ids=" and ".join)
+def test_the_table_of_tokens_is_stored_under_either_name_or_both(stored, names):
+    def rename(tensors: dict[str, Tensor]) -> None:
+        table = tensors.pop(SHARED)
+        tensors |= {name: table.clone() for name in names}
+
+    path = stored(TEXT_WEIGHTS, rename)
+    table = load_file(path / TEXT_WEIGHTS)[names[0]]
+    text_encoder = build_module(open_pipeline(path, "pixart"), "text_encoder")
+    assert torch.equal(text_encoder.get_input_embeddings().weight, table)
+    assert torch.equal(text_encoder.encoder.embed_tokens.weight, table)
+    if len(names) == 1:
+        assert torch.equal(by_observation(path)[1]["text_encoder"][SHARED], table)
+
+
+def test_weights_may_be_links_as_in_a_hubs_snapshot(folder, tmp_path):
+    """A hub's cache keeps files beside its snapshots. A file that a link leads to is read as weights, nothing else."""
+    blob = tmp_path / "blobs" / "0123abcd"
+    blob.parent.mkdir()
+    (folder / WEIGHTS).rename(blob)
+    (folder / WEIGHTS).symlink_to(os.path.relpath(blob, (folder / WEIGHTS).parent))
+    weights = by_family(folder).components["transformer"]
+    assert torch.equal(weights[BIAS], load_file(blob)[BIAS])
+
+
+def test_how_a_text_encoder_computes_is_not_the_folders_to_say(changed):
+    """transformers would fetch a kernel from a hub and run it."""
+    kernel = "kernels-community/flash-attn2"
+    path = changed(TEXT, {"attn_implementation": kernel, "_attn_implementation": kernel})
+    assert kernel not in str(by_family(path).build()["text_encoder"].config)
+    assert kernel not in str(by_observation(path)[0].text_encoder.config)
+
+
+def test_components_that_the_pipeline_does_not_take_are_not_looked_at(changed):
+    path = changed(INDEX, {
+        "extra": ["os", "system"], "../../secret": ["transformers", "T5EncoderModel"], "_hidden": ["os", "system"],
+        "image_encoder": [None, None],
+    })  # fmt: skip
+    assert by_observation(path)[1].keys() == {"transformer", "vae", "text_encoder"}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [["diffusers", "Transformer2DModel"], ["transformers", "PixArtTransformer2DModel"]],
+    ids=["the name that published folders have", "the other library"],
+)
+def test_the_network_is_of_the_familys_class(changed, described):
+    checkpoint = by_family(changed(INDEX, {"transformer": described}))
+    with torch.device("meta"):
+        assert type(checkpoint.build()["transformer"]) is diffusers.PixArtTransformer2DModel
+
+
+# ----------------------------------------------------------------------------------------------- the pipeline's class
+
+NOT_THERE = "does not have; expected one of its pipelines"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (["pipeline", "MyPipeline"], "which is code of the folder's own; expected a class of diffusers"),
+        ({"name": "MyPipeline"}, "which is code of the folder's own"),
+        (None, "names the pipeline 'None'"),
+        (3, "names the pipeline '3'"),
+        ("MyPipeline", f"is a 'MyPipeline', which diffusers {diffusers.__version__} does not have"),
+        ("Wan9Pipeline", "install a version that has it"),
+        *((name, NOT_THERE) for name in ("os.system", "__class__", "__builtins__", "utils", "", "x" * 10_000)),
+        *((name, NOT_THERE) for name in ("AutoencoderKL", "DiffusionPipeline", "AutoPipelineForText2Image")),
+        ("FluxModularPipeline", NOT_THERE),
+        ("StableAudioPipeline", "is a StableAudioPipeline, which makes audio, expected a pipeline of images or video"),
+        ("AudioLDM2Pipeline", "which makes audio"),
+        ("MusicLDMPipeline", "which makes audio"),
+        ("ShapEPipeline", "which makes 3D"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_another_class_of_pipelines_is_refused_by_its_name(changed, nothing_runs, found, said):
+    assert said in refusal(by_observation, changed(INDEX, {"_class_name": found}), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("found", "advice"),
+    [
+        ("FluxPipeline", "use model=flux"),
+        ("StableDiffusionPipeline", "use model=sd15 or model=sd21"),
+        ("StableDiffusionXLPipeline", "use model=sdxl"),
+        ("os.system", "this pipeline is of no known family"),
+        (["PixArtSigmaPipeline"], "this pipeline is of no known family"),
+        (None, "this pipeline is of no known family"),
+    ],
+)
+def test_another_pipeline_is_sent_to_its_own_model(changed, found, advice):
+    sentence = refusal(by_family, changed(INDEX, {"_class_name": found}), ConfigError)
+    assert "model.family is pixart, expected PixArtSigmaPipeline or PixArtAlphaPipeline" in sentence
+    assert sentence.endswith(f"; {advice}")
+
+
+def test_the_version_that_saved_an_unknown_pipeline_is_named(changed):
+    path = changed(INDEX, {"_class_name": "TomorrowPipeline", "_diffusers_version": "0.99.0"})
+    assert "the folder was saved by diffusers 0.99.0" in refusal(by_observation, path, ConfigError)
+
+
+def test_a_class_whose_packages_are_missing_names_them(changed, monkeypatch):
+    class StandIn:
+        _backends = ["torch", "note_seq"]
+
+    monkeypatch.setattr(diffusers, "SpectrogramPipeline", StandIn, raising=False)
+    said = refusal(by_observation, changed(INDEX, {"_class_name": "SpectrogramPipeline"}), ResourceError)
+    assert "needs the packages torch, note_seq; install" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list; expected an object"),
+        ('"PixArtSigmaPipeline"', "holds a str; expected an object"),
+        ("[" * 10**5, "is not JSON"),
+        ('{"a": 1, "a": 2}', "a name stands twice in an object"),
+        ('{"_class_name": "PixArtSigmaPipeline", "boundary_ratio": NaN}', "holds the number nan"),
+        ('{"_class_name": "PixArtSigmaPipeline", "boundary_ratio": 1' + "0" * 400 + "}", "expected at most 10000000"),
+        ('{"_class_name": "PixArtSigmaPipeline"}', "names no network of the PixArtSigmaPipeline"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_an_index_that_is_damaged_is_refused(folder, text, said):
+    (folder / INDEX).write_text(text)
+    assert said in refusal(by_observation, folder)
+
+
+def test_a_folder_that_is_none_is_refused_before_anything_is_imported(tmp_path):
+    with pytest.raises(ConfigError, match="expected for diffusers the folder of a diffusers pipeline"):
+        observing.open_observed(tmp_path, 64, 64, 5.0, {}, (), None, Cache(None))
+
+
+# -------------------------------------------------------------------------------------------------- components' classes
+
+NO_NETWORK = "is a {1}, expected a network"
+OF_A_MODULE = "is '{1}' of '{0}'"
+
+
+@pytest.mark.parametrize(
+    ("opener", "described", "said"),
+    [
+        *(
+            (by_family, *row)
+            for row in [
+                (["os", "system"], "its transformer is 'system', expected PixArtTransformer2DModel"),
+                (["diffusers", "os.system"], "its transformer is 'os.system', expected PixArtTransformer2DModel"),
+                (["canary", "Payload"], "its transformer is 'Payload', expected PixArt"),
+                (["canary", "PixArtTransformer2DModel"], "of the library 'canary', expected diffusers or transformers"),
+                ([["diffusers"], "PixArtTransformer2DModel"], "expected diffusers or transformers"),
+                (["diffusers"], "its transformer is \"['diffusers']\", expected PixArt"),
+                ([None, None], "its transformer is 'None', expected PixArt"),
+                (None, "its transformer is 'None', expected PixArt"),
+            ]
+        ),
+        *(
+            (by_observation, *row)
+            for row in [
+                (
+                    ["os", "system"],
+                    "its transformer is 'system' of 'os', expected a class of diffusers or transformers",
+                ),
+                (["my_module", "MyTransformer"], "because code of a folder is never executed"),
+                *(
+                    (each, OF_A_MODULE)
+                    for each in (["canary", "Payload"], ["builtins", "eval"], ["diffusers", "utils"])
+                ),
+                *((["diffusers", name], OF_A_MODULE) for name in ("os.system", "__builtins__", "logging")),
+                *((["diffusers.utils", name], OF_A_MODULE) for name in ("logging", "BaseOutput")),
+                (["transformers", "pipeline"], OF_A_MODULE),
+                (["pipeline_utils", "os"], OF_A_MODULE),
+                *((["transformers", name], NO_NETWORK) for name in ("AutoModel", "TrainingArguments")),
+                *((["diffusers", name], NO_NETWORK) for name in ("__class__", "AutoModel", "DiffusionPipeline")),
+                *((["diffusers", name], NO_NETWORK) for name in ("FluxPipeline", "FluxModularPipeline")),
+                *((["pipeline_utils", name], NO_NETWORK) for name in ("DiffusionPipeline", "Path")),
+                (["auto_pipeline", "AutoPipelineForText2Image"], "expected a network"),
+                (["__class__", "__base__"], "expected a"),
+                (
+                    ["diffusers", "Wan9Transformer3DModel"],
+                    f"installed diffusers {diffusers.__version__} has none of this",
+                ),
+                (
+                    ["transformers", "T9Model"],
+                    f"the installed transformers {transformers.__version__} has none of this",
+                ),
+                ([["diffusers"], "PixArtTransformer2DModel"], "of \"['diffusers']\""),
+                (["diffusers", ["PixArtTransformer2DModel"]], "expected a class of diffusers or transformers"),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_no_other_class_is_imported_or_made(changed, nothing_made, nothing_runs, opener, described, said):
+    kind = ArtifactError if opener is by_family else ConfigError
+    sentence = refusal(opener, changed(INDEX, {"transformer": described}), kind)
+    assert "model_index.json: its transformer is" in sentence
+    assert (said.format(*described) if isinstance(described, list) and len(described) == 2 else said) in sentence
+
+
+@pytest.mark.parametrize("name", ["os", "DiffusionPipeline", "AutoencoderTinyish", "SchedulerOutput"])
+def test_a_scheduler_that_is_none_is_refused(changed, name):
+    path = changed(INDEX, {"scheduler": ["diffusers", name]})
+    assert "its scheduler is " in refusal(by_observation, path, ConfigError)
+
+
+@pytest.mark.parametrize("described", [None, [None, None], "DDIMScheduler", ["diffusers"], ["a", "b", "c"]])
+def test_a_pipeline_without_a_scheduler_is_refused(changed, described):
+    path = changed(INDEX, {"scheduler": described})
+    assert "names no scheduler of the PixArtSigmaPipeline" in refusal(by_observation, path)
+
+
+def test_what_is_nested_without_end_is_refused():
+    nested: list = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ArtifactError, match="model_index.json is nested too deeply"):
+        check_numbers(Path("model_index.json"), {"deep": nested}, 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"image_processor": {"image_processor_type": "pipeline", "task": "text-generation", "model": "."}},
+        {"more": [{"video_processor_type": "set_seed", "seed": 3}]},
+        {"tokenizer_class": "pipeline"},
+        {"feature_extractor_type": "AutoModel"},
+    ],
+    ids=str,
+)
+def test_a_processor_may_name_no_function_of_transformers(tmp_path, config):
+    """Which its constructor would call, with whatever the folder says."""
+    (tmp_path / "processor").mkdir()
+    (tmp_path / "processor/processor_config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="expected a tokenizer or a processor; start from the published folder"):
+        open_other(tmp_path, Component("processor", "transformers", transformers.Qwen2VLProcessor))
+
+
+@pytest.mark.parametrize("kind", [transformers.Qwen2VLProcessor, transformers.T5Tokenizer, None])
+def test_a_processors_or_tokenizers_own_code_is_not_run(folder, nothing_runs, kind):
+    own = {"AutoTokenizer": ["canary.Payload", "canary.Payload"], "AutoProcessor": "canary.Payload"}
+    own |= {"AutoImageProcessor": "canary.Payload", "AutoVideoProcessor": "canary.Payload"}
+    names = ["tokenizer_config.json"] if kind is None else ["processor_config.json", "preprocessor_config.json"]
+    for name in {*names, "tokenizer_config.json"}:
+        (folder / "tokenizer" / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Payload"}))
+    if kind is None:
+        assert list(by_family(folder).tokenizers()) == ["tokenizer"]
+        return
+    try:
+        open_other(folder, Component("tokenizer", "transformers", kind))
+    except ArtifactError as refused:
+        assert "that can be read" in str(refused)
+
+
+# ------------------------------------------------------------------------------------------------------ configurations
+
+
+@pytest.mark.parametrize(
+    ("file", "entries"),
+    [
+        (TRANSFORMER, {"num_layers": HUGE}),
+        (TEXT, {"num_layers": HUGE}),
+        (VAE, {"layers_per_block": HUGE}),
+        (VAE, {"layers_per_block": [[HUGE], [1]]}),
+        (TRANSFORMER, {"num_layers": [1] * 10**5}),
+        (VAE, {"block_out_channels": [8] * 20_000, "down_block_types": ["DownEncoderBlock2D"] * 20_000}),
+    ],
+    ids=["layers", "layers of text", "layers of a block", "a list in a list", "many counts", "many blocks"],
+)
+def test_a_config_that_would_build_for_ever_is_refused(changed, opener, monkeypatch, nothing_runs, file, entries):
+    monkeypatch.setattr(diffusers_pipeline, "network", never)
+    assert "more than any network has" in refusal(opener, changed(file, entries))
+
+
+NO_SCHEDULER = "its config describes no DPMSolverMultistepScheduler that can be built"
+NO_NETWORKS = {by_family: "its configs describe no pixart that can be built", by_observation: "describes no "}
+
+
+@pytest.mark.parametrize(
+    ("file", "entries"),
+    [
+        (TRANSFORMER, {"attention_head_dim": None}),
+        (TRANSFORMER, {"patch_size": 0}),
+        (TRANSFORMER, {"norm_type": ["ada"]}),
+        (VAE, {"block_out_channels": "wide"}),
+        (VAE, {"down_block_types": ["os.system"] * 4}),
+        (TEXT, {"d_model": {"a": 1}}),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_config_of_which_nothing_can_be_built_is_refused(changed, opener, nothing_runs, file, entries):
+    said = refusal(opener, changed(file, entries))
+    assert NO_NETWORKS[opener] in said and "that can be built" in said
+
+
+@pytest.mark.parametrize(
+    ("opener", "file", "entries", "said"),
+    [
+        *(
+            (by_family, *row)
+            for row in [
+                (TRANSFORMER, {"in_channels": -4}, NO_NETWORKS[by_family]),
+                (VAE, {"block_out_channels": [8] * 10**6}, "expected at most 1048576"),
+                (TEXT, {"vocab_size": 1e9}, NO_NETWORKS[by_family]),
+                (SCHEDULER, {"beta_schedule": "none"}, NO_SCHEDULER),
+                (INDEX, {"tokenizer": None}, "names no tokenizer, expected one"),
+                (INDEX, {"scheduler": None}, "its scheduler is 'None'"),
+                *(
+                    (
+                        INDEX,
+                        {"scheduler": ["diffusers", name]},
+                        f"its scheduler is '{name}', expected one of diffusers'",
+                    )
+                    for name in ("AutoencoderKL", "__builtins__", "utils", "SchedulerMixin", "DiffusionPipeline")
+                ),
+                (INDEX, {"scheduler": ["diffusers", "os.system"]}, "its scheduler is 'os.system', expected one of"),
+            ]
+        ),
+        *(
+            (by_observation, *row)
+            for row in [
+                (TEXT, {"vocab_size": HUGE}, "holds the number 1000000000, expected at most 10000000"),
+                (TRANSFORMER, {"sample_size": -HUGE}, "holds the number -1000000000"),
+                (TRANSFORMER, {"norm_eps": math.nan}, "holds the number nan"),
+                (TRANSFORMER, {"norm_eps": math.inf}, "holds the number inf"),
+                (TRANSFORMER, {"in_channels": 10**400}, "holds the number 1000"),
+                (TRANSFORMER, {"deep": {"deeper": {"deepest": [HUGE]}}}, "holds the number 1000000000"),
+                (TRANSFORMER, {"quantization_config": {"quant_method": "gguf"}}, "describes quantized weights"),
+                (TEXT, {"quantization_config": {"quant_method": "bitsandbytes"}}, "or give this one to judge"),
+                (TRANSFORMER, {"sample_size": 100_000}, "describes no PixArtTransformer2DModel that can be built"),
+                (TRANSFORMER, {"num_attention_heads": 50}, "misshapen"),
+                (TRANSFORMER, {"num_layers": 3}, "missing: transformer_blocks.2"),
+                (TRANSFORMER, {"num_layers": 1}, "unknown: transformer_blocks.1"),
+                (SCHEDULER, {"num_train_timesteps": HUGE}, "holds the number 1000000000, expected at most 100000"),
+                (SCHEDULER, {"num_train_timesteps": 10**30}, "expected at most 100000"),
+                (SCHEDULER, {"num_train_timesteps": "many"}, "that can be read"),
+                (SCHEDULER, {"beta_start": math.nan}, "holds the number nan"),
+                (SCHEDULER, {"trained_betas": [math.inf]}, "holds the number inf"),
+                (SCHEDULER, {"beta_schedule": "none"}, "that can be read"),
+                (TOKENIZER, {"extra_ids": 10**8}, "extra_ids is 100000000, expected "),
+                (TOKENIZER, {"extra_ids": "x"}, "extra_ids is 'x', expected "),
+                (TOKENIZER, {"model_max_length": 300_000_000}, "is 300000000, expected a number of tokens"),
+                *((TOKENIZER, {"model_max_length": n}, f"model_max_length is {n}") for n in (0, -1, "x")),
+            ]
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_config_out_of_bounds_or_of_other_types_is_refused(changed, nothing_runs, opener, file, entries, said):
+    assert said in refusal(opener, changed(file, entries))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "values"),
+    [
+        (SCHEDULER, "num_train_timesteps", ["many", 0, HUGE, True, 1000.5]),
+        (SCHEDULER, "beta_start", [math.nan, -0.1, 2, "0.1"]),
+        (SCHEDULER, "trained_betas", [[math.nan], [0.1, 2.0], "x", [None]]),
+        (SCHEDULER, "prediction_type", ["junk", None, 3]),
+        (SCHEDULER, "timestep_spacing", ["junk", None]),
+        (SCHEDULER, "steps_offset", [10**30, -1, "1"]),
+        (VAE, "scaling_factor", [math.nan, 0, math.inf, "0.13", True, None]),
+        (VAE, "shift_factor", [math.nan, "x"]),
+        (TEXT, "relative_attention_max_distance", [-1, 0, "x"]),
+        (TEXT, "relative_attention_num_buckets", [0, HUGE]),
+        (TRANSFORMER, "norm_eps", [math.nan, math.inf, "x", True, [1e-6, math.nan]]),
+        (TRANSFORMER, "sample_size", [10**12, "128", False]),
+        (VAE, "force_upcast", ["false", 1]),
+        (TEXT, "is_decoder", ["no"]),
+        (SCHEDULER, "solver_order", [10**12, "2", True]),
+        (TOKENIZER, "extra_ids", [10**8, -1, "x"]),
+    ],
+)
+def test_an_entry_out_of_its_range_is_refused_by_name(changed, file, name, values):
+    for value in values:
+        sentence = refusal(by_family, changed(file, {name: value}))
+        assert f"{name} is " in sentence and ", expected " in sentence
+
+
+def test_a_context_without_end_is_refused_before_anything_is_padded_to_it(changed):
+    for length in (300_000_000, 0, -1, 10**29, "x", 77.5):
+        said = refusal(by_family, changed(TOKENIZER, {"model_max_length": length}))
+        assert "model_max_length is " in said or "holds no tokenizer that can be read" in said
+
+
+def test_a_network_of_more_modules_than_any_has_is_refused(changed, monkeypatch):
+    monkeypatch.setattr("sd_quant.files.checks.MAX_MODULES", 20)
+    assert "more than 20 modules" in refusal(by_observation, changed(TRANSFORMER, {}))
+
+
+def test_tables_without_end_are_refused_before_they_are_computed():
+    with torch.device("meta"):
+        network = nn.Module()
+        network.register_buffer("table", torch.empty(10**6, 600))
+    with pytest.raises(ValueError, match=r"its tables take 2.4 GB, expected at most 2"):
+        check_buffers(network)
+
+
+# -------------------------------------------------------------------------------------------------- files and weights
+
+WHOLE_FOLDER = "expected the whole folder of a pipeline"
+NO_OBJECTS = ("{", "[]", "\x00", "[" * 10**5, '"' + "x" * 2**20)
+
+
+def put(path: Path, content: str | Path | None) -> None:
+    """Replaces a file or a folder: by text, by a link, by nothing."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.symlink_to(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        *((file, None, f"holds no {Path(file).name}; {WHOLE_FOLDER}") for file in (TRANSFORMER, VAE, TEXT, SCHEDULER)),
+        *((name, None, f"/{name} is missing; {WHOLE_FOLDER}") for name in ("transformer", "scheduler", "tokenizer")),
+        *((TRANSFORMER, text, "transformer: config.json ") for text in NO_OBJECTS),
+        (VAE, '{"latent_channels": 4, "latent_channels": 4}', "a name stands twice in an object"),
+        (WEIGHTS, "\x02" + "\x00" * 7 + "{}and more", "is not a whole safetensors file"),
+        (WEIGHTS, Path("/etc/passwd"), "no safetensors file"),
+        *((WEIGHTS, Path(target), "holds no") for target in ("/dev/zero", "/nowhere", ".")),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_missing_or_something_else_is_named(folder, file, content, said):
+    """A link is something else unless it leads to a file of weights."""
+    put(folder / file, content)
+    assert said in refusal(by_family, folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *((name, content) for name in ("transformer", "scheduler") for content in (None, "{}", Path("."))),
+        *((name, None) for name in ("vae", "text_encoder", "tokenizer")),
+        *((TRANSFORMER, text) for text in (*NO_OBJECTS[:4], '{"a": ' * 900 + "1" + "}" * 900)),
+        *((file, content) for file in (VOCABULARY, SCHEDULER) for content in (None, Path("/dev/zero"))),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_an_observed_folder_that_is_not_whole_is_refused(folder, file, content):
+    put(folder / file, content)
+    assert file.partition("/")[0] in refusal(by_observation, folder)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a pipe", "a device"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(folder, opener, left):
+    """Whose class would know two words then; the others it would wait for, or read for ever."""
+    put(folder / VOCABULARY, Path("/dev/zero") if left == "a device" else None)
+    if left == "a pipe":
+        os.mkfifo(folder / VOCABULARY)
+    said = refusal(opener, folder)
+    if opener is by_family:
+        assert "tokenizer holds neither tokenizer.json nor spiece.model, so it holds no tokenizer" in said
+
+
+class Canary:
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return open, (str(self.mark), "w")
+
+
+def test_missing_weights_are_named_and_a_pickle_is_never_opened(folder, opener, tmp_path):
+    canary = Canary(tmp_path / "ran")
+    (folder / WEIGHTS).unlink()
+    sentence = refusal(opener, folder)
+    assert "holds no diffusion_pytorch_model.safetensors" in sentence
+    assert opener is by_family or "safe_serialization=True" in sentence
+    for name in ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.pt"):
+        (folder / "transformer" / name).write_bytes(pickle.dumps(canary))
+    assert refusal(opener, folder) == sentence
+    torch.save({"weight": canary}, folder / WEIGHTS)
+    assert "it is damaged or no safetensors file" in refusal(opener, folder)
+    assert not canary.mark.exists()
+    pickle.loads((folder / "transformer/model.pt").read_bytes()).close()
+    assert canary.mark.exists(), "the canary would not have shown anything"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda tensors: tensors.pop(BIAS), f"1 missing: {BIAS}"),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "1 unknown: extra"),
+        (lambda tensors: tensors.update({BIAS: torch.ones(3)}), f"1 misshapen: {BIAS} [3] instead of [128]"),
+        (lambda tensors: tensors.update({BIAS: torch.ones(128, dtype=torch.int8)}), BIAS),
+        (lambda tensors: tensors.clear() or tensors.update(x=torch.ones(1)), "missing: "),
+    ],
+    ids=["missing", "unknown", "misshapen", "integers", "another network"],
+)
+def test_other_tensors_than_the_configs_are_refused(stored, opener, edit, said):
+    assert said in refusal(opener, stored(WEIGHTS, edit))
