@@ -65,13 +65,13 @@ quick:
 	$(PYTEST) tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
-	$(PYTHON) -m tests.mutations.run --workers 2
+	$(PYTHON) -m tests.run mutations --workers 2
 
 processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
 	$(PYTHON) benchmarks/processors.py
 
 hand-over-check: $(VENV)/.sd-quant-test ## Hand results over to optimum-intel, OpenVINO GenAI and optimum-onnx, each in an environment of its own (2 GB)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.hand_over.check
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.run hand-over
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz.learn --inputs 100000``: as ``run``, and inputs that lead somewhere new are changed again.
+"""``python -m tests.run learn --inputs 100000``: as ``run``, and inputs that lead somewhere new are changed again.
 
 atheris watches which branches of ``sd_quant``, of PyYAML and of torch's restricted unpickler an input takes; what took
 a new one is kept in ``tests/fuzz/corpus.json`` and varied. An input is the bytes from which Hypothesis draws the edits
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,16 +33,7 @@ TRIES = 20  # of a reader whose process ends early
 FUZZER = "-print_final_stats=0 -verbosity=0 -detect_leaks=0 -close_fd_mask=0 -rss_limit_mb=0 -reload=0".split()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.learn", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=20_000, help="of all readers together, by their weights")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--reader", action="append", help="only this one; may be repeated")
-    parser.add_argument("--workers", type=int, default=2, help="readers at a time")
-    parser.add_argument("--corpus", type=Path, default=CORPUS)
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
-    parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
-    wanted = parser.parse_args(arguments)
+def run(wanted: argparse.Namespace) -> int:
     if wanted.child:
         return child(wanted)
 
@@ -91,7 +81,7 @@ def learn(name: str, inputs: int, wanted: argparse.Namespace, scratch: str):
             wanted.keep, "--child", name, folder,
         ]  # fmt: skip
         ended = subprocess.run(
-            [sys.executable, "-m", "tests.fuzz.learn", *map(str, given)], capture_output=True, text=True
+            [sys.executable, "-m", "tests.run", "learn", *map(str, given)], capture_output=True, text=True
         )
         with suppress(OSError):
             tally.add(**json.loads((folder / "tally.json").read_text()))
@@ -153,7 +143,3 @@ def child(wanted: argparse.Namespace) -> int:
     atheris.Setup(["learn", *options, str(corpus)], read_one.hypothesis.fuzz_one_input)
     atheris.Fuzz()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz.run --inputs 20000 --seed 0``: many damaged and hostile inputs to every reader of files.
+"""``python -m tests.run fuzz --inputs 20000 --seed 0``: many damaged and hostile inputs to every reader of files.
 
 Each reader's inputs are read in child processes with a cap on memory, some hundred in each. One seed gives the same
 inputs every time on the same sources: Hypothesis draws constants from them too. An input that was neither refused nor
@@ -48,29 +48,21 @@ class Tally:
         self.slowest, self.peak = max(self.slowest, slowest), max(self.peak, peak)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=20_000, help="of all readers together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--reader", action="append", help="only this one; may be repeated")
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
-    parser.add_argument("--replay", type=Path, help="a folder of --keep, to be read again")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that one input may take")
-    given_arguments = parser.parse_args(arguments)
+def run(wanted: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # they quote the inputs
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         readers = {reader.name: reader for reader in make_readers(Path(scratch) / "made")}
-        if given_arguments.replay:
-            return replay(readers, given_arguments.replay, Path(scratch))
-        chosen = [readers[name] for name in given_arguments.reader or readers]
+        if wanted.replay:
+            return replay(readers, wanted.replay, Path(scratch))
+        chosen = [readers[name] for name in wanted.reader or readers]
         start = time.monotonic()
-        tallies = fuzz(chosen, given_arguments, Path(scratch))
+        tallies = fuzz(chosen, wanted, Path(scratch))
     print(table(tallies))
-    print(f"{time.monotonic() - start:.0f} s, seed {given_arguments.seed}")
+    print(f"{time.monotonic() - start:.0f} s, seed {wanted.seed}")
     failures = sum(tally.counts[WRONG] for tally in tallies.values())
     if failures:
-        print(f"{failures} inputs were neither refused nor loaded as they are; see {given_arguments.keep}")
+        print(f"{failures} inputs were neither refused nor loaded as they are; see {wanted.keep}")
     return 1 if failures else 0
 
 
@@ -208,7 +200,3 @@ def replay(readers: dict[str, Reader], folder: Path, scratch: Path) -> int:
         return 1
     print(f"{kind} in {1e3 * seconds:.0f} ms")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A few damaged inputs to every reader, the same each time; ``python -m tests.fuzz.run`` tries as many as one likes."""
+"""A few damaged inputs to every reader, the same each time; ``python -m tests.run fuzz`` tries as many as one likes."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,10 +8,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from ..run import main
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
 from .learn import CORPUS, read_corpus
 from .readers import make_readers
-from .run import EVERY_INPUT, main, table
+from .run import EVERY_INPUT, table
 
 pytestmark = pytest.mark.commit
 
@@ -92,6 +93,6 @@ def test_what_a_reader_may_not_do_is_noticed(read, complaint, tmp_path, monkeypa
 
 
 def test_the_command_counts_every_input(capsys, tmp_path):
-    assert main(["--inputs", "20", "--reader", "prompts", "--keep", str(tmp_path)]) == 0
+    assert main(["fuzz", "--inputs", "20", "--reader", "prompts", "--keep", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["prompts", "20"]
     assert "anything else" in table({})

@@ -13,6 +13,7 @@ the size ids, 26.5 dB with the text encoders' last state for the last but one, 2
 dB with the pooled text reversed.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -189,10 +190,12 @@ def check(name: str, targets: list[str], run: Path, work: Path) -> bool:
     return right
 
 
-def main(arguments: list[str]) -> int:
+def run(wanted: argparse.Namespace) -> int:
     """Check the named targets of the named cases, by default all of all. 1 when one failed, else 0."""
-    targets = [name for name in TARGETS if name in arguments] or list(TARGETS)
-    cases = [name for name in CASES if name in arguments] or list(CASES)
+    if unknown := set(wanted.names) - {*TARGETS, *CASES}:
+        raise SystemExit(f"there is no case or target {', '.join(sorted(unknown))}")
+    targets = [name for name in TARGETS if name in wanted.names] or list(TARGETS)
+    cases = [name for name in CASES if name in wanted.names] or list(CASES)
     torch.set_num_threads(1)
     right = True
     for name in cases:
@@ -200,7 +203,3 @@ def main(arguments: list[str]) -> int:
             work = Path(temporary)
             right &= check(name, targets, handed_over(name, targets, work), work)
     return int(not right)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

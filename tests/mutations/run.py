@@ -1,4 +1,4 @@
-"""``python -m tests.mutations.run``: would a test notice? One deliberate fault at a time, and the test that caught it.
+"""``python -m tests.run mutations``: would a test notice? One deliberate fault at a time, and the test that caught it.
 
 ``faults.diff`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
 should fail then. A fault does not say which file it is in, so code may move. It is put into a copy of the repository,
@@ -22,7 +22,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,26 +186,49 @@ def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Which test notices which deliberate fault.")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
-    parser.add_argument("--workers", type=int, default=1, help="how many to try at a time, each in its own copy")
-    parser.add_argument("--list", action="store_true", help="name the faults and what each changes, and run nothing")
-    given = parser.parse_args()
-    faults = read_faults()
-    if unknown := set(given.only or ()) - {fault.name for fault in faults}:
-        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
-    chosen = [fault for fault in faults if not given.only or fault.name in given.only]
-    if given.list:
+def changed_since(base: str) -> set[str]:
+    """Paths that differ from the git revision ``base``, in the working tree and among what git would add."""
+
+    def listed(*command: str) -> list[str]:
+        told = subprocess.run(["git", *command, "-z"], cwd=REPOSITORY, capture_output=True, text=True)
+        if told.returncode:
+            raise SystemExit(told.stderr.strip())
+        return told.stdout.split("\0")
+
+    return {*listed("diff", "--name-only", base), *listed("ls-files", "--others", "--exclude-standard")} - {""}
+
+
+def touched(faults: Sequence[Fault], changed: Collection[str]) -> list[Fault]:
+    """Those whose text stands in a file that changed, or one of whose tests does."""
+    texts = [(REPOSITORY / path).read_text(encoding="utf-8") for path in changed if of_package(path)]
+    return [
+        fault
+        for fault in faults
+        if any(fault.find in text for text in texts) or any(test.partition("::")[0] in changed for test in fault.tests)
+    ]
+
+
+def of_package(path: str) -> bool:
+    return path.startswith(f"{PACKAGE}/") and path.endswith(".py") and (REPOSITORY / path).is_file()
+
+
+def run(wanted: argparse.Namespace) -> int:
+    chosen = read_faults()
+    if unknown := set(wanted.only or ()) - {fault.name for fault in chosen}:
+        raise SystemExit(f"there is no fault {', '.join(sorted(unknown))}")
+    if wanted.only:
+        chosen = [fault for fault in chosen if fault.name in wanted.only]
+    if wanted.touched:
+        chosen = touched(chosen, changed_since(wanted.touched))
+    if wanted.list:
         for fault in chosen:
             print(f"{fault.name}\n    {fault.find}\n    {fault.replace}")
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not outlive a fork
+        return 0
     with warnings.catch_warnings(action="ignore"):
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copies = [Path(folder) / str(worker) for worker in range(given.workers)]
+        copies = [Path(folder) / str(worker) for worker in range(wanted.workers)]
         for repository in copies:
             copy_repository(repository)
         outcomes: dict[str, Outcome] = {}
@@ -218,12 +241,8 @@ def main() -> None:
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
     print(f"{len(chosen)} faults: {told}")
-    sys.exit(counts[CAUGHT] != len(chosen))
+    return int(counts[CAUGHT] != len(chosen))
 
 
 def tell(outcome: Outcome) -> None:
     print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""``python -m tests.pairs.run``: every knob at the ends of its range, in all pairs, through the command.
+"""``python -m tests.run pairs``: every knob at the ends of its range, in all pairs, through the command.
 
 A row sets every knob of ``ends`` to one of its values, so one job tries some thousand pairs. Rows are drawn until each
 pair of values has been in one, or is refused by the checks alone. A job has to end well, or with one sentence that
@@ -9,11 +9,10 @@ knobs may not be together; here the configuration's own checks are asked.
 import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -102,23 +101,19 @@ def problem(code: int, stdout: str, stderr: str) -> str | None:
     return None if code in (1, 2, 3, 4) and len(errors) == 1 else f"ended with {code}: {stderr[-1500:]}"
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.pairs.run", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1000, help="at most")
-    wanted = parser.parse_args(given)
+def run(wanted: argparse.Namespace) -> int:
     start, codes, wrong = time.monotonic(), Counter(), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sd15(folder / "model")
         missing = every_pair()
         total = len(missing)
-        with forked(folder) as run:
+        with forked(folder) as command:
             for number, row in enumerate(rows(random.Random(wanted.seed), folder, missing)):
                 if number >= wanted.jobs:
                     break
                 begun = time.monotonic()
-                ended, _ = run("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
+                ended, _ = command("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
                 codes[ended.returncode] += 1
                 if ended.returncode == 0:
                     missing -= pairs_of(row)
@@ -133,7 +128,3 @@ def main(given: Sequence[str] | None = None) -> int:
     print(f"{codes.total()} jobs ended with {dict(codes)}, {len(wrong)} of them wrongly; "
           f"{time.monotonic() - start:.0f} s")  # fmt: skip
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

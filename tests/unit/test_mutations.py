@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.mutations.run import PACKAGE, REPOSITORY, read_faults
+from ..mutations.run import PACKAGE, REPOSITORY, read_faults, touched
 
 pytestmark = pytest.mark.commit
 
@@ -29,3 +29,11 @@ def test_their_tests_are_there():
         assert path.startswith(("tests/unit/", "tests/cli/")) and (REPOSITORY / path).exists(), test
         assert not name or f"def {name.partition('[')[0]}(" in (REPOSITORY / path).read_text(encoding="utf-8"), test
     assert [fault.name for fault in FAULTS if not fault.tests] == []
+
+
+def test_what_a_change_touches_is_what_its_file_or_its_tests_hold():
+    first, last = FAULTS[0], FAULTS[-1]
+    [file] = [each for each in (REPOSITORY / PACKAGE).rglob("*.py") if first.find in each.read_text(encoding="utf-8")]
+    found = touched(FAULTS, {str(file.relative_to(REPOSITORY)), last.tests[0].partition("::")[0], "README.md"})
+    assert first in found and last in found and len(found) < len(FAULTS)
+    assert touched(FAULTS, {"README.md"}) == []

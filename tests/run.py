@@ -1,0 +1,100 @@
+"""``python -m tests.run NAME [options]``: what tries the package or its tests for longer than the tests do."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Tool:
+    """``module`` has the function ``run(wanted)``, whose answer is the exit code; it is imported when it is called."""
+
+    module: str
+    summary: str
+    options: Callable[[argparse.ArgumentParser], object]
+
+
+def of_mutations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
+    parser.add_argument("--touched", metavar="BASE", help="those alone whose file or tests changed since this revision")
+    parser.add_argument("--workers", type=int, default=1, help="how many to try at a time, each in its own copy")
+    parser.add_argument("--list", action="store_true", help="name the faults and what each changes, and run nothing")
+
+
+def of_faults(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
+    parser.add_argument("--cancels", type=int, default=8, help="runs that end by SIGINT and SIGTERM")
+    parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "images", "parity"],
+                        help="stages in which the disk is full; the others write next to nothing")  # fmt: skip
+    parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+
+
+def of_commands(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=60, help="in all")
+    parser.add_argument("--places", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands, such as judge and 'hand over'")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+
+
+def of_fuzzing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--inputs", type=int, default=20_000, help="of all readers together, by their weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reader", action="append", help="only this one; may be repeated")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
+
+
+def of_fuzz(parser: argparse.ArgumentParser) -> None:
+    of_fuzzing(parser)
+    parser.add_argument("--replay", type=Path, help="a folder of --keep, to be read again")
+    parser.add_argument("--seconds", type=float, default=10, help="of the processor, that one input may take")
+
+
+def of_learning(parser: argparse.ArgumentParser) -> None:
+    of_fuzzing(parser)
+    parser.add_argument("--workers", type=int, default=2, help="readers at a time")
+    parser.add_argument("--corpus", type=Path, default=HERE / "fuzz/corpus.json")
+    parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
+
+
+def of_pairs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1000, help="at most")
+
+
+def of_hand_over(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases and targets; by default all of all")
+
+
+TOOLS = {
+    "mutations": Tool("tests.mutations.run", "Which test notices which deliberate fault.", of_mutations),
+    "fuzz": Tool("tests.fuzz.run", "Many damaged and hostile inputs to every reader of files.", of_fuzz),
+    "learn": Tool("tests.fuzz.learn", "The same, and inputs that lead somewhere new are changed again.", of_learning),
+    "faults": Tool("tests.faults.run", "The main job killed, starved of disk and raced.", of_faults),
+    "commands": Tool("tests.faults.commands", "Every command killed, and put into hard places.", of_commands),
+    "pairs": Tool("tests.pairs.run", "Every knob at the ends of its range, in all pairs.", of_pairs),
+    "hand-over": Tool("tests.hand_over.check", "Results drawn by the tools that they are for.", of_hand_over),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
+    commands = parser.add_subparsers(dest="tool", required=True, metavar="NAME")
+    for name, tool in TOOLS.items():
+        tool.options(commands.add_parser(name, help=tool.summary, description=tool.summary))
+    wanted = parser.parse_args(arguments)
+    if wanted.tool == "mutations":
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not outlive a fork
+    return import_module(TOOLS[wanted.tool].module).run(wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
