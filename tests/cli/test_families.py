@@ -25,7 +25,7 @@ from tests.presets import model_of, recipe_of
 from ..pipelines import TINY, VARIANTS
 from .shared import QUICK, record_of, rows_of
 
-pytestmark = pytest.mark.commit
+pytestmark = pytest.mark.nightly
 
 PLANS = ("export_trt=tensorrt_rtx", "trt.optimization_level=0")
 HANDED_OVER = (*PLANS, "hand_over=[diffusers_modelopt]")
@@ -53,15 +53,13 @@ class Row:
 
 
 ROWS = [  # SDXL and Stable Diffusion 1.5 in INT8 are the main job's and the tiny pipeline's
-    Row("sd3", "int8_dynamic", "openvino", attentions={"int8": 2}),
-]
-NIGHTLY = [
     Row("sd15", "svdquant_w4a16", "openvino"),
     Row("sd15", "nvfp4", "openvino"),
     Row("sd21", "int8", "onnxruntime", HANDED_OVER),
     Row("sdxl", "int4_w4a4", "onnxruntime"),
     Row("sd3", "svdquant_w4a16", "onnxruntime"),
     Row("sd3", "fp8", "openvino"),
+    Row("sd3", "int8_dynamic", "openvino", attentions={"int8": 2}),
     Row("flux", "nvfp4", "onnxruntime", ("attention=fp8",), {"fp8": 4}),
     Row("flux", "fp8", "onnxruntime", PLANS, {"fp8": 4}),
     Row("flux", "int8", "openvino", HANDED_OVER, {"int8": 4}),
@@ -101,7 +99,7 @@ def onnx_path(run: Path, part: str) -> Path:
     return run / "onnx" / part / f"{part}.onnx"
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY)], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
     run = job(tmp_path / "run", row.family, f"quantize={row.preset}", f"infer={row.engine}", *row.knobs, *row.recipe)
     record, parts, denoiser = record_of(run), model_of(row.family)["parts"], family_named(row.family).DENOISER
@@ -151,7 +149,6 @@ def test_a_family_in_a_format_by_an_engine(job, families, tmp_path, row):
         assert (record["plans"][denoiser]["attention"] is not None) == ("int8" in row.attentions)
 
 
-@pytest.mark.nightly
 def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
     """Of one cache, in which nothing of the one may be taken for the other's: the codes are the same, bit for bit."""
     runs = {io: job(tmp_path / io, "sdxl", f"export.io={io}", "alpha=0.8") for io in ("diffusers", "nemo")}
@@ -168,7 +165,6 @@ def test_the_inputs_names_change_nothing_but_the_names(job, tmp_path):
     assert ours == theirs and len(ours) == record_of(runs["nemo"])["layers"]["quantized"]
 
 
-@pytest.mark.nightly
 def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds_again(job, done, tmp_path):
     lean = job(tmp_path / "lean", "sd3_no_t5", *PLANS, "hand_over=[diffusers_modelopt]")
     record, parts = record_of(lean), model_of("sd3_no_t5")["parts"]
@@ -188,7 +184,6 @@ def test_stable_diffusion_3_without_t5_has_all_but_its_part_and_draws_and_builds
     assert {path.stem for path in (tmp_path / "built/plan").glob("*.plan")} == set(parts)
 
 
-@pytest.mark.nightly
 def test_a_folder_that_was_saved_without_t5_is_drawn_without_it(done, tmp_path):
     VARIANTS["sd3_no_t5"](tmp_path / "lean")
     sizes = "model.width=64", "model.height=64"

@@ -48,6 +48,7 @@ def test_files_are_those_of_the_command(quantized, main_job, tmp_path):
     assert not (tmp_path / "exported/full_precision").exists()
 
 
+@pytest.mark.nightly
 def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
     """With the command's card, but for how it was made and the last digits of what images say."""
     folder = quantized.hand_over("diffusers_modelopt", tmp_path / "diffusers_modelopt", PROMPTS, steps=5)
@@ -79,7 +80,8 @@ def test_images_are_those_of_the_command(quantized, main_job):
     assert min(psnr(ours, result.images)) > max(psnr(ours, comparison.full_precision))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.nightly), "float32"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_snippet_for_modelopt_runs_as_the_page_has_it(quantized, model, main_job, tmp_path, monkeypatch, dtype):
     import torch
 

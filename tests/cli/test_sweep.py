@@ -102,6 +102,7 @@ def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, done,
     assert [row["status"] for row in table(unbroken)] == ["done"] * 3
 
 
+@pytest.mark.nightly
 def test_a_job_of_other_code_or_input_is_done_again(unbroken, done, sweep_arguments):
     record = unbroken / "sweep" / JOBS[0] / "metrics.json"
     content = json_of(record)
