@@ -1,14 +1,13 @@
 """Runs what requires a GPU, with whatever is installed, and leaves the results in one folder: ``make gpu-check``.
 
-It needs no network. First every engine and kernel once, in a minute; then the table, most wanted rows first; then the
-tests that only a GPU can run, in the time that is left. ``gpu_bundle``, where it is (``make gpu-bundle``), has what the
-machine lacks. The results are in ``$OUT`` where that is set, else in ``outputs/gpu_check/<time>``: environment.json,
-smoke.json, table.md, table.json, tests.txt. Without a GPU it says so and claims nothing.
+It needs no network. First the table, most wanted rows first; then the tests that only a GPU can run, every engine and
+kernel among them, in the time that is left. ``gpu_bundle``, where it is (``make gpu-bundle``), has what the machine
+lacks. The results are in ``$OUT`` where that is set, else in ``outputs/gpu_check/<time>``: environment.json, table.md,
+table.json, tests.txt. Without a GPU it says so and claims nothing.
 """
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -36,8 +35,8 @@ NEEDED = {  # package to what it is for
     "hydra": "tests of the main job",
     "pytest": "tests",
 }
-SMOKE_SECONDS, LEAST_TESTS = 60.0, 45.0  # for the smoke tests; kept for the others, when the table has taken its share
-PARTS = ("smoke", "table", "tests")
+LEAST_TESTS = 45.0  # seconds kept for the tests, when the table has taken its share
+PARTS = ("table", "tests")
 
 
 def missing() -> dict[str, str]:
@@ -60,26 +59,6 @@ def with_bundle(folder: Path, bundle: Path) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path[:0] = [str(front)]
     return f"{bundle}: {len(list((bundle / 'wheels').glob('*.whl')))} packages"
-
-
-def smoke(out: Path, seconds: float, least: float) -> bool:
-    """Every engine and kernel once, each in ``least`` seconds at least; whether all that was begun has ended well."""
-    from .smoke import CHECKS
-    from .supervise import DONE, Answer, Task, Worker, do_all
-
-    told: dict[str, Answer] = {}
-
-    def tell(task: Task, answer: Answer) -> None:
-        told[task.name] = answer
-        print(f"{task.name}: {answer['ended']} {answer.get('reason', answer.get('left out', ''))}", flush=True)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "smoke.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-
-    tasks = [Task(name, 5.0, {"kind": "smoke", "check": name}) for name in CHECKS]
-    do_all(
-        Worker([sys.executable, "-m", "benchmarks.gpu.worker"], 15.0), tasks, time.monotonic() + seconds, least, tell
-    )
-    return all(answer["ended"] == DONE for answer in told.values())
 
 
 def tests(out: Path, seconds: float) -> int:
@@ -127,10 +106,6 @@ def main() -> int:
         packages = ("torch", "diffusers", "transformers", "triton", "nvidia-modelopt", "tensorrt", "tensorrt-rtx")
         here = {"machine": machine(), "versions": versions(*packages), "missing": lacking, "bundle": bundle}
         write_json(chosen.out / "environment.json", here)
-        if "smoke" in chosen.only:
-            # a busy processor takes many times as long, and its time costs nothing
-            limits = (left(), 120.0) if chosen.on_cpu else (min(SMOKE_SECONDS, left()), 20.0)
-            codes.append(0 if smoke(chosen.out, *limits) else 1)
         if "table" in chosen.only:
             kept = LEAST_TESTS if "tests" in chosen.only and "pytest" not in lacking else 0.0
             scales = chosen.bundle / "scales.safetensors"

@@ -35,7 +35,6 @@ from sd_quant.simulation.native import (
 )
 
 from . import flux
-from .joined import join_projections
 from .network import Inputs, Network, empty, fill, inputs_of, statistics_of, with_weights
 from .scales import Assignment, load
 
@@ -50,7 +49,6 @@ RECIPES = {  # as conf/quantize has them; one step is calibrated, so its largest
     **{f"int8 level {level:g}": replace(OF_INT8, quant_level=level) for level in (2.5, 1.0)},
     **{f"fp8 level {level:g}": replace(OF_FP8, quant_level=level) for level in (2.5, 1.0, 4.0)},
 }
-TEXT = (".attn2.to_k", ".attn2.to_v")  # the layers that read the text
 GUIDANCE = 8.0  # of a loop
 FASTEST = "max-autotune-no-cudagraphs"  # graphs are recorded by ``Replayed``, around everything
 
@@ -71,24 +69,16 @@ class Side:
     recipe: str | None = None  # a name in RECIPES
     network: str = "sdxl"  # a name in NETWORKS
     products: str | None = None  # a name in PRODUCTS_OF; None: the device's own
-    rounded_convolutions: bool = False  # convolve dequantized numbers in the baseline's precision
     blocks: bool = True  # compiled block by block; False: as a whole
     eager: bool = False
     mode: str | None = None  # torch.compile's
-    channels_last: bool = True
-    joined: bool = False  # query, key and value as one product
-    text: bool = True  # whether the layers that read the text are quantized
 
 
 def variants_of(fmt: str) -> list[Side]:
     """Other ways to the numbers of level 3, to know which is fastest on this machine."""
     recipe = f"{fmt} level 3"
     return [
-        Side(f"{recipe}, joined projections", recipe, joined=True),
-        Side(f"{recipe}, text in fp16", recipe, text=False),
-        Side(f"{recipe}, both of these", recipe, joined=True, text=False),
-        Side(f"{recipe}, convolutions rounded", recipe, rounded_convolutions=True),
-        Side(f"{recipe}, max-autotune", recipe, joined=True, text=False, mode=FASTEST),
+        Side(f"{recipe}, max-autotune", recipe, mode=FASTEST),
         Side(f"{recipe}, torch's products", recipe, products="torch's"),
         Side(f"{recipe}, the kernel's products", recipe, products="the kernel's"),
     ]
@@ -101,7 +91,6 @@ SIDES = {
     for side in (
         *COMPILED.values(),
         *EAGER.values(),
-        Side("fp16 eager, channels first", eager=True, channels_last=False),
         Side("fp16 compiled as a whole, max-autotune", blocks=False, mode=FASTEST),
         *(Side(name, name) for name in RECIPES),
         Side("flux fp8 level 3", "fp8 level 3", "flux"),
@@ -200,23 +189,9 @@ def network_of(network: Network, side: Side, assignments: Mapping[str, Assignmen
     """The module of a side, not yet compiled."""
     device, inner = network.device, copy.deepcopy(network.inner)
     if side.recipe is not None:
-        rows = dict(assignments[side.recipe])
-        if not side.text:
-            rows = {name: unquantized(row) if name.endswith(TEXT) else row for name, row in rows.items()}
-        if side.joined:
-            rows = join_projections(inner, rows)
         products = PRODUCTS_OF[side.products] if side.products else products_on(device)
-        if side.rounded_convolutions:
-            products = {fmt: Products(each.linear, None) for fmt, each in products.items()}
-        inner = with_native_layers(inner, rows, device, products)
-    if not side.channels_last:
-        inner = inner.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        inner = with_native_layers(inner, assignments[side.recipe], device, products)
     return network.part.wrap(inner)
-
-
-def unquantized(row: LayerAssignment) -> LayerAssignment:
-    """The row of a layer that stays in high precision; what it absorbs of the smoothing of others it keeps."""
-    return replace(row, format=None, activation_format=None, pre_quant_scale=None, weight_amax=None)
 
 
 def compiled_as(side: Side, module: nn.Module) -> nn.Module:

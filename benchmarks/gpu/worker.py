@@ -31,7 +31,6 @@ from sd_quant.models.sdxl_nemo import TextShape
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS
 
-from . import smoke
 from .common import add_options
 from .network import Inputs, engine_of, inputs_of, twin
 from .sides import (
@@ -66,7 +65,7 @@ class Bench:
         self.network = NETWORKS[name](chosen.model, self.device)
         self.assignments = Assignments(self.network, chosen.size, chosen.scales)
         self.eager = engine_of(self.network, self.network.module)
-        self.simulated: dict[tuple[str, bool], float] = {}
+        self.simulated: dict[str, float] = {}
 
     @cached_property
     def compiled(self) -> Engine:
@@ -86,9 +85,9 @@ class Bench:
 
     def simulation_error(self, side: Side) -> float:
         """Of the recipe itself: the same codes multiplied in fp32, without anything that makes them fast."""
-        key = (str(side.recipe), side.text)
+        key = str(side.recipe)
         if key not in self.simulated:
-            inputs, plain = self.inputs(1), Side("", side.recipe, products="simulated", text=side.text)
+            inputs, plain = self.inputs(1), Side("", key, products="simulated")
             simulated = network_of(self.network, plain, self.assignments)
             self.simulated[key] = error_of(self.network.module(**inputs), simulated(**inputs))
         return self.simulated[key]
@@ -314,10 +313,8 @@ def plan_of(bench: Bench, library: str, name: str | None, batch: int) -> dict[st
 
 
 def answer(bench: Callable[[str], Bench], task: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one task of ``table`` or ``smoke``."""
+    """Do one task of ``table``."""
     kind = task["kind"]
-    if kind == "smoke":
-        return smoke.CHECKS[task["check"]](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if kind == "crash":
         os.abort()
     if kind == "hang":

@@ -57,7 +57,7 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
 IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "divided", "families", "full_size", "full_size_parts",
-                "levers", "passes", "sweep", "thousand_jobs", "verdict"}  # fmt: skip
+                "passes", "sweep", "thousand_jobs"}  # fmt: skip
 ELSEWHERE = {"against_diffusers", "processors", "measurer", "common"}  # whose tests are there
 
 
@@ -165,15 +165,6 @@ def test_a_tiny_pipeline_goes_all_the_way(script, tmp_path):
 
 
 @pytest.mark.release
-def test_levers_are_put_on_one_scale(script, tmp_path):
-    (tmp_path / "prompts.txt").write_text("a rocket\na teapot\n")
-    knobs = ("infer.steps=5", "calib_size=2", "quantize.n_steps=2", "timing.budget_s=0", "infer.num_timed_runs=1")
-    given = ("--prompts", tmp_path / "prompts.txt", "--work", tmp_path / "work", "--sweeps", "weights")
-    printed = ended(script("levers", *given, "--knobs", *knobs))
-    assert "| reuse=0.4 | 3 |" in printed and "reuse=null: " in printed and "best of all levers" in printed
-
-
-@pytest.mark.release
 def test_one_block_of_a_full_size_denoiser_is_written_and_called(script, tmp_path):
     work, sides = tmp_path / "sana", ["torch", "torchao_int8", "int8_dynamic:3"]
     ended(script("any_pipeline_full_size", "--layers", "1", "--work", work))
@@ -220,12 +211,3 @@ def test_two_processes_do_one_job(script, tmp_path):
     lines = ended(script("divided", *knobs, "--work", tmp_path)).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["calibrate", "sensitivity", "images", "all"]
     assert len(list((tmp_path / "together0/cache/sensitivities").glob("[!.]*"))) > 10
-
-
-@pytest.mark.release
-def test_a_verdict_is_asked_for_twice(script, tmp_path):
-    """Whether it holds is the machine's: this one is busy with tests."""
-    knobs = ["quant_level=1,3", "alpha=0.8", *SMALL]
-    small = ["--times", 2, "--images", 2, "--processes", 1, "--seconds", 0]
-    printed = ended(script("verdict", "--work", tmp_path, *small, "--knobs", *knobs), 0, 1)
-    assert "\nthe verdict " in printed and "recipes of one graph are" in printed and printed.count("\n| ") >= 6

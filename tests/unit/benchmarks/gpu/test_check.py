@@ -89,10 +89,8 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
     assert said[0].startswith("no bundle at") and "modelopt is not installed; it is for tests of the simulation" in said
     out = tmp_path / "out"
     assert {file.name for file in out.iterdir()} == {
-        "environment.json", "smoke.json", "table.json", "table.md", "tests.txt"
+        "environment.json", "table.json", "table.md", "tests.txt"
     }  # fmt: skip
-    smoke = json.loads((out / "smoke.json").read_text())
-    assert {answer["ended"] for answer in smoke.values()} == {"done"} and smoke["int8 linear"]["error"] < 5e-3
     table = json.loads((out / "table.json").read_text())
     ended = {row["name"]: row["ended"] for row in table["rows"]}
     assert ended == {

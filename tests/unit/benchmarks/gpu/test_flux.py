@@ -133,5 +133,5 @@ def test_its_rows_come_before_the_ways_of_int8():
     assert found == [f"flux {side} at batch 1" for side in
                      ("bf16 compiled", "fp8 level 3", "bf16 eager", "fp8 level 3, eager")]  # fmt: skip
     assert {task.options["side"] for task in table.flux_rows()} <= sides.SIDES.keys()
-    assert names.index("fp8 level 3, both of these at batch 1") < names.index(found[0])
+    assert names.index("int8 level 3 at batch 1") < names.index(found[0])
     assert names.index(found[-1]) < names.index("int8 level 3, max-autotune at batch 1")
