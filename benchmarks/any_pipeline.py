@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import sd_quant
+from benchmarks.measurer import markdown
 from benchmarks.tiny_pipelines import CASES, write
 from sd_quant.config import artifact
 from sd_quant.engines import load_engine
@@ -198,10 +199,9 @@ def mark(row: Mapping[str, Any], column: str) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a row for each pipeline, then the counts, then every failure with its cause."""
-    lines = [f"| pipeline | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {row['pipeline']} | {' | '.join(mark(row, column) for column in COLUMNS)} |" for row in rows]
-    counts = {column: sum(bool(row.get(column, {}).get("works")) for row in rows) for column in COLUMNS}
-    lines += [f"| of {len(rows)} | {' | '.join(str(counts[column]) for column in COLUMNS)} |", ""]
+    counts = [str(sum(bool(row.get(column, {}).get("works")) for row in rows)) for column in COLUMNS]
+    cells = [[row["pipeline"], *(mark(row, column) for column in COLUMNS)] for row in rows]
+    lines = [markdown(["pipeline", *COLUMNS], [*cells, [f"of {len(rows)}", *counts]])]
     for row in rows:
         for column in (*COLUMNS, "torch"):
             if because := row.get(column, {}).get("because"):
@@ -233,11 +233,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 row = row_of(name, Path(folder))
             write_json(file, row)
-            print(
-                {column: mark(row, column) for column in ("pipeline", *COLUMNS) if column != "pipeline"},
-                name,
-                flush=True,
-            )
+            print({column: mark(row, column) for column in COLUMNS}, name, flush=True)
     rows = [json.loads(path.read_text()) for path in sorted(given.rows.glob("*.json"))]
     if given.out:
         write_text(given.out, table(rows))

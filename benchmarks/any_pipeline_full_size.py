@@ -55,7 +55,6 @@ def opened(work: Path):
 
 
 def step(options: argparse.Namespace, name: str) -> Figures:
-    """A row's process."""
     if name == "write":
         return write_folder(options.work / "pipeline", options.layers)
     model = opened(options.work)

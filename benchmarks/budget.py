@@ -67,11 +67,8 @@ def recipe(weight: str, inputs: str | None = None) -> Recipe:
 
 
 INT4 = Format(recipe("int4"), {"num_bits": 4, "block_sizes": {-1: 64}}, None)
-BY_CHANNEL, BY_TENSOR, E4M3 = (
-    {"num_bits": 8, "axis": 0},
-    {"num_bits": 8, "axis": None},
-    {"num_bits": (4, 3), "axis": None},
-)
+BY_CHANNEL, BY_TENSOR = {"num_bits": 8, "axis": 0}, {"num_bits": 8, "axis": None}
+E4M3 = {"num_bits": (4, 3), "axis": None}
 FORMATS: dict[str, dict[str, Format]] = {
     "weights": {"int4": INT4, "int8": Format(recipe("int8"), BY_CHANNEL, None)},
     "inputs": {

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
@@ -122,44 +123,37 @@ def diffusers_folder(config: Callable[[], object]) -> Callable[[Path, Path], Pat
 
 def bitsandbytes(**options) -> Callable[[Path, Path], Path]:
     def make(pipeline: Path, target: Path) -> Path:
-        from diffusers import BitsAndBytesConfig
         from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
         for kind in (bnb_quantizer.BnB4BitDiffusersQuantizer, bnb_quantizer.BnB8BitDiffusersQuantizer):
             kind.validate_environment = lambda *_, **__: None  # diffusers asks for a GPU; bitsandbytes does without
             kind.update_device_map = lambda *_: {"": "cpu"}
-        return diffusers_folder(lambda: BitsAndBytesConfig(**options))(pipeline, target)
+        return diffusers_folder(lambda: diffusers.BitsAndBytesConfig(**options))(pipeline, target)
 
     return make
 
 
 def sdnq(**options) -> Callable[[Path, Path], Path]:
-    def make(pipeline: Path, target: Path) -> Path:
+    def config() -> object:
         os.environ |= {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
         from sdnq import SDNQConfig
 
-        return diffusers_folder(lambda: SDNQConfig(**options))(pipeline, target)
+        return SDNQConfig(**options)
 
-    return make
+    return diffusers_folder(config)
 
 
-def torchao(config: str, **options) -> Callable[[Path, Path], Path]:
-    def make(pipeline: Path, target: Path) -> Path:
+def torchao(name: str, **options) -> Callable[[Path, Path], Path]:
+    def config() -> object:
         import torchao.quantization as ao
-        from diffusers import TorchAoConfig
 
-        return diffusers_folder(lambda: TorchAoConfig(getattr(ao, config)(**options)))(pipeline, target)
+        return diffusers.TorchAoConfig(getattr(ao, name)(**options))
 
-    return make
+    return diffusers_folder(config)
 
 
 def quanto(weights: str) -> Callable[[Path, Path], Path]:
-    def make(pipeline: Path, target: Path) -> Path:
-        from diffusers import QuantoConfig
-
-        return diffusers_folder(lambda: QuantoConfig(weights_dtype=weights))(pipeline, target)
-
-    return make
+    return diffusers_folder(lambda: diffusers.QuantoConfig(weights_dtype=weights))
 
 
 def modelopt(config: str) -> Callable[[Path, Path], Path]:

@@ -178,7 +178,6 @@ def plan(given: dict[str, Any], path: Path) -> Figures:
 
 
 def measured(options: argparse.Namespace, family: str, stage: str, preset: str = "") -> Figures:
-    """A row's process."""
     from sd_quant.models.family import family_named
 
     denoiser, given = family_named(family).DENOISER, described(family, options.denoisers)

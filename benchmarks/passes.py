@@ -120,7 +120,6 @@ def engine_call(checkpoint, side: str, half: bool, work: Path):
 
 
 def measured(options: argparse.Namespace, family: str, *names: str) -> Figures:
-    """A row's process."""
     import torch
     from common import timed
 

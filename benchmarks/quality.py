@@ -13,12 +13,11 @@ Recipes are chosen on one set of prompts and reported on another. A default has 
         --out outputs/benchmarks/quality/second
 """
 
-import argparse
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
-from common import Subject, paired, recipe_parser, reference_of, subject_of
+from common import paired, recipe_parser, reference_of, subject_of
 from measurer import markdown
 
 from sd_quant.engines import load_engine
@@ -87,28 +86,23 @@ def table(found: dict[str, dict]) -> str:
     return markdown(COLUMNS, lines)
 
 
-def measure(subject: Subject, recipes: dict[str, Recipe], options: argparse.Namespace) -> dict[str, dict]:
-    """The fidelity of each recipe's images."""
-    checkpoint, part = subject.model.checkpoint, subject.denoiser
-    graph = trace_part(checkpoint, part)
-    statistics = subject.statistics(options.steps)
-
-    def in_openvino(name: str, folder: Path) -> Engine:
-        assignment = subject.assignment(statistics, recipes[name], exclude=EXCLUDED.get(name, ()))
-        write_part(copy_of(graph), checkpoint, part, folder / "unet.onnx", assignment)
-        return load_engine("openvino", folder / "unet.onnx")
-
-    rows = {name: {"recipe": dataclasses.asdict(recipe)} for name, recipe in recipes.items()}
-    found = reference_of(subject, options).of_rows(rows, in_openvino, options.out)
-    write_text(options.out / "quality.md", table(found))
-    return found
-
-
 def main() -> None:
     parser = recipe_parser(__doc__, "quality")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
     options = parser.parse_args()
-    print(table(measure(subject_of(options), {name: RECIPES[name] for name in options.recipes}, options)))
+    subject = subject_of(options)
+    checkpoint, part, reference = subject.model.checkpoint, subject.denoiser, reference_of(subject, options)
+    graph, statistics = trace_part(checkpoint, part), subject.statistics(options.steps)
+
+    def in_openvino(name: str, folder: Path) -> Engine:
+        assignment = subject.assignment(statistics, RECIPES[name], exclude=EXCLUDED.get(name, ()))
+        write_part(copy_of(graph), checkpoint, part, folder / "unet.onnx", assignment)
+        return load_engine("openvino", folder / "unet.onnx")
+
+    rows = {name: {"recipe": dataclasses.asdict(RECIPES[name])} for name in options.recipes}
+    text = table(reference.of_rows(rows, in_openvino, options.out))
+    write_text(options.out / "quality.md", text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
+
+from measurer import add_row, run_process
 
 from sd_quant.commands.quantize import main as quantize
 from sd_quant.composition import composing, job_of
@@ -76,43 +76,31 @@ def fill(folder: Path, run: Path, knobs: list[str]) -> int:
     return len(files)
 
 
-def measured(command: list[str], log: Path) -> dict:
-    """Seconds and peak memory of a process."""
-    start = time.perf_counter()
-    with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, cwd=HOME)
-        _, status, usage = os.wait4(process.pid, 0)
-    if code := os.waitstatus_to_exitcode(status):
-        sys.exit(f"{' '.join(command[:3])} failed with exit code {code}; {log} says why")
-    return {"seconds": time.perf_counter() - start, "peak_memory_bytes": usage.ru_maxrss * 1024}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--run", type=input_path, required=True, help="the folder of a run, whose files the jobs have")
     parser.add_argument("--jobs", type=int, default=1000, help="a multiple of 20 (%(default)s)")
     parser.add_argument("--launch", nargs="*", default=[], help="overrides that choose a launcher")
     parser.add_argument("--work", type=input_path, default="outputs/thousand_jobs", help="(%(default)s)")
-    parser.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)  # a child
+    add_row(parser)
     options = parser.parse_args()
     knobs, sweep = knobs_of(options.jobs), options.work / "sweep"
-    if options.plan:
+    if options.row:
         planned(knobs)
         return
     files = fill(sweep, options.run, knobs)
     print(f"{options.jobs} jobs of {files} files each", flush=True)
-    this = [__file__, "--plan", "--jobs", str(options.jobs), "--run", str(options.run)]
     steps = {
-        "composing and checking": this,
+        "composing and checking": [*sys.argv, "--row", "plan"],
         "report": ["-m", "sd_quant.report", str(sweep)],
-        "the whole command": ["quantize.py", "-m", *knobs, *options.launch, f"hydra.sweep.dir={sweep}"],
+        "the whole command": [HOME / "quantize.py", "-m", *knobs, *options.launch, f"hydra.sweep.dir={sweep}"],
     }
     found = {}
     for name, command in steps.items():
-        found[name] = measured(command, options.work / "log")
-        told = f"{found[name]['seconds']:.1f} s, {found[name]['peak_memory_bytes'] / 1e9:.2f} GB"
-        print(f"{name}: {told}", flush=True)
-    plan, report, whole = (each["seconds"] for each in found.values())
+        found[name] = run_process(command, options.work / "log")[1]
+        seconds, peak = (found[name][key] for key in ("process_seconds", "peak_memory_bytes"))
+        print(f"{name}: {seconds:.1f} s, {peak / 1e9:.2f} GB", flush=True)
+    plan, report, whole = (each["process_seconds"] for each in found.values())
     print(f"a job that is done before: {(whole - plan - report) / options.jobs:.3f} s")
     waits = [float(wait) for log in sweep.glob("*/quantize.log") for wait in WAITED.findall(log.read_text())]
     print(f"waited for locks: {sum(waits):.0f} s in all, {max(waits, default=0):.0f} s at most")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import flux, sides, table, worker
+from benchmarks.gpu import flux, sides, worker
 from benchmarks.gpu.network import inputs_of, statistics_of, twin
 from sd_quant.devices import CPU
 from sd_quant.models.parts import axes
@@ -125,13 +125,3 @@ def test_one_network_is_kept_at_a_time(bench):
     second = bench("sdxl")
     gc.collect()
     assert kept() is None and second.name == "sdxl"
-
-
-def test_its_rows_come_before_the_ways_of_int8():
-    names = [task.name for task in table.tasks()]
-    found = [name for name in names if name.startswith("flux ")]
-    assert found == [f"flux {side} at batch 1" for side in
-                     ("bf16 compiled", "fp8 level 3", "bf16 eager", "fp8 level 3, eager")]  # fmt: skip
-    assert {task.options["side"] for task in table.flux_rows()} <= sides.SIDES.keys()
-    assert names.index("int8 level 3 at batch 1") < names.index(found[0])
-    assert names.index(found[-1]) < names.index("int8 level 3, max-autotune at batch 1")
