@@ -31,8 +31,9 @@ Command = Callable[..., subprocess.CompletedProcess]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the two files that make what others share, one by each worker, else one would wait for the other's; then
     the longest of `make soak`."""
-    longest = ("test_installed.py", "test_faults.py", "test_launchers.py", "test_beside.py", "test_notebook.py")
-    first = ("test_main_job.py", "test_recipes.py", *longest)
+    names = ("families", "installed", "faults", "launchers", "deployed", "beside", "notebook")
+    longest = [f"test_{name}.py" for name in names]
+    first = ["test_main_job.py", "test_recipes.py", *longest]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
