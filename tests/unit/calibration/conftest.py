@@ -2,6 +2,17 @@
 
 import pytest
 
+from sd_quant.places import HOME
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The shipped checkpoint's, loaded."""
+    from sd_quant.checkpoints.nemo import open_nemo  # seconds, which tests without a model need not wait
+    from sd_quant.inference.loading import load_model
+
+    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
+
 
 @pytest.fixture
 def calls(model):

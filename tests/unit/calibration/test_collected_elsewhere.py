@@ -15,7 +15,7 @@ from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics, merge
 
-from .some_statistics import CONTRACT, LAYERS, ORIGIN, STEPS, assert_same, statistics
+from .some_statistics import CONTRACT, LAYERS, ORIGIN, assert_same, statistics
 
 pytestmark = pytest.mark.commit
 
@@ -154,21 +154,32 @@ def refusal(kind: type[SdQuantError], *arguments, **options) -> str:
 DIVIDED = "holds {0} prompts, whose statistics cannot be divided, and calib_size is {1}; set calib_size={0}"
 
 
+WITHOUT_HESSIANS = (
+    "holds statistics with {0} and quantize.hessian is 64; set quantize.hessian={1}, or collect them with "
+    "quantize.hessian=64"
+)
+
+
 @pytest.mark.parametrize(
-    ("segments", "size", "steps", "sentence"),
+    ("segments", "block", "asked", "sentence"),
     [
-        ([(0, 2)], 3, STEPS, DIVIDED.format("2", 3)),
-        ([(0, 3)], 2, STEPS, DIVIDED.format("3", 2)),
-        ([(0, 2), (2, 5)], 3, STEPS, DIVIDED.format("2 or 5", 3)),
-        ([(0, 2), (3, 5)], 5, STEPS, DIVIDED.format("2", 5)),
-        ([(2, 4)], 4, STEPS, "holds no statistics of the first prompt; give the folder with all entries"),
-        ([(0, 2)], 2, 20,
+        ([(0, 2)], 0, {"calib_size": 3}, DIVIDED.format("2", 3)),
+        ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
+        ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
+        ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
+        ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
+        ([(0, 2)], 0, {"here": with_sampling(steps=20)},
          "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
+        ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
+        ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
+        ([(0, 2)], 64, {"hessians": SUMMED},
+         "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
+         "or collect them with the same quantize="),
     ],
 )  # fmt: skip
-def test_entries_of_other_prompts_or_steps(tmp_path, segments, size, steps, sentence):
-    folder = written(tmp_path, *segments)
-    assert refusal(ConfigError, folder, size, here=with_sampling(steps=steps)) == f"{folder} {sentence}"
+def test_entries_of_other_prompts_steps_or_hessians(tmp_path, segments, block, asked, sentence):
+    folder = written(tmp_path, *segments, **({"hessians": {"block": block, "of": "x"}} if block else {}))
+    assert refusal(ConfigError, folder, **asked) == f"{folder} {sentence}"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -179,43 +190,22 @@ def test_nothing_is_there(tmp_path, exists):
     )
 
 
-@pytest.mark.parametrize(("block", "found"), [(0, "no Hessians"), (128, "Hessians in blocks of 128")])
-def test_statistics_without_the_hessians_of_the_recipe(tmp_path, block, found):
-    folder = written(tmp_path, (0, 2), **({"hessians": {"block": block, "of": "x"}} if block else {}))
-    assert refusal(ConfigError, folder, hessians=SUMMED) == (
-        f"{folder} holds statistics with {found} and quantize.hessian is 64; set quantize.hessian={block}, or collect "
-        "them with quantize.hessian=64"
-    )
-
-
-def test_statistics_with_the_hessians_of_other_layers(tmp_path):
-    folder = written(tmp_path, (0, 2), hessians={"block": 64, "of": "x"})
-    assert refusal(ConfigError, folder, hessians=SUMMED) == (
-        f"{folder} holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set "
-        "quantize.hessian=0, or collect them with the same quantize="
-    )
-
-
 @pytest.mark.parametrize(
-    ("key", "shape"),
+    ("block", "key", "shape"),
     [
-        ("hessian|down.to_q|blocks", (2, 4, 4)),  # another shape
-        ("hessian|down.to_q,down.conv1|blocks", (1, 4, 4)),  # which cannot read one tensor
-        ("hessian|down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4)),
-        ("hessian|down.to_q", (1, 4, 4)),
-        ("hessian|down.to_q|rows", (1, 4, 4)),
+        (0, "hessian|down.to_q|blocks", (1, 4, 4)),  # which the entry does not tell of
+        (64, "hessian|down.to_q|blocks", (2, 4, 4)),  # another shape
+        (64, "hessian|down.to_q,down.conv1|blocks", (1, 4, 4)),  # which cannot read one tensor
+        (64, "hessian|down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4)),
+        (64, "hessian|down.to_q", (1, 4, 4)),
+        (64, "hessian|down.to_q|rows", (1, 4, 4)),
     ],
 )
-def test_a_hessian_that_no_layer_has(tmp_path, key, shape):
-    folder = written(tmp_path, (0, 2), hessians={"block": 64, "of": "x"})
+def test_a_hessian_that_no_layer_has(tmp_path, block, key, shape):
+    folder = written(tmp_path, (0, 2), **({"hessians": {"block": block, "of": "x"}} if block else {}))
     entry = next(folder.iterdir())
     forge(entry, load(entry.read_bytes()) | {key: torch.zeros(shape)})
     assert "is of another UNet" in refusal(ArtifactError, folder)
-
-
-def test_a_hessian_of_an_entry_that_tells_of_none(entry):
-    forge(entry, load(entry.read_bytes()) | {"hessian|down.to_q|blocks": torch.zeros(1, 4, 4)})
-    assert "is of another UNet" in refusal(ArtifactError, entry)
 
 
 def test_entries_of_several_origins(tmp_path, folder):
@@ -263,15 +253,13 @@ def test_a_tensor_of_another_shape(entry, key, change):
     assert "is of another UNet" in refusal(ArtifactError, entry)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("linear|down.to_q|amax", -1.0),
-        ("conv|down.conv1|amax", torch.inf),
-        ("conv|down.conv1|rows", torch.nan),
-        ("call|x|rows", -torch.inf),
-    ],
-)
+IMPOSSIBLE = {
+    "linear|down.to_q|amax": -1.0, "conv|down.conv1|amax": torch.inf, "conv|down.conv1|rows": torch.nan,
+    "call|x|rows": -torch.inf,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE.items())
 def test_values_that_no_pass_finds(entry, key, value):
     tensors = load(entry.read_bytes())
     tensors[key].view(-1)[-1] = value

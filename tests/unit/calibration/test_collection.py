@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,12 @@ from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments_of
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
-from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.unet import layer_roles
-from sd_quant.places import HOME
 from sd_quant.quantization.hessians import Hessians, diagonal_blocks, hessians_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
@@ -39,11 +37,6 @@ pytestmark = [pytest.mark.commit, pytest.mark.slow]
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
 SHA256 = "a" * 64
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +92,23 @@ def test_layers_that_read_the_text_and_no_others_have_its_first_token(whole):
     assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
 
-def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
-    """Of one linear and one conv, over the pipeline that makes images."""
-    unet, seen = model.modules["unet"], {}
-    linear = next(name for name in names if name.endswith("attn1.to_q"))
-    conv = next(name for name in names if name.endswith("resnets.0.conv1"))
+def hooked(model, names, see: Callable[[str, nn.Module, torch.Tensor], object]) -> None:
+    """Calls ``see`` with what each of these layers reads in the pipeline that makes images."""
     hooks = [
-        unet.get_submodule(name).register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].abs().clone())
-        )
-        for name in (linear, conv)
+        layer.register_forward_pre_hook(lambda layer, inputs, name=name: see(name, layer, inputs[0]))
+        for name, layer in ((name, model.modules["unet"].get_submodule(name)) for name in names)
     ]
     loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=False)
     for hook in hooks:
         hook.remove()
+
+
+def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
+    """Of one linear and one conv."""
+    seen = {}
+    linear = next(name for name in names if name.endswith("attn1.to_q"))
+    conv = next(name for name in names if name.endswith("resnets.0.conv1"))
+    hooked(model, (linear, conv), lambda name, layer, x: seen.setdefault(name, []).append(x.abs().clone()))
     by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
     assert torch.equal(whole.layers[linear].amax, by_call.amax(0))
     assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
@@ -129,26 +125,16 @@ def hessians_of_model(model, block: int) -> Hessians:
 
 def test_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
     """Every reader of a shared input has that of its own, to rounding. Entries with and without do not mix."""
-    unet, wanted, seen = model.modules["unet"], hessians_of_model(model, 64), {}
+    wanted, seen = hessians_of_model(model, 64), {}
     assert {name for readers in wanted.readers for name in readers} == set(names)
 
-    def product(layer, inputs) -> torch.Tensor:
-        x = inputs[0].double()
+    def add_product(name: str, layer: nn.Module, x: torch.Tensor) -> None:
         if isinstance(layer, nn.Conv2d):
-            rows = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT.flatten(0, 1)
-        else:
-            rows = x.flatten(0, -2)
-        return rows.T @ rows
+            x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+        rows = x.double().flatten(0, -2)
+        seen[name] = seen.get(name, 0) + rows.T @ rows
 
-    hooks = [
-        unet.get_submodule(name).register_forward_pre_hook(
-            lambda layer, inputs, name=name: seen.update({name: seen.get(name, 0) + product(layer, inputs)})
-        )
-        for name in names
-    ]
-    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=False)
-    for hook in hooks:
-        hook.remove()
+    hooked(model, names, add_product)
     statistics = collected(model, names, cache=tmp_path, snapshots=[2], hessians=wanted)
     for name, layer in statistics.layers.items():
         blocks = diagonal_blocks(layer.hessian, len(seen[name]), None, 0)

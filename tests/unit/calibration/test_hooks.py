@@ -22,6 +22,17 @@ PROMPTS, STEPS = 8, 3  # 192 candidates for ROWS, 24 for CALLS
 NAMES = ("conv", "linear")
 
 
+class Own(nn.Module):
+    """Two layers, and a call of them that a test gives."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.conv, self.linear, self.call = nn.Conv2d(2, 3, 1), nn.Linear(2, 1), call
+
+    def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> None:
+        self.call(self, *args, **named)
+
+
 class Network(nn.Module):
     """Layers that see what the network is given, so that ranges can be told in advance."""
 
@@ -347,23 +358,13 @@ def test_hooks_are_gone_afterwards_and_what_is_never_called_has_no_statistics(fa
     assert statistics == Statistics({}, {})
 
 
-class WithPlaces(nn.Module):
-    """As Flux has it: a row per sample, and places that all samples share."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, places):
-        return self.linear(x)
-
-
 def test_inputs_that_samples_share_are_kept_whole():
-    module, x, places = WithPlaces(), torch.rand(2, 3, 4), torch.arange(9.0).view(3, 3)
-    layers, wanted = {"linear": module.linear}, draw(["linear"], range(2), 1, seed=0)
-    with collect(module, layers, range(2), 1, lambda: (0, [0, 1]), wanted, ["x"]) as found:
+    """As Flux has it: a row per sample, and places that all samples share."""
+    module, x, places = Own(lambda network, x, places: network.linear(x)), torch.rand(2, 3, 2), torch.ones(3, 3)
+    wanted = draw(["linear"], range(2), 1, seed=0)
+    with collect(module, {"linear": module.linear}, range(2), 1, lambda: (0, [0, 1]), wanted, ["x"]) as found:
         module(x=x, places=places)
-    assert found.calls["x"].values.shape == (2, 1, 3, 4)
+    assert found.calls["x"].values.shape == (2, 1, 3, 2)
     assert all(torch.equal(kept, places) for kept in found.calls["places"].values)
     assert found.calls["places"].values.shape == (2, 3, 3)
 
@@ -388,17 +389,6 @@ def test_a_layer_that_reads_the_text_has_its_first_token_in_the_sample():
 
 
 # Networks that are observed, which call their layers in ways of their own
-
-
-class Own(nn.Module):
-    """Two layers, and a call of them that a test gives."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.conv, self.linear, self.call = nn.Conv2d(2, 3, 1), nn.Linear(2, 1), call
-
-    def forward(self, x: torch.Tensor) -> None:
-        self.call(self, x)
 
 
 def of_own(call, batches=((0, 1),), steps: int = 1, called=None, wanted=None) -> Statistics:
@@ -444,22 +434,10 @@ def test_a_layer_that_is_called_for_other_numbers_of_samples_has_the_widest_rang
 
 
 def test_one_tensor_that_layers_of_both_kinds_read_has_the_range_of_each():
-    x = torch.tensor([[[[1.0]], [[2.0]]], [[[3.0]], [[4.0]]]])  # as [2, 2, 1, 1] for both
-    square = nn.Linear(1, 1)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(2, 3, 1), square
-
-        def forward(self, x):
-            self.conv(x), self.linear(x)
-
-    network = Both()
-    with collect(network, layers_of(network), [0, 1], 1, lambda: (0, [0, 1]), {}) as statistics:
-        network(x)
-    assert statistics.layers["conv"].amax.tolist() == [[2.0], [4.0]]
-    assert statistics.layers["linear"].amax.tolist() == [[4.0]]
+    read = torch.arange(8.0).view(2, 2, 1, 2)
+    statistics = of_own(lambda network, x: (network.conv(read), network.linear(read)))
+    assert statistics.layers["conv"].amax.tolist() == [[3.0], [7.0]]
+    assert statistics.layers["linear"].amax.tolist() == [[6.0, 7.0]]
 
 
 def test_an_input_may_come_by_its_name_and_be_no_contiguous_one():

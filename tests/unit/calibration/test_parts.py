@@ -9,11 +9,9 @@ from lightning.fabric import Fabric
 from sd_quant.calibration.collection import calibrate, collect_segment
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.calibration.parts import calibrate_parts, collect_parts
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.inference.loading import LoadedModel, load_model
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import roles_of_part
-from sd_quant.places import HOME
 
 from .some_statistics import assert_same
 
@@ -22,11 +20,6 @@ pytestmark = pytest.mark.nightly
 PROMPTS = ["a glossy icon of a rocket", "a cat"]
 SAMPLING = Sampling(2, 5.0, 64, 64, batch_size=1, seed=3, negative_prompts=["rain"])
 FABRIC = Fabric(accelerator="cpu", devices=1)
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +46,6 @@ def test_every_layer_is_reached_in_one_step(names, whole):
 
 
 def test_ranges_are_those_of_the_encoders_own_texts(model, whole):
-    from sd_quant.inference.loading import pipeline_of
-
     name, seen = "encoder.layers.0.mlp.fc2", []
     layer = model.modules["text_encoder"].get_submodule(name)
     hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].abs().flatten(0, -2).amax(0)))

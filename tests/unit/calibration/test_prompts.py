@@ -168,12 +168,7 @@ def test_a_draw_has_as_many_of_each_category_while_these_last():
 
 def test_an_even_draw_depends_on_nothing_but_the_seed_and_is_random_within_a_category():
     drawn = [prompt.text for prompt in draw_evenly(OF_CATEGORIES, 4, 42)]
-    assert drawn == [
-        "prompt 5",
-        "prompt 16",
-        "prompt 2",
-        "prompt 4",
-    ]
+    assert drawn == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
     assert draw_evenly(OF_CATEGORIES, 4, 43) != draw_evenly(OF_CATEGORIES, 4, 42)
     alone = [Prompt(text) for text in PROMPTS]
     assert [prompt.text for prompt in draw_evenly(alone, 7, 42)] == draw_prompts(PROMPTS, 7, 42)
