@@ -129,19 +129,21 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(job, range_o
 
 
 def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_measured_once(
-    done, job, tiny, with_graphs, tmp_path
+    done, tiny, with_graphs, tmp_path
 ):
     """As someone without a GPU does it: another machine's folder, no pass and no statistics here.
 
     Full precision computed in other ways, which the next recipe finds in the cache.
     """
     (statistics,) = (tiny.cache / "statistics").iterdir()
-    cache = f"cache.dir={with_graphs(tmp_path / 'cache')}"
-    shared = cache, "infer.prompts=[a rocket,a teapot]", f"calibration={statistics}"
-    first = job(*shared, "quant_level=3", "alpha=0.8", "quantize.seed=7", "noise_floor=all")
+    cache, first, second = with_graphs(tmp_path / "cache"), tmp_path / "first", tmp_path / "second"
+    given = ("quantize.py", *tiny.knobs, "infer.prompts=[a rocket,a teapot]", f"calibration={statistics}",
+             f"cache.dir={cache}")  # fmt: skip
+    said = done(*given, *LEVEL_3[:2], "quantize.seed=7", "noise_floor=all", f"hydra.run.dir={first}").stdout
+    assert "full precision again, by" in said and "another batch" in said
     log = (first / "quantize.log").read_text()
     assert "calibrating on" not in log and "sampling.seed 42 (here 7)" in log
-    assert not (tmp_path / "cache/statistics").exists()
+    assert not (cache / "statistics").exists()
     assert (first / "layers.csv").read_text() == (tiny.run / "layers.csv").read_text()
     assert "calibration" in record_of(first)["inputs"]
 
@@ -149,13 +151,11 @@ def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_m
     assert list(floor) == ["runtime", "batch", "threads", "isa", "fp32", "fp16", "bf16"]
     assert "the reference is computed in fp32" in floor["fp32"]["reason"]
     assert len(floor["runtime"]["psnr"]["values"]) == 2 and floor["bf16"]["psnr"]["mean"] < 70
-    assert "full precision again, by" in log and "another batch" in log
     assert "The noise floor" in (first / "report.html").read_text()
-    again = "noise_floor=[bf16,batch]", f"hydra.run.dir={tmp_path}/second"
-    second = done("quantize.py", *tiny.knobs, *shared, "quant_level=1", *again)
-    told = (second.stdout + second.stderr).count("images comes from the cache")
+    again = done(*given, "quant_level=1", "noise_floor=[bf16,batch]", f"hydra.run.dir={second}")
+    told = (again.stdout + again.stderr).count("images comes from the cache")
     assert told == 4, "the reference, the unquantized engine and both ways: nothing is made again"
-    assert record_of(tmp_path / "second")["noise_floor"] == {way: floor[way] for way in ("bf16", "batch")}
+    assert record_of(second)["noise_floor"] == {way: floor[way] for way in ("bf16", "batch")}
 
 
 def test_a_way_that_this_machine_does_not_have_is_refused_before_calibration(range_of):
