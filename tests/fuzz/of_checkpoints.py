@@ -26,7 +26,7 @@ from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 
-from ..pipelines import TINY
+from ..zoo.families import TINY
 from .harness import Reader
 from .mutations import LARGE, YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
 from .shared import Files, damaged_safetensors, damaged_weights, decisive, described, digest, digests, either, ways

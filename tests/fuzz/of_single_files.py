@@ -20,7 +20,7 @@ from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import authors_places
 
-from ..pipelines import TINY
+from ..zoo.families import TINY
 from .harness import Reader
 from .mutations import byte_edits, document_edits, edited
 from .shared import Files, damaged_metadata, damaged_safetensors, header_of, ways, with_header, with_numbers

@@ -18,5 +18,5 @@ def make_readers(scratch: Path) -> list[Reader]:
     return [
         archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), prompts(), statistics(scratch),
         records(), report(), configuration(), onnx_graph(), noise(), lora(), images(), plan_record(), cache_entry(),
-        *single_files(scratch), *folders(),
+        *single_files(scratch), *folders(scratch / "folders"),
     ]  # fmt: skip

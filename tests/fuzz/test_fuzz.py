@@ -19,8 +19,8 @@ pytestmark = pytest.mark.commit
 NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "prompts", "statistics", "records", "report", "config",
     "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_bfl", "diffusers_sdnq",
-    "diffusers_torchao", "bnb_nf4", "bnb_int8", "quanto", "autoround", "modelopt", "modelopt_hf", "vllm_int8",
-    "sglang_fp8", "nunchaku_lite", "nunchaku",
+    "diffusers_torchao", "autoround", "modelopt", "modelopt_hf", "vllm_int8", "sglang_fp8", "nunchaku_lite", "nunchaku",
+    "nunchaku_nvfp4", "bnb_nf4", "bnb_int8", "quanto",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)
 
