@@ -9,6 +9,13 @@ from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 
 STEPS = 2
+CONVOLUTIONS = [  # whose patches are what their outputs multiply
+    {"kernel_size": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "padding": 1, "dilation": 2},
+    {"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1), "dilation": (2, 1)},
+    {"kernel_size": 4, "padding": "same"},
+]
 with torch.device("meta"):
     LAYERS = {"down.to_q": nn.Linear(4, 3), "down.conv1": nn.Conv2d(1, 2, 3)}
 UNET = {"in_channels": 4, "cross_attention_dim": 6, "projection_class_embeddings_input_dim": 5}

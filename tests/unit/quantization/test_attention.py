@@ -15,17 +15,21 @@ pytestmark = pytest.mark.commit
 HEADS, WIDTH = 3, 16
 
 
+def drawn_attention(width: int = WIDTH) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights of query, key and value, and the rows that they read."""
+    torch.manual_seed(0)
+    return {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}, torch.randn(12, 8)
+
+
 def assigned(
     fmt: str, cross: bool = False, width: int = WIDTH, level: float = 4.0, scale: Tensor | None = None
 ) -> LayerAssignment:
     """The row of an attention whose value absorbed ``scale``; each of its linears has a part of the rows it reads."""
-    torch.manual_seed(0)
-    weights = {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}
+    (weights, inputs), int8 = drawn_attention(width), Pair("int8", "int8")
     rows = {
         name: LayerAssignment(name, "qkv", (HEADS * width, 8), output_scale=scale if name == "attn.to_v" else None)
         for name in weights
     }
-    inputs, int8 = torch.randn(12, 8), Pair("int8", "int8")
     parts = zip(weights, (inputs[:6], inputs[6:], inputs[:1]), strict=True)
     statistics = {name: LayerStatistics("linear", torch.ones(1, 8), sample_of(part.half())) for name, part in parts}
     recipe = Recipe(level, 0.8, enable=Enable(int8, int8, fmt))
@@ -33,11 +37,10 @@ def assigned(
 
 
 def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_reads():
-    torch.manual_seed(0)
-    weights, inputs = [torch.randn(HEADS * WIDTH, 8) for _ in "qkv"], torch.randn(12, 8)
+    weights, inputs = drawn_attention()
     query, key, value = (
         (torch.cat([inputs, inputs[:1]]).half().float() @ weight.T).unflatten(1, (HEADS, WIDTH)).transpose(0, 1)
-        for weight in weights
+        for weight in weights.values()
     )
     query, key = query * WIDTH**-0.25, key * WIDTH**-0.25
     row = assigned("int8")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,25 +25,28 @@ def drawn(seed: int) -> list[dict[str, Choice]]:
     return units
 
 
+def cost(units: list[dict[str, Choice]], names: Sequence[str]) -> int:
+    return sum(unit[name].cost for unit, name in zip(units, names, strict=True))
+
+
+def squared_error(units: list[dict[str, Choice]], names: Sequence[str]) -> float:
+    return sum(unit[name].squared_error for unit, name in zip(units, names, strict=True))
+
+
 @pytest.mark.parametrize("seed, share", enumerate([0.25, 0.3, 0.5, 0.9, 0.25, 0.3, 0.5, 0.9]))
 def test_no_other_choice_is_better(seed, share):
     units = drawn(seed)
-    limit = int(share * sum(unit["fp16"].cost for unit in units)) + 1
-    combinations = itertools.product(*units)
-    best = min(
-        sum(unit[name].squared_error for unit, name in zip(units, names, strict=True))
-        for names in combinations
-        if sum(unit[name].cost for unit, name in zip(units, names, strict=True)) <= limit
-    )
-    chosen = [unit[name] for unit, name in zip(units, choose(units, limit), strict=True)]
-    assert sum(each.cost for each in chosen) <= limit
-    assert sum(each.squared_error for each in chosen) == pytest.approx(best, rel=1e-5, abs=1e-12)
+    limit = int(share * cost(units, ["fp16"] * len(units))) + 1
+    best = min(squared_error(units, names) for names in itertools.product(*units) if cost(units, names) <= limit)
+    chosen = choose(units, limit)
+    assert cost(units, chosen) <= limit
+    assert squared_error(units, chosen) == pytest.approx(best, rel=1e-5, abs=1e-12)
 
 
 def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
     units = [unit for seed in range(60) for unit in drawn(seed)]
-    for name in ("int4", "fp16"):
-        assert choose(units, sum(unit[name].cost for unit in units)) == [name] * len(units)
+    for names in (["int4"] * len(units), ["fp16"] * len(units)):
+        assert choose(units, cost(units, names)) == names
     assert choose([{"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}], 10) == ["int8"]  # no unit has an error
 
 
@@ -80,14 +84,10 @@ def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_togethe
     limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
     found = solve(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
     assert found.rates == pytest.approx(rates)
-    combinations = itertools.product(*units)
-    fitting = [
-        labels for labels in combinations
-        if sum(unit[name].cost for unit, name in zip(units, labels, strict=True)) <= limit
-    ]  # fmt: skip
+    fitting = [labels for labels in itertools.product(*units) if cost(units, labels) <= limit]
     best, taken = min(measure(labels) for labels in fitting), found.candidates[found.taken]
     assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels))
-    assert taken.cost == sum(unit[name].cost for unit, name in zip(units, taken.labels, strict=True)) <= limit
+    assert taken.cost == cost(units, taken.labels) <= limit
 
 
 def test_a_correction_gains_something():

@@ -240,17 +240,14 @@ def torchs_outputs(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> dict
     }
 
 
-def torchs_output_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
+def torchs_errors(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> tuple[float, float]:
+    """Of the output at one step, and accumulated: squared errors of the input add up over the steps, those of the
+    weight before they are squared."""
     outputs = torchs_outputs(layer, weight, rows)
-    return ((outputs["both"] - outputs["neither"]).norm() / outputs["neither"].norm()).item()
-
-
-def torchs_accumulated_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
-    """Squared errors of the input add up over the steps, those of the weight before they are squared."""
-    outputs = torchs_outputs(layer, weight, rows)
-    of_input, of_weight = (outputs[which] - outputs["neither"] for which in ("input", "weight"))
+    exact = outputs["neither"]
+    both, of_input, of_weight = (outputs[which] - exact for which in ("both", "input", "weight"))
     summed = STEPS * of_input.square().sum() + (STEPS * of_weight).square().sum()
-    return (summed.sqrt() / (STEPS**0.5 * outputs["neither"].norm())).item()
+    return (both.norm() / exact.norm()).item(), (summed.sqrt() / (STEPS**0.5 * exact.norm())).item()
 
 
 def test_weights_of_another_network_take_no_statistics():
@@ -271,18 +268,17 @@ def test_weights_of_another_network_take_no_statistics():
 def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
     weights, rows, statistics = random_input()
     for layer in derive_readers(weights, statistics, alpha):
-        expected = torchs_output_error(layer, weights[layer.name], rows)
+        expected, accumulated = torchs_errors(layer, weights[layer.name], rows)
         assert 1e-3 < expected < 0.2
         assert layer.output_error == pytest.approx(expected, rel=1e-4)
-        expected = torchs_accumulated_error(layer, weights[layer.name], rows)
-        assert layer.accumulated_error == pytest.approx(expected, rel=1e-3)
+        assert layer.accumulated_error == pytest.approx(accumulated, rel=1e-3)
 
 
 def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     weight, patches = drawn(8, 3, 3, 3), drawn(64, 27, seed=1).half().float()
     chosen = InputRange(patches.abs().max().item() / 2)
     layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, chosen, Recipe(3.0, 0.8))
-    expected = torchs_output_error(layer, weight, patches)
+    expected, _ = torchs_errors(layer, weight, patches)
     assert output_errors(layer, weight, patches, 1)[0] == pytest.approx(expected, rel=1e-4)
     assert output_errors(layer, weight, patches[:0], 1) == output_errors(layer, weight, 0 * patches, 1) == (None, None)
 
@@ -318,7 +314,7 @@ def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     weights, rows, statistics = random_input(seed, readers)
     cost = {
         alpha: sum(
-            torchs_accumulated_error(layer, weights[layer.name], rows) ** 2
+            torchs_errors(layer, weights[layer.name], rows)[1] ** 2
             for layer in derive_readers(weights, statistics, alpha)
         )
         for alpha in ALPHAS
@@ -392,17 +388,6 @@ def test_a_layer_in_high_precision_needs_no_statistics():
     assert {name for name, layer in rows.items() if layer.format} == {"conv", "to_q"}
 
 
-def test_a_level_at_which_a_model_has_nothing_to_quantize_is_refused():
-    """As transformers have it: a convolution that embeds patches, and attention of two kinds of tokens."""
-    roles, shapes = {"proj": "excluded", "to_q": "qkv"}, {"proj": (8, 4, 2, 2), "to_q": (64, 64)}
-    with pytest.raises(ConfigError, match="^quant_level is 1, expected at least 2: all convolutions of this model"):
-        check_layers(roles, shapes, Recipe(1.0, 0.8))
-    check_layers(roles, shapes, Recipe(2.5, 0.8))
-    with pytest.raises(ConfigError, match="^quant_level is 4, expected at most 3: this model's attention is never"):
-        check_layers(roles, shapes, Recipe(4.0, 0.8))
-    check_layers(roles, shapes, Recipe(4.0, 0.8), ["attn1"])
-
-
 def test_what_a_preset_excludes_is_named_by_patterns():
     rows = assign(exclude=("to_*", "conv"))
     assert {name for name, layer in rows.items() if layer.format} == {"up", "down"}
@@ -413,33 +398,32 @@ INT4 = Recipe(2.5, 0.5, enable=Enable(Pair("int4", None), Pair("int4", None), No
 ROTATED = Recipe(2.5, 0.5, per_token=True, rotation=64)
 
 
+SHAPES = {name: (128, 6, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
+NARROW = SHAPES | {"down": (64, 30)}
+OF_TRANSFORMER = {"roles": ROLES | {"conv": "excluded"}}  # which embeds patches
+
+
 @pytest.mark.parametrize(
-    "recipe, exclude, reason",
+    "recipe, given, reason",
     [
-        (INT4, ("conv",), "^int4 has blocks of 64, which do not divide the 96 inputs of down"),
-        (INT4, ("conv", "down"), None),
-        (ROTATED, (), None),
-        (Recipe(3.0, 0.8), ("*",), r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
-        (Recipe(3.0, 0.8), ("d*",), None),
+        (INT4, {"exclude": ["conv"]}, "^int4 has blocks of 64, which do not divide the 96 inputs of down"),
+        (INT4, {"exclude": ["conv", "down"]}, None),
+        (ROTATED, {}, None),
+        (ROTATED, {"shapes": NARROW}, r"^quantize\.rotation is 64, and no power of 4 divides the 30 inputs of down"),
+        (ROTATED, {"shapes": NARROW, "exclude": ["down"]}, None),
+        (Recipe(3.0, 0.8), {"exclude": ["*"]},
+         r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
+        (Recipe(3.0, 0.8), {"exclude": ["d*"]}, None),
+        (Recipe(1.0, 0.8), OF_TRANSFORMER, "^quant_level is 1, expected at least 2: all convolutions of this model"),
+        (Recipe(2.5, 0.8), OF_TRANSFORMER, None),
+        (Recipe(4.0, 0.8), {}, "^quant_level is 4, expected at most 3: this model's attention is never"),
+        (Recipe(4.0, 0.8), {"attentions": ["attn1"]}, None),
     ],
-)
-def test_a_recipe_that_does_not_fit_a_model_is_refused_before_anything_is_calibrated(recipe, exclude, reason):
+)  # fmt: skip
+def test_a_recipe_that_does_not_fit_a_model_is_refused_before_anything_is_calibrated(recipe, given, reason):
     """``down`` has 96 inputs, of which 16 are rotated together. Convolutions are not rotated; theirs have 6."""
-    shapes = {name: (128, 6, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
-        check_layers(ROLES, shapes, recipe, exclude=exclude)
-
-
-def test_inputs_that_no_power_of_4_divides_are_not_rotated():
-    def check(exclude: tuple[str, ...] = ()) -> None:
-        shapes = {"down": (64, 30), "up": (64, 96)}
-        check_layers(dict.fromkeys(shapes, "ffn"), shapes, ROTATED, exclude=exclude)
-
-    check(exclude=("down",))
-    with pytest.raises(
-        ConfigError, match=r"^quantize\.rotation is 64, and no power of 4 divides the 30 inputs of down"
-    ):
-        check()
+        check_layers(**{"roles": ROLES, "shapes": SHAPES, "recipe": recipe} | given)
 
 
 def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypatch):

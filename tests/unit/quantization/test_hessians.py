@@ -19,6 +19,8 @@ from sd_quant.quantization.hessians import (
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from tests.layers import drawn, turned
 
+from ..calibration.some_statistics import CONVOLUTIONS
+
 pytestmark = pytest.mark.commit
 
 LINEAR = nn.Linear(160, 1)
@@ -48,15 +50,6 @@ def test_it_is_the_diagonal_of_the_product_of_all_rows(block, monkeypatch):
 def test_what_fp16_cannot_hold_is_cut_and_fp16_is_summed_in_fp32():
     assert summed(nn.Linear(1, 1), 1, 64, torch.tensor([[1e30], [-1e30]])).item() == 2 * torch.tensor(65504.0) ** 2
     assert summed(nn.Linear(1, 1), 1, 64, torch.full((4, 1), 60000.0).half()).item() == 4 * 60000.0**2
-
-
-CONVOLUTIONS = [
-    {"kernel_size": 1},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "padding": 1, "dilation": 2},
-    {"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1), "dilation": (2, 1)},
-    {"kernel_size": 4, "padding": "same"},
-]
 
 
 @pytest.mark.parametrize("most", [7, 1024])

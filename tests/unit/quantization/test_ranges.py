@@ -30,11 +30,11 @@ LINEAR = LayerStatistics("linear", 1.5 * ROWS.abs().amax(0)[None], sample_of(ROW
 STATISTICS = dict.fromkeys(LINEARS, LINEAR) | {"conv": replace(LINEAR, kind="conv", amax=torch.tensor([[30.0]]))}
 
 
-def assigned(pair: Pair, alpha: float | None = None, **given) -> dict[str, LayerAssignment]:
+def assigned(pair: Pair, alpha: float | None = None, weights=WEIGHTS, **given) -> dict[str, LayerAssignment]:
     conv = pair if pair == INT8 else Pair(pair.weight, None)
     recipe = Recipe(3.0, alpha, enable=Enable(conv, pair, None), per_channel=pair == INT8, **given)
     inputs = [SharedInput((name,)) for name in LINEARS]
-    return derive(ROLES, WEIGHTS.__getitem__, STATISTICS, recipe, inputs)
+    return derive(ROLES, weights.__getitem__, STATISTICS, recipe, inputs)
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,13 @@ def test_the_one_range_of_a_weight_is_what_the_observer_chooses_of_its_numbers(o
     """One number is an outlier. The observer mse has the smallest squared error of all."""
     place = torch.tensor([7])
     weights = {name: weight.flatten().index_fill(0, place, 30.0).view(weight.shape) for name, weight in WEIGHTS.items()}
-    pair = Pair("int8", None)
-
-    def rows(weight_observer: str) -> dict[str, LayerAssignment]:
-        recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), per_channel=False, smoothing="none",
-                        weight_observer=weight_observer, observer_percentile=99.0)  # fmt: skip
-        return derive(ROLES, weights.__getitem__, STATISTICS, recipe, [SharedInput((name,)) for name in LINEARS])
+    given = {"weights": weights, "smoothing": "none", "observer_percentile": 99.0}
+    best, rows = (assigned(Pair("int8", None), **given, weight_observer=each) for each in ("mse", observer))
 
     def error(row: LayerAssignment) -> float:
         return (row.rounded_weight(weights[row.name]) - weights[row.name]).square().sum().item()
 
-    best = rows("mse")
-    for name, row in rows(observer).items():
+    for name, row in rows.items():
         chosen = OBSERVERS[observer](weights[name], 30.0, fmt=FORMATS["int8"], percent=99.0)
         assert row.weight_amax.tolist() == pytest.approx([chosen], rel=1e-6) and row.weight_axis is None
         assert chosen < (5 if observer == "percentile" else 30.1)

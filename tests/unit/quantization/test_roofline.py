@@ -15,30 +15,27 @@ SMALL = LayerCall((2, 1, 1280), (2, 1, 1280), (1280, 1280), True)
 PER_CHANNEL = Arithmetic("int8", "int8", True)
 
 
-def test_many_rows_take_the_time_of_their_operations():
-    operations = 2 * 8192 * 1280 * 5120
-    launch = LAUNCH * 1e-6
-    assert predicted_seconds(GPUS["h100"], LARGE, None) == pytest.approx(launch + operations / (0.78 * 989e12))
-    assert predicted_seconds(GPUS["h100"], LARGE, PER_CHANNEL) == pytest.approx(launch + operations / (0.42 * 1979e12))
-    fp8 = Arithmetic("fp8", "fp8", False)
-    assert predicted_seconds(GPUS["h200"], LARGE, fp8) == pytest.approx(launch + operations / (0.66 * 1979e12))
-    assert predicted_seconds(GPUS["rtx_4090"], LARGE, fp8) == pytest.approx(launch + operations / (COMMON * 330.3e12))
-    assert predicted_seconds(GPUS["b200"], LARGE, Arithmetic("nvfp4", "nvfp4", False)) == pytest.approx(
-        launch + operations / (COMMON * 9000e12),
-        rel=0.5,  # where bytes may take longer
-    )
+FP8, NVFP4, INT4 = Arithmetic("fp8", "fp8", False), Arithmetic("nvfp4", "nvfp4", False), Arithmetic("int4", None, False)
+OPERATIONS, WEIGHT, INPUTS_AND_OUTPUTS = 2 * 8192 * 1280 * 5120, 1280 * 1280, 2 * 2 * 2 * 1280
 
 
-def test_few_rows_take_the_time_of_their_bytes():
-    numbers, launch = 2 * 1280, LAUNCH * 1e-6
-    fp16 = 2 * 1280 * 1280 + 2 * 2 * numbers
-    assert predicted_seconds(GPUS["h100"], SMALL, None) == pytest.approx(launch + fp16 / 3.35e12)
-    int8 = 1280 * 1280 + 2 * 1280 + 2 * 2 * numbers
-    assert predicted_seconds(GPUS["h100"], SMALL, PER_CHANNEL) == pytest.approx(launch + int8 / 3.35e12)
-    int4 = 1280 * 1280 // 2 + 2 * 1280 * 1280 // 64 + 2 * 2 * numbers
-    assert predicted_seconds(GPUS["l40s"], SMALL, Arithmetic("int4", None, False)) == pytest.approx(
-        launch + int4 / 864e9
-    )
+@pytest.mark.parametrize(
+    "gpu, call, arithmetic, seconds, within",
+    [
+        ("h100", LARGE, None, OPERATIONS / (0.78 * 989e12), 1e-6),
+        ("h100", LARGE, PER_CHANNEL, OPERATIONS / (0.42 * 1979e12), 1e-6),
+        ("h200", LARGE, FP8, OPERATIONS / (0.66 * 1979e12), 1e-6),
+        ("rtx_4090", LARGE, FP8, OPERATIONS / (COMMON * 330.3e12), 1e-6),
+        ("b200", LARGE, NVFP4, OPERATIONS / (COMMON * 9000e12), 0.5),  # where bytes may take longer
+        ("h100", SMALL, None, (2 * WEIGHT + INPUTS_AND_OUTPUTS) / 3.35e12, 1e-6),
+        ("h100", SMALL, PER_CHANNEL, (WEIGHT + 2 * 1280 + INPUTS_AND_OUTPUTS) / 3.35e12, 1e-6),
+        ("l40s", SMALL, INT4, (WEIGHT // 2 + 2 * WEIGHT // 64 + INPUTS_AND_OUTPUTS) / 864e9, 1e-6),
+    ],
+)
+def test_many_rows_take_the_time_of_their_operations_and_few_that_of_their_bytes(
+    gpu, call, arithmetic, seconds, within
+):
+    assert predicted_seconds(GPUS[gpu], call, arithmetic) == pytest.approx(LAUNCH * 1e-6 + seconds, rel=within)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.commit
 BLOCKED = [name for name, fmt in FORMATS.items() if fmt.block is not None and fmt.onnx_type]
 PLAIN = [*BLOCKED, "int4_per_row"]
 SEARCHED = [*PLAIN, "int4_in_int8", "q4_1", "q4_k", "q6_k"]  # ggml's: a least number, minimums, scales alone
+ROTATIONS = [*((fmt, 0) for fmt in PLAIN), ("int4", 16), ("nvfp4", 16), ("int4_per_row", 16)]  # format, group
 OUTPUTS, INPUTS, WIDE = 24, 128, 256
 
 
@@ -149,8 +150,7 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
     assert all(map(torch.equal, chosen.rounded, expected.rounded))
 
 
-@pytest.mark.parametrize("rotation", [0, 16])
-@pytest.mark.parametrize("fmt", PLAIN)
+@pytest.mark.parametrize("fmt, rotation", ROTATIONS)
 def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_seen(fmt, rotation):
     """Whatever rounds the residual; the rank stays, and the error that is left is that of the new branch.
 
@@ -232,15 +232,31 @@ def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
 
 
-def test_too_few_rows_are_refused():
+WITHOUT_HESSIAN = (
+    "^quantize.hessian is 128, and the statistics have {} of layer layer; calibrate with quantize.hessian=128"
+)
+FORGED = torch.full((1, INPUTS, INPUTS), 2.0)
+FORGED[0].fill_diagonal_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "error", "reason"),
+    [
+        (8, {}, SdQuantError, f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"),
+        (32, {"block": 128}, ConfigError, WITHOUT_HESSIAN.format("no Hessian")),
+        (32, {"block": 128, "hessian": torch.zeros(2, 64, 64)}, ConfigError,
+         WITHOUT_HESSIAN.format("one in blocks of 64")),
+        (32, {"block": INPUTS, "hessian": FORGED}, SdQuantError, "a Hessian that is not positive definite"),
+    ],
+    ids=["rows", "no Hessian", "other blocks", "forged"],
+)  # fmt: skip
+def test_too_few_rows_are_refused_and_hessians_that_are_none(rows, given, error, reason):
     weight = drawn(4, INPUTS)
-    reason = f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
-    with pytest.raises(SdQuantError, match=reason):
-        rounded(row(weight, "int4"), weight, inputs(8))
+    with pytest.raises(error, match=reason):
+        rounded(row(weight, "int4"), weight, inputs(rows), **given)
 
 
-@pytest.mark.parametrize("rotation", [0, 16])
-@pytest.mark.parametrize("fmt", PLAIN)
+@pytest.mark.parametrize("fmt, rotation", ROTATIONS)
 def test_with_the_hessian_of_the_sampled_rows_codes_are_those_of_the_rows(fmt, rotation, monkeypatch):
     """With the same damping and blocks, smoothed, rotated and beside a branch, but for ties that fp32 decides."""
     size = max(64, FORMATS[fmt].block or 0)
@@ -263,24 +279,6 @@ def test_the_hessian_of_all_rows_errs_less_on_rows_that_nobody_has_seen(fmt):
     whole = rounded(layer, weight, rows[:128], scale_search=True, hessian=hessian_of(rows, WIDE), block=WIDE)
     errors = [output_errors(each, weight, others, 1)[0] for each in (sampled, whole)]
     assert errors[1] < 0.9 * errors[0]
-
-
-@pytest.mark.parametrize(("hessian", "found"), [(None, "no Hessian"), (torch.zeros(2, 64, 64), "one in blocks of 64")])
-def test_statistics_without_the_hessian_are_refused(hessian, found):
-    weight = drawn(4, INPUTS)
-    told = (
-        f"^quantize.hessian is 128, and the statistics have {found} of layer layer; calibrate with quantize.hessian=128"
-    )
-    with pytest.raises(ConfigError, match=told):
-        rounded(row(weight, "int4"), weight, inputs(32), hessian=hessian, block=128)
-
-
-def test_a_hessian_that_no_inputs_have_is_refused_in_a_sentence():
-    """As somebody may have forged it."""
-    weight, forged = drawn(4, INPUTS), torch.full((1, INPUTS, INPUTS), 2.0)
-    forged[0].fill_diagonal_(1.0)
-    with pytest.raises(SdQuantError, match="a Hessian that is not positive definite"):
-        rounded(row(weight, "int4"), weight, inputs(32), hessian=forged, block=INPUTS)
 
 
 def test_neither_hessians_nor_rows_are_changed():

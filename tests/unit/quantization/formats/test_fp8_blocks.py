@@ -7,7 +7,6 @@ import torch
 from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.row_chunks import row_chunks, rows_per_chunk
@@ -57,8 +56,3 @@ def test_a_chunk_of_rows_holds_whole_blocks():
     layer = LayerAssignment("a", "ffn", (300, 4096), WEIGHTS.name, INPUTS.name, weight_amax=weight.abs().max()[None])
     pieces = [part.rounded_weight(chunk) for chunk, part in row_chunks(weight, layer)]
     assert torch.equal(torch.cat(pieces), layer.rounded_weight(weight))
-
-
-def test_columns_that_are_no_whole_blocks_are_refused():
-    with pytest.raises(SdQuantError, match="192 numbers do not divide into blocks of 128"):
-        WEIGHTS.scales(drawn(4, 192), ANY)
