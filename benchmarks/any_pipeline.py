@@ -22,7 +22,6 @@ import torch
 
 import sd_quant
 from benchmarks.measurer import markdown
-from benchmarks.tiny_pipelines import CASES, write
 from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.pool import Pool, Variant
@@ -36,6 +35,7 @@ from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint, why_refused
 from sd_quant.observed.ladder import Rung, climb
 from sd_quant.stages.open_parts import open_torch
+from tests.zoo import CASES, write
 
 PROMPTS = ["a red bicycle in the rain", "a blue door"]
 STEPS, GUIDANCE = 2, 5.0
@@ -211,9 +211,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "pipelines", nargs="*", metavar="CLASS", help="of diffusers, or a case of benchmarks.tiny_pipelines"
-    )
+    parser.add_argument("pipelines", nargs="*", metavar="CLASS", help="of diffusers, or a case of tests.zoo")
     parser.add_argument("--rows", type=Path, default=Path("outputs/any_pipeline"), help="folder of the rows")
     parser.add_argument("--out", type=Path, help="the file of the table")
     parser.add_argument("--share", default="0/1", help="the I-th of N shares of the pipelines, for N processes: I/N")

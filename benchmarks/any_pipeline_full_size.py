@@ -1,6 +1,6 @@
 """``python -m benchmarks.any_pipeline_full_size``: SANA 1.6B, a model that no file here knows, at its full size.
 
-Weights are random and stored in bf16; text encoder and decoder are the tiny ones of ``benchmarks.tiny_pipelines``. Each
+Weights are random and stored in bf16; text encoder and decoder are the tiny ones of ``tests.zoo``. Each
 step is a row (``measurer.py``): observing (without weights in memory), calibration (in fp32, by torch), and the ONNX
 file in INT8.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.measurer import Figures, Rows, add_row, serve
-from benchmarks.tiny_pipelines import build
 from sd_quant.checkpoints.synthetic import random_parameter
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.places import input_path
+from tests.zoo import build
 
 PIPELINE, SIDE, PROMPT, STEPS = "SanaPipeline", 64, ["a red bicycle"], 2
 FULL = {"num_layers": 20, "num_attention_heads": 70, "attention_head_dim": 32, "num_cross_attention_heads": 20,

@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.common import job_with, timed
 from benchmarks.measurer import Figures, Rows, add_row, serve
-from benchmarks.tiny_pipelines import write
 from sd_quant.checkpoints.synthetic import random_parameter
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files.safetensors import write_safetensors
@@ -28,6 +27,7 @@ from sd_quant.process import available_memory_bytes, peak_memory_bytes, reset_pe
 from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.resources import NOTHING
+from tests.zoo import write
 
 INT8, UNQUANTIZED = "int8_weight_only", "unquantized"
 PIPELINES = {"sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline"}

@@ -22,7 +22,7 @@ from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 
 from .modulated import linear_statistics
-from .pipelines import redraw
+from .zoo.families import redraw
 
 CHANNELS, WIDTH, TEXT_TOKENS, CALLS = 16, 64, 20, 2
 

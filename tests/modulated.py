@@ -14,7 +14,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample
 
-from .pipelines import redraw
+from .zoo.families import redraw
 
 WIDTH, TEXT, POOLED, TOKENS = 64, 48, 32, 7
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from sd_quant.places import HOME
 
-from ..pipelines import sd15_of_one_level
+from ..zoo.families import sd15_of_one_level
 from . import forking
 from .browsing import chromium
 from .shared import JOBS, PROMPTS, QUICK, SAMPLING, link_cache, prompts_knob, well, without_times

@@ -14,7 +14,7 @@ from sd_quant.stages import export_onnx
 from sd_quant.stages.quantize import quantize
 from sd_quant.stages.trace_ahead import Tracer
 
-from ..pipelines import sd15_of_one_level
+from ..zoo.families import sd15_of_one_level
 from .shared import QUICK, json_of, record_of
 
 pytestmark = pytest.mark.nightly

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from sd_quant.engines.tensorrt.plan import describe_plan
 
-from ..pipelines import redraw, sd15_of_one_level
+from ..zoo.families import redraw, sd15_of_one_level
 from .conftest import LEVEL_3
 from .shared import pixels, record_of, rows_of
 

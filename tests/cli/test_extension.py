@@ -28,7 +28,7 @@ from sd_quant.stages import infer, quantize
 from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.trackers import TRACKERS
 
-from ..pipelines import sd15_of_one_level
+from ..zoo.families import sd15_of_one_level
 from .shared import QUICK, record_of, rows_of
 
 pytestmark = pytest.mark.nightly

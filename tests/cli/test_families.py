@@ -22,7 +22,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import formats_used
 from tests.presets import model_of, recipe_of
 
-from ..pipelines import TINY, VARIANTS
+from ..zoo.families import TINY, VARIANTS
 from .shared import QUICK, record_of, rows_of
 
 pytestmark = pytest.mark.nightly

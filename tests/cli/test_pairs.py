@@ -14,7 +14,7 @@ from sd_quant.places import CONF
 from tests.pairs.ends import ELSEWHERE, ENDS
 from tests.pairs.run import FIRST, arguments, every_pair, pairs_of, problem, rows
 
-from ..pipelines import sd15
+from ..zoo.families import sd15
 
 pytestmark = pytest.mark.commit
 

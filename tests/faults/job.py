@@ -24,7 +24,7 @@ from threading import Timer
 
 from sd_quant.files import TEMPORARY
 
-from ..pipelines import TINY
+from ..zoo.families import TINY
 
 REPOSITORY = Path(__file__).parents[2]
 STAGES = ("load", "calibrate", "assign", "images", "export", "plans", "parity", "latency")

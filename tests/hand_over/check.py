@@ -34,7 +34,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.stages.hand_over import assignment_of, rows_of
 from sd_quant.stages.session import open_unchecked
 
-from ..pipelines import flux
+from ..zoo.families import flux
 from .pictures import CALL, HERE, LATENTS, PROMPTS, by_consumer, decibels, in_torch, printed_code
 
 REPOSITORY = HERE.parents[1]

@@ -25,7 +25,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.places import CONF
 
 from ..cli.forking import forked
-from ..pipelines import sd15
+from ..zoo.families import sd15
 from .ends import DEPENDING, ENDS
 
 Row = dict[str, str]

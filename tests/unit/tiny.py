@@ -27,7 +27,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 
-from ..pipelines import TINY, WIDE
+from ..zoo.families import TINY, WIDE
 
 TOKENS = 16  # of a T5
 Assignment = Mapping[str, LayerAssignment]

@@ -16,7 +16,7 @@ from sd_quant.export.parts import trace_part
 from sd_quant.export.tracing import copy_of
 from sd_quant.places import HOME
 
-from ...pipelines import TINY
+from ...zoo.families import TINY
 from .conftest import NAMES
 
 pytestmark = pytest.mark.commit

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from benchmarks.tiny_pipelines import (
+from tests.zoo import (
     CASES,
     LEFT_OUT,
     PIPELINES,
@@ -21,7 +21,7 @@ from benchmarks.tiny_pipelines import (
     text,
     write,
 )
-from benchmarks.tiny_pipelines.cases import Case, enliven
+from tests.zoo.cases import Case, enliven
 
 pytestmark = pytest.mark.commit
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import benchmarks.tiny_pipelines as tiny
-from benchmarks.tiny_pipelines.videos import CASES, LEFT_OUT
+import tests.zoo as tiny
+from tests.zoo.videos import CASES, LEFT_OUT
 
 pytestmark = pytest.mark.commit
 

@@ -42,7 +42,7 @@ from sd_quant.observed.opening import (
     read_index,
 )
 
-from ...pipelines import TINY
+from ...zoo.families import TINY
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 

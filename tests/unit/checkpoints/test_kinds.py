@@ -10,7 +10,7 @@ from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.errors import ArtifactError, ConfigError
 
-from ...pipelines import TINY, VARIANTS
+from ...zoo.families import TINY, VARIANTS
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 

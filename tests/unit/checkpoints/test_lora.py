@@ -18,7 +18,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.checkpoint import Checkpoint, build_module
 from sd_quant.names.sgm import sgm_names
 
-from ...pipelines import TINY
+from ...zoo.families import TINY
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 

@@ -26,7 +26,7 @@ from sd_quant.models.family import family_named
 from sd_quant.models.parts import Part
 from sd_quant.quantization.statistics import Statistics
 
-from ...pipelines import TINY, VARIANTS
+from ...zoo.families import TINY, VARIANTS
 from ..config.composition import composed
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]

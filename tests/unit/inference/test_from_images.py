@@ -20,7 +20,7 @@ from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.stages.checks import check_mask
 
-from ...pipelines import TINY, redraw
+from ...zoo.families import TINY, redraw
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 

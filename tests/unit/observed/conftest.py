@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiny_pipelines import CASES, write
 from sd_quant.cache import Cache
 from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.ladder import Rung
+from tests.zoo import CASES, write
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny_folder(case)``: the pipeline of a case of ``benchmarks.tiny_pipelines`` as a folder, written once."""
+    """``tiny_folder(case)``: the pipeline of a case of ``tests.zoo`` as a folder, written once."""
     home = tmp_path_factory.mktemp("tiny_pipelines")
 
     @cache

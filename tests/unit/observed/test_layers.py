@@ -17,8 +17,8 @@ from sd_quant.observed import layers
 from sd_quant.observed.layers import ObservedLayers, as_json, differences, from_json, observed_layers
 from sd_quant.observed.tape import NotObservable
 
-from ..models.test_full_size import DENOISERS
-from .networks import FAMILIES, OTHERS
+from ...zoo.denoisers import FAMILIES, OTHERS
+from ..denoisers import DENOISERS
 
 pytestmark = [pytest.mark.commit, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's positions, in fp64
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.tiny_pipelines import CASES, build
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import SdQuantError
@@ -19,6 +18,7 @@ from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.pipeline import ObservedPipeline, by_image
+from tests.zoo import CASES, build
 
 pytestmark = pytest.mark.commit
 

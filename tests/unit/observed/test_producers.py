@@ -15,7 +15,7 @@ from sd_quant.observed.layers import observed_layers
 from sd_quant.observed.producers import _before
 from sd_quant.observed.tape import noted
 
-from .networks import FAMILIES, OTHERS, Watched
+from ...zoo.denoisers import FAMILIES, OTHERS, Watched
 
 pytestmark = [pytest.mark.commit, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's positions, in fp64
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.tiny_pipelines import CASES
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
@@ -39,6 +38,7 @@ from sd_quant.observed.watching import (
     watch,
 )
 from sd_quant.places import HOME
+from tests.zoo import CASES
 
 pytestmark = pytest.mark.commit
 

@@ -25,7 +25,7 @@ from sd_quant.stages.session import open_unchecked
 from tests import presets
 from tests.presets import infer_job
 
-from ...pipelines import TINY, VARIANTS
+from ...zoo.families import TINY, VARIANTS
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 

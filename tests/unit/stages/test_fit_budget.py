@@ -21,8 +21,8 @@ from sd_quant.stages import choose, load
 from sd_quant.stages import fit_budget as stage
 from sd_quant.stages.load import Loaded, Offered
 from sd_quant.stages.open_parts import open_simulated
-from tests.pipelines import sd15_of_one_level
 from tests.presets import recipe_of
+from tests.zoo.families import sd15_of_one_level
 
 pytestmark = pytest.mark.commit
 

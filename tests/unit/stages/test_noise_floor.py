@@ -16,7 +16,7 @@ from sd_quant.stages.load import with_recipe
 from sd_quant.stages.session import open_unchecked
 from tests.presets import job
 
-from ...pipelines import TINY
+from ...zoo.families import TINY
 
 pytestmark = pytest.mark.commit
 

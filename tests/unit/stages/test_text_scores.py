@@ -20,9 +20,9 @@ from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
 
-from ...pipelines import TINY
 from ...preference_networks import small_dino
 from ...text_scores import Means, metrics_of, small_clip
+from ...zoo.families import TINY
 
 pytestmark = pytest.mark.commit
 

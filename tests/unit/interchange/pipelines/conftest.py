@@ -20,7 +20,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 
-from ....pipelines import CLIP_WIDTH, redraw, sdxl, unet
+from ....zoo.families import CLIP_WIDTH, redraw, sdxl, unet
 from ...tiny import Assignment, Tiny
 
 SIZE_FEATURES = 32

@@ -27,7 +27,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.places import HOME
 from sd_quant.quantization.derivation import derive_nearest
 
-from ....pipelines import sd15
+from ....zoo.families import sd15
 
 pytestmark = pytest.mark.nightly  # the tracing
 COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder"]

@@ -8,7 +8,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from ...pipelines import redraw
+from .families import redraw
 
 BATCH, TEXT, TEXT_WIDTH, POOLED = 2, 7, 48, 24
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
