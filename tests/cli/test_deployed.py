@@ -70,8 +70,8 @@ def cache(with_graphs, tmp_path_factory) -> Path:
 def job(done, tiny, cache, tmp_path_factory):
     """``job(*knobs)``: the folder of a job that ends well."""
 
-    def end(*knobs: str) -> Path:
-        run = tmp_path_factory.mktemp("job") / "run"
+    def end(*knobs: str, name: str = "run") -> Path:
+        run = tmp_path_factory.mktemp("job") / name
         done("quantize.py", *tiny.knobs, f"cache.dir={cache}", *knobs, f"hydra.run.dir={run}")
         return run
 
@@ -90,7 +90,7 @@ def changed(job, pictures) -> Path:
 @pytest.fixture(scope="module")
 def fused(job, style) -> Path:
     """The tiny pipeline's run with a LoRA in its weights, which is handed over."""
-    return job(*LEVEL_3, f"model.loras=[{style}:0.5]", "hand_over=[diffusers_modelopt]")
+    return job(*LEVEL_3, f"model.loras=[{style}:0.5]", "hand_over=[diffusers_modelopt]", name="fused")
 
 
 def test_each_image_of_a_folder_is_changed_and_the_encoder_is_a_part(changed, pictures):
@@ -149,15 +149,11 @@ def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_wit
 ):
     """The run of the model without it, judged with it, makes the very images of a run with it beside its weights."""
     lora, runs = f"model.loras=[{style}:0.5]", {"without": tiny.run, "fused": fused}
-    runs["beside"] = job(*LEVEL_3, lora, "quantize.loras=beside")
-    candidates = []
-    for name, run in runs.items():  # under names of their own
-        candidates.append(tmp_path / name)
-        candidates[-1].symlink_to(run)
+    runs["beside"] = job(*LEVEL_3, lora, "quantize.loras=beside", name="beside")
     judged = [knob for knob in tiny.knobs if knob.startswith(("model", "infer.prompts", "infer.steps"))]
-    given = f"candidates=[{','.join(map(str, candidates))}]", f"cache.dir={cache}"
+    given = f"candidates=[{','.join(map(str, runs.values()))}]", f"cache.dir={cache}"
     done("judge.py", *judged, lora, *given, f"hydra.run.dir={tmp_path}/judged")
-    folders = {name: tmp_path / "judged" / name for name in runs}
+    folders = {name: tmp_path / "judged" / run.name for name, run in runs.items()}
     said = {name: record_of(folder)["judged"]["loras"] for name, folder in folders.items()}
     assert said == {"without": "beside", "fused": "fused", "beside": "beside"}
     images = {name: pixels(folder / "images/quantized/0000.png") for name, folder in folders.items()}
