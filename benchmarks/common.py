@@ -248,6 +248,7 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 def report(options: argparse.Namespace, figures: dict) -> None:
     """Write ``--out``, with the options and the machine beside the figures."""
     if options.out:
-        chosen = {name: value for name, value in vars(options).items() if name != "out"}
+        chosen = {name: str(value) if name == "prompts" else value for name, value in vars(options).items()}
+        del chosen["out"]
         write_json(options.out, {"options": chosen, **figures, "machine": machine()})
         print(f"written: {options.out}")
