@@ -11,15 +11,23 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from torch import Tensor
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
-from sd_quant.interchange import READERS, gguf
+from sd_quant.interchange import READERS, TARGETS, gguf
+from sd_quant.interchange.comfyui import METADATA
+from sd_quant.interchange.comfyui_marks import MARK
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
+from sd_quant.interchange.holding import adapted
 from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.models.parts import SharedInput
 from sd_quant.names.authors import authors_places
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.derivation import derive
 
+from ..unit.interchange.conftest import recipe_of
+from ..unit.tiny import Tiny
 from ..zoo.families import TINY
 from .harness import Reader
 from .mutations import byte_edits, document_edits, edited
@@ -28,11 +36,13 @@ from .shared import Files, damaged_metadata, damaged_safetensors, header_of, way
 
 def single_files(scratch: Path) -> list[Reader]:
     """A checkpoint of a tiny SDXL, which is not damaged: a reader reads only the file."""
-    TINY["sdxl"](scratch / "single_files")
-    opened = open_pipeline(scratch / "single_files", "sdxl")
-    build = cache(opened.build)  # once, as it takes longer than reading a file
-    checkpoint = SimpleNamespace(family=opened.family, parts=opened.parts, build=build)
-    return [of_gguf(checkpoint), of_comfyui(checkpoint), of_bfl(checkpoint)]
+    folder = scratch / "single_files"
+    TINY["sdxl"](folder)
+    tiny = Tiny(open_pipeline(folder, "sdxl"))
+    bfl, comfyui = (written(target, tiny, scratch) for target in ("diffusers_bfl", "comfyui"))
+    build = cache(tiny.checkpoint.build)  # once, as it takes longer than reading a file
+    checkpoint = SimpleNamespace(family=tiny.checkpoint.family, parts=tiny.checkpoint.parts, build=build)
+    return [of_gguf(checkpoint), of_comfyui(checkpoint, comfyui), of_bfl(checkpoint, bfl)]
 
 
 def shapes_in_file(checkpoint: Any) -> dict[str, tuple[int, ...]]:
@@ -175,95 +185,51 @@ def of_safetensors(
     return Reader(name, {"a.safetensors": sound}, read=read, check=check, weight=15, quick=30, **made)
 
 
-def of_bfl(checkpoint: Any) -> Reader:
-    """Every linear whose inputs are whole blocks in one of the two kinds in turn."""
-    tensors: dict[str, Tensor] = {}
-    turn = 0
-    for name, shape in shapes_in_file(checkpoint).items():
-        layer = name.removesuffix(".weight")
-        tensors[name] = torch.ones(shape, dtype=torch.float16)
-        if len(shape) != 2 or not name.endswith(".weight") or shape[1] % 16:
-            continue
-        turn += 1
-        if turn % 2:
-            tensors |= {name: torch.ones(shape).to(torch.float8_e4m3fn), f"{layer}.weight_scale": torch.ones(shape[0])}
-            continue
-        tensors[name] = torch.full((shape[0], shape[1] // 2), 0x12, dtype=torch.uint8)
-        tensors[f"{layer}.weight_scale"] = torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn)
-        tensors |= {f"{layer}.{end}": torch.ones(()) for end in ("weight_scale_2", "input_scale")}
-    sound = save_safetensors(tensors, {"format": "pt"})
+# What the project writes of an assignment, in which one layer after the other has the next recipe's row
+
+
+PLAIN = {"smoothing": "none", "alpha": None}
+ROTATED = PLAIN | {"per_token": True}
+IN_ROWS = PLAIN | {"per_channel": True, "per_token": True}
+RECIPES = {
+    "diffusers_bfl": [("fp8", IN_ROWS), ("nvfp4", PLAIN)],
+    "comfyui": [
+        ("fp8", PLAIN | {"per_channel": False}),
+        ("int8", {**ROTATED, "rotation": 16}),
+        ("nvfp4", PLAIN),
+        ("mxfp8", PLAIN),
+        ("int4", PLAIN | {"activation": None}),
+        ("int4_per_row", IN_ROWS | {"rotation": 256}),
+        ("int4_in_int8", {**ROTATED, "activation": "int8", "rotation": 256}),
+    ],
+}
+
+
+def written(target: str, tiny: Tiny, folder: Path) -> bytes:
+    recipes, roles, denoiser = RECIPES[target], tiny.roles, tiny.denoiser()
+    assignment = dict[str, LayerAssignment]()
+    for number, (fmt, options) in enumerate(recipes):
+        own = dict(list(roles.items())[number :: len(recipes)])
+        inputs = [SharedInput((name,)) for name, role in own.items() if role not in ("conv", "excluded")]
+        rows = derive(own, lambda name: denoiser.get_submodule(name).weight, tiny.statistics.layers,
+                      recipe_of(fmt, **options), inputs)  # fmt: skip
+        assignment |= adapted(rows, TARGETS[target])
+    return tiny.written(assignment, target, folder / target).read_bytes()
+
+
+def of_bfl(checkpoint: Any, sound: bytes) -> Reader:
     endings = ["weight_scale", "weight_scale_2", "input_scale", "weight", "bias"]
     return of_safetensors("diffusers_bfl", checkpoint, sound, ("_scale", "_scale_2"), endings)
 
 
-# ComfyUI
-
-
-METHODS = (
-    "float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16",
-)  # fmt: skip
-
-
-def marked(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """Tensors of the denoiser, every method in turn, and the marks by layer."""
-    tensors: dict[str, Tensor] = {}
-    marks: dict[str, dict[str, Any]] = {}
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if len(shape) != 2 or not name.endswith(".weight") or "embed" in name:
-            tensors[name] = torch.ones(shape, dtype=torch.float8_e5m2 if len(shape) == 4 else torch.float16)
-            continue
-        rows, columns = shape
-        method = METHODS[len(marks) % len(METHODS)]
-        marks[layer] = {"format": method}
-        match method:
-            case "int8_tensorwise":
-                marks[layer] |= {"convrot": True, "convrot_groupsize": 16}
-                more = {"weight": torch.ones(shape, dtype=torch.int8), "weight_scale": torch.ones(rows, 1)}
-            case "nvfp4":
-                scales = torch.ones(-(-rows // 128) * 128, -(-columns // 64) * 4)
-                more = {
-                    "weight": torch.full((rows, columns // 2), 0x12, dtype=torch.uint8),
-                    "weight_scale": scales.to(torch.float8_e4m3fn), "weight_scale_2": torch.ones(()),
-                    "pre_quant_scale": torch.ones(columns),
-                }  # fmt: skip
-            case "mxfp8":
-                scales = torch.full((-(-rows // 128) * 128, -(-columns // 128) * 4), 127)
-                more = {"weight": torch.ones(shape).to(torch.float8_e4m3fn), "weight_scale": scales.to(torch.uint8)}
-            case "convrot_w4a4":
-                marks[layer] |= {"params": {"convrot_groupsize": 16}, "linear_dtype": "int8"}
-                packed = torch.full((rows, columns // 2), 0x12, dtype=torch.int8)
-                more = {"weight": packed, "weight_scale": torch.ones(rows)}
-            case "asym_w4a8_int8":
-                marks[layer] |= {"convrot_groupsize": 16, "group_size": 16}
-                more = {
-                    "weight": torch.full((rows, columns // 2), 0x12, dtype=torch.int8),
-                    "weight_s_rel": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
-                    "weight_s_channel": torch.ones(rows), "weight_codebook": torch.linspace(-1, 1, 16),
-                }  # fmt: skip
-            case "awq_w4a16":
-                marks[layer] |= {"group_size": 32}
-                scales = torch.ones(columns // 32, rows)
-                packed = torch.full((rows, columns // 2), 0x12, dtype=torch.int8)
-                more = {"weight": packed, "weight_scale": scales, "weight_zeros": scales.clone()}
-            case _:
-                more = {"weight": torch.ones(shape).to(getattr(torch, method)), "weight_scale": torch.ones(()),
-                        "input_scale": torch.ones(1)}  # fmt: skip
-        tensors |= {f"{layer}.{end}": each for end, each in more.items()}
-    return tensors, marks
-
-
-def of_comfyui(checkpoint: Any) -> Reader:
-    tensors, marks = marked(shapes_in_file(checkpoint))
-    half = dict(sorted(marks.items())[::2])
-    inside = {f"{layer}.comfy_quant": torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
-              for layer, mark in marks.items() if layer not in half}  # fmt: skip
-    metadata = json.dumps({"format_version": "1.0", "layers": half})
-    sound = save_safetensors(tensors | inside, {"_quantization_metadata": metadata})
-    small = ("_scale", "_scale_2", "_s_rel", "_zeros", "comfy_quant")
-    endings = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", "comfy_quant", "weight", "bias"]
-    marked_otherwise = (
-        document_edits,
-        lambda edits: {"a.safetensors": damaged_metadata(sound, "_quantization_metadata", edits)},
-    )
-    return of_safetensors("comfyui", checkpoint, sound, small, endings, inside, [marked_otherwise] * 2)
+def of_comfyui(checkpoint: Any, sound: bytes) -> Reader:
+    """Every second mark stands in the header, where a file may have it too."""
+    tensors = load_safetensors(sound)
+    inside = sorted(name for name in tensors if name.endswith(MARK))
+    marks = {name.removesuffix(f".{MARK}"): json.loads(bytes(tensors.pop(name).tolist())) for name in inside[::2]}
+    metadata = json.dumps({"format_version": "1.0", "layers": marks})
+    sound = save_safetensors(tensors, {METADATA: metadata})
+    small = ("_scale", "_scale_2", "_s_rel", "_zeros", MARK)
+    endings = ["weight_scale", "scale_weight", "input_scale", "scaled_fp8", MARK, "weight", "bias"]
+    marked_otherwise = (document_edits, lambda edits: {"a.safetensors": damaged_metadata(sound, METADATA, edits)})
+    return of_safetensors("comfyui", checkpoint, sound, small, endings, inside[1::2], [marked_otherwise] * 2)
