@@ -14,7 +14,7 @@ from diffusers import (
 
 from sd_quant.inference.calls import Calls
 
-from .test_pipeline import PROMPTS, SAMPLING, build, engines, modules, pipeline  # noqa: F401  fixtures
+from .sampling import PROMPTS, SAMPLING
 
 pytestmark = pytest.mark.commit
 

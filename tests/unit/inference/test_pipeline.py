@@ -18,82 +18,14 @@ from diffusers import (
 )
 
 from sd_quant.errors import SdQuantError
-from sd_quant.inference.pipeline import EngineNetwork, Pipeline, Sampling
+from sd_quant.inference.pipeline import Pipeline
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.timed_calls import image_call
-from sd_quant.models import sdxl
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
+from sd_quant.models.sdxl_nemo import scheduler
+
+from .sampling import PROMPTS, SAMPLING, Function
 
 pytestmark = pytest.mark.commit
-
-SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
-PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
-
-
-class Function:
-    def __init__(self, name, function):
-        self.name, self.function, self.calls = name, function, []
-
-    def __call__(self, **inputs):
-        self.calls.append(inputs)
-        return self.function(**inputs)
-
-
-SHAPE = TextShape(vocab_size=600, width=64, layers=1, context=77, mlp_width=96, projection=32)
-
-
-class Tokenizer:
-    model_max_length, unpadded = 77, 3
-
-    def __call__(self, prompts, **options):
-        ids = [[len(prompt)] * (77 if options.get("padding") else self.unpadded) for prompt in prompts]
-        return {"input_ids": ids}
-
-
-@pytest.fixture
-def engines(small_config):
-    unet = unet_config(small_config)
-    pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
-    half = unet["cross_attention_dim"] // 2
-
-    def clip(input_ids, width, **_):
-        return torch.ones(len(input_ids), 80, width) * input_ids[:, :1, None]
-
-    def unet_xl(x, timesteps, context, y):
-        return {"out": 0.1 * x + 0.01 * context.mean(dim=(1, 2)).view(-1, 1, 1, 1)}
-
-    functions = {
-        "unet_xl": unet_xl,
-        "vae": lambda z: {"dec": torch.nn.functional.interpolate(z[:, :3], scale_factor=8)},
-        "clip1": lambda input_ids: {"z": clip(input_ids, half)},
-        "clip2": lambda input_ids: {"z": clip(input_ids, half), "z_pooled": torch.ones(len(input_ids), pooled)},
-    }
-    return {name: Function(name, function) for name, function in functions.items()}
-
-
-@pytest.fixture(scope="module")
-def modules(small_config):
-    with torch.device("meta"):
-        return build_modules(small_config, SHAPE, SHAPE)
-
-
-@pytest.fixture
-def build(engines, modules):
-    """A pipeline with a given scheduler."""
-    parts = sdxl.FAMILY.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
-
-    def built(scheduler):
-        networks = {
-            part.component: EngineNetwork(engines, name, part, modules[part.component]) for name, part in parts.items()
-        }
-        return Pipeline(engines, pipeline_adapter(networks, (Tokenizer(), Tokenizer()), scheduler))
-
-    return built
-
-
-@pytest.fixture
-def pipeline(build):
-    return build(scheduler())
 
 
 def test_images_are_decoded_in_tiles_where_that_is_asked_for(pipeline, engines):

@@ -19,13 +19,13 @@ from sd_quant.interchange import READERS
 from sd_quant.interchange.comfyui import read, recognizes
 from sd_quant.interchange.comfyui_marks import INT8 as ROWS
 from sd_quant.interchange.comfyui_marks import METHODS, Codes, Mxfp8, check_codes
-from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.inputs import Nvfp4, Rotated, StaticFloat8
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows, authors_places
+from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.numbers import relative_error
 
+from .comfyui_files import authors_layers, chosen, mark_of, save
 from .single_files import authors_state, in_diffusers, loaded, read_all
 
 pytestmark = pytest.mark.commit
@@ -58,10 +58,6 @@ def by_kitchen(tensor: Tensor, layout: str, **options):
     return pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor.from_float(tensor, layout, **options)
 
 
-def chosen(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".weight") and tensor.ndim == 2 and min(tensor.shape) >= 16 and "embed" not in name
-
-
 def quantized(state: dict[str, Tensor], *cases: str) -> tuple[dict[str, Tensor], dict[str, tuple]]:
     """A file's tensors, whose layers are the ``cases`` in turn; case and quantized weight by layer."""
     found: dict[str, Tensor] = {}
@@ -88,10 +84,6 @@ def stored_pieces(weight, name: str) -> dict[str, Tensor]:
     return {key: each.view(torch.uint8) if "e8m0" in str(each.dtype) else each for key, each in pieces.items()}
 
 
-def mark_of(mark: dict | bytes) -> Tensor:
-    return torch.tensor(list(mark if isinstance(mark, bytes) else json.dumps(mark).encode()), dtype=torch.uint8)
-
-
 def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str, Tensor]:
     """By comfy-kitchen; padding is cut off."""
     found = {name: (each.half() if each.ndim > 1 else each).float() for name, each in state.items()}
@@ -99,10 +91,6 @@ def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str
         rows, columns = state[f"{layer}.weight"].shape
         found[f"{layer}.weight"] = weight.dequantize()[:rows, :columns]
     return found
-
-
-def save(path, tensors, prefix: str = "", metadata=None) -> None:
-    save_file({prefix + name: each.contiguous() for name, each in tensors.items()}, path, metadata)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +115,6 @@ def opened(sdxl, tmp_path):
         return read(tmp_path / "a.safetensors", sdxl)
 
     return save_and_read
-
-
-def authors_layers(checkpoint) -> dict[str, str]:
-    """The authors' layer, or the first of them, by the name that a layer of diffusers has."""
-    network = empty_denoiser(checkpoint)
-    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
-    end = ".weight"
-    return {name.removesuffix(end): parts[0].name.removesuffix(end) for name, parts in places.items()}
 
 
 @consumer

@@ -23,9 +23,9 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated, rotation_matrix
 
+from .comfyui_files import authors_layers, chosen, mark_of, save
 from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers, read_all
-from .test_comfyui import authors_layers, chosen, mark_of, save
 
 pytestmark = pytest.mark.commit
 

@@ -29,9 +29,9 @@ from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.blocks import in_tiles
 from sd_quant.quantization.rotation import rotated
 
+from .cases import INT4_ROWS, PLAIN, ROTATED, W4A8
 from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers
-from .test_round_trip import INT4_ROWS, PLAIN, ROTATED, W4A8
 
 pytestmark = pytest.mark.commit
 

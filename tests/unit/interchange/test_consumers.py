@@ -7,8 +7,8 @@ import torch
 from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.quantization.formats import FORMATS
 
+from .cases import CASES
 from .conftest import recipe_of
-from .test_round_trip import CASES
 
 pytestmark = pytest.mark.commit
 

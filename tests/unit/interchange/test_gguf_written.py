@@ -11,9 +11,9 @@ from sd_quant.names.authors import PREFIX
 from sd_quant.quantization.assignment import rewritten
 from sd_quant.quantization.formats import FORMATS
 
+from .cases import PLAIN
 from .conftest import recipe_of
 from .single_files import in_diffusers
-from .test_round_trip import PLAIN
 
 pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")

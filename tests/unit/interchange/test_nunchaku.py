@@ -29,7 +29,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from .conftest import recipe_of
-from .test_nunchaku_tiles import auto_round, in_sixteens, micro_scale, scale, word  # noqa: F401 auto_round is a fixture
+from .tile_formulas import in_sixteens, micro_scale, scale, word
 
 pytestmark = pytest.mark.commit
 

@@ -1,52 +1,17 @@
 """Each layout against flat formulas, and against the packers of cache-dit and auto-round, bit for bit."""
 
-import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-
 import pytest
 import torch
 
 from sd_quant.interchange import nunchaku_tiles as tiles
 
-pytestmark = pytest.mark.commit
+from .tile_formulas import COLUMN, GROUP, MICRO, RANK, ROW, K, N, R, awq, in_sixteens, micro_scale, scale, word
 
-N, K, R = 256, 384, 48
-ROW, COLUMN, GROUP, MICRO, RANK = (torch.arange(size) for size in (N, K, K // 64, K // 16, R))
+pytestmark = pytest.mark.commit
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns).view(rows, columns)
-
-
-def word(n, k, columns: int = K):
-    """The place of an int32 of eight codes."""
-    place = ((n // 128 * (columns // 64) + k // 64) * 8 + n % 128 // 16) * 8 + n % 8
-    return (place * 4 + k % 32 // 8) * 4 + n % 16 // 8 * 2 + k % 64 // 32
-
-
-def in_sixteens(outer, r, inner_outer, inner, rank: int = R):
-    """The place of a number of the branch, whose tiles are 16 by 16."""
-    place = ((outer // 16 * (rank // 16) + r // 16) * 8 + inner_outer % 8) * 4 + inner % 8 // 2
-    return ((place * 2 + inner_outer % 16 // 8) * 2 + inner % 16 // 8) * 2 + inner % 2
-
-
-def scale(n, g, groups: int = K // 64):
-    """The place of a scale of INT4, and of a number of a vector, whose group is one."""
-    place = ((n // 128 * groups + g) * 8 + n % 128 // 16) * 4 + n % 8 // 2
-    return (place * 2 + n % 16 // 8) * 2 + n % 2
-
-
-def micro_scale(n, g, columns: int = K):
-    place = ((n // 128 * (columns // 64) + g // 4) * 8 + n % 8) * 4 + n % 32 // 8
-    return (place * 4 + n % 128 // 32) * 4 + g % 4
-
-
-def awq(n, k):
-    """The place of a code: an int16 has four."""
-    place = (n // 4 * (K // 64) + k // 64) * 4 + n % 4
-    return ((place * 2 + k % 64 // 32) * 8 + k % 8) * 4 + k % 32 // 8
 
 
 PLACES = {
@@ -109,27 +74,6 @@ def test_cache_dit_packs_alike():
     for layout, matrix, down in ((tiles.down(R, K), random(R, K), True), (tiles.up(N, R), random(N, R), False)):
         theirs = packer.pack_lowrank_weight(packer.pad_lowrank_weight(matrix, down=down), down=down)
         assert torch.equal(layout.tiled(matrix), theirs.flatten())
-
-
-@pytest.fixture
-def auto_round(monkeypatch):
-    """Returns a file of auto-round's as a module. The package itself would import transformers' and a dozen more."""
-    package = find_spec("auto_round")
-    if package is None:
-        pytest.skip("auto_round is not installed")
-    quantizers = SimpleNamespace(quant_element=None, quant_mx_rceil=None)  # which packing does not call
-    for name in ("auto_round", "auto_round.data_type"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "auto_round.data_type.mxfp", quantizers)
-
-    def opened(name: str) -> ModuleType:
-        spec = spec_from_file_location(name, Path(package.origin).parent / "export" / f"{name}.py")
-        module = module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return opened
 
 
 @pytest.mark.consumer

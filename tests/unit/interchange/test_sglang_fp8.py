@@ -29,7 +29,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import recipe_of
-from .test_model_card import FIGURES
+from .figures import FIGURES
 
 pytestmark = pytest.mark.commit
 

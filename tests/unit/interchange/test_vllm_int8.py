@@ -15,7 +15,7 @@ from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import recipe_of
-from .test_model_card import FIGURES
+from .figures import FIGURES
 
 pytestmark = pytest.mark.commit
 

@@ -1,10 +1,14 @@
+import json
+
 import pytest
 
 from sd_quant.metrics import intervals
 from sd_quant.report import page, rebuild
-from sd_quant.report.summary import Sweep
+from sd_quant.report.summary import Sweep, read_sweep
+from sd_quant.report.timing import TIMING
 
 from .sweeps import write_sweep
+from .timings import timing
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +27,15 @@ def without_plots(monkeypatch) -> None:
     """For tests of the rest of a page: plots take most of the time."""
     monkeypatch.setattr(page, "figures", lambda sweep: {})
     monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
+
+
+@pytest.fixture
+def timed(small_sweep):
+    """``timed(jobs, ...)`` writes ``timing.json`` into the sweep's folder and reads the sweep again."""
+
+    def write(*arguments, left_out=(), **changes):
+        content = timing(*arguments, **changes) | {"left_out": list(left_out)}
+        (small_sweep.directory / TIMING).write_text(json.dumps(content))
+        return read_sweep(small_sweep.directory)
+
+    return write

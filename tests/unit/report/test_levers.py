@@ -16,7 +16,7 @@ from sd_quant.report.levers import (
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import Job, timed_alone
 
-from .test_timing import timed  # noqa: F401  a fixture
+from .timings import timing
 
 pytestmark = pytest.mark.commit
 
@@ -96,9 +96,7 @@ def test_time_is_told_apart_by_what_saved_it():
     assert "against it" in run_table(record()) and "bits and other" not in run_table(record() | {"levers": None})
 
 
-def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):  # noqa: F811
-    from .test_timing import timing
-
+def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
     subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
     sweep = timed({}, subjects=[{**subjects[0], "jobs": ["level=1", "level=2"], "shares": {"level=2": 0.5}}])
     first, second, *_ = sweep.rows

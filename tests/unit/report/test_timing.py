@@ -10,39 +10,12 @@ import pytest
 from sd_quant.errors import ArtifactError
 from sd_quant.report import page
 from sd_quant.report.summary import read_sweep, write_summary
-from sd_quant.report.timing import TIMING, log_speedup_over
+from sd_quant.report.timing import log_speedup_over
 from tests.pasting import words_of
 
+from .timings import QUIET, timing
+
 pytestmark = pytest.mark.commit
-
-QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
-
-
-def timing(jobs: dict[str, float], **changes) -> dict:
-    """One block: each job's denoiser is so many times as fast as the unquantized one, which takes 20 ms."""
-    wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
-    block = {
-        "engine": "openvino", "rest": 0.5, "image_ms": 60.0, "seconds": 3.0, "rounds": QUIET,
-        "reference_ms": [20.0 * each for each in wobble],
-        "subjects": [
-            {"sha256": name, "jobs": [name], "samples_ms": [20.0 / ratio * each for each in reversed(wobble)]}
-            for name, ratio in jobs.items()
-        ],
-    }  # fmt: skip
-    known = {"schema_version": 1, "origin": "x", "machine": "this one", "left_out": []}
-    return known | {"blocks": [block | changes]}
-
-
-@pytest.fixture
-def timed(small_sweep):
-    """``timed(jobs, ...)`` writes ``timing.json`` into the sweep's folder and reads the sweep again."""
-
-    def write(*arguments, left_out=(), **changes):
-        content = timing(*arguments, **changes) | {"left_out": list(left_out)}
-        (small_sweep.directory / TIMING).write_text(json.dumps(content))
-        return read_sweep(small_sweep.directory)
-
-    return write
 
 
 def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed):

@@ -13,7 +13,8 @@ from sd_quant.errors import ConfigError
 from sd_quant.stages import chosen_by_images as images_of_choice
 from sd_quant.stages import fit_pipeline as stage
 from sd_quant.stages.fit_pipeline import Group, Offer, Priced
-from tests.unit.stages.test_load import loaded, opened
+
+from .sdxl import loaded, opened
 
 pytestmark = pytest.mark.commit
 

@@ -1,6 +1,5 @@
 """What ``exclude=text`` leaves out, what patterns of layers make of a recipe, and what is said of sizes."""
 
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,10 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_part, roles_of_part
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.load import Loaded, read_the_text, with_recipe
-from sd_quant.stages.session import Session, open_unchecked
+from sd_quant.stages.load import read_the_text
 from tests.layers import drawn, statistics_of
-from tests.presets import job
+
+from .sdxl import loaded, opened
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -21,18 +20,6 @@ def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = loaded().roles
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
     assert set(read_the_text(opened().checkpoint, roles)) == expected and len(expected) == 22
-
-
-@cache
-def loaded(*overrides: str, preset: str = "svdquant_w4a4") -> Loaded:
-    made = job(f"quantize={preset}", "quant_level=3", *overrides)
-    return with_recipe(opened(), made.model, made.infer, made.quantize)
-
-
-@cache
-def opened() -> Session:
-    """The shipped SDXL, whose parameters and layers are counted once."""
-    return open_unchecked(job().model)
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
