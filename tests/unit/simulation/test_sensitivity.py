@@ -33,67 +33,58 @@ SMOOTHING = torch.tensor([0.5, 1.0, 2.0, 4.0])  # of the input of "4"; powers of
 X = drawn(256, 4, seed=1)
 
 
-@pytest.fixture(scope="module")
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 3)).requires_grad_(False)
+torch.manual_seed(0)
+NETWORK = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 3)).requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def assignment(network) -> dict[str, LayerAssignment]:
-    layers = {}
-    for name, amax in RANGES.items():
-        weight, smoothing = network.get_submodule(name).weight, SMOOTHING if name == "4" else None
-        layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing)
-        layers[name] = with_ranges(layer, weight, InputRange(amax), Recipe(3.0, 0.8))
-    return layers
+def assigned(name: str) -> LayerAssignment:
+    weight, smoothing = NETWORK.get_submodule(name).weight, SMOOTHING if name == "4" else None
+    layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing)
+    return with_ranges(layer, weight, InputRange(RANGES[name]), Recipe(3.0, 0.8))
 
 
-@pytest.fixture(scope="module")
-def by_hand(network, assignment):
+ASSIGNMENT = {name: assigned(name) for name in NAMES}
+
+
+def by_hand(quantized: Collection[str]) -> Tensor:
     """The network's output with some of its layers quantized."""
-
-    def run(quantized: Collection[str]) -> Tensor:
-        x = X
-        for name, layer in assignment.items():
-            linear = network.get_submodule(name)
-            weight = linear.weight
-            if layer.pre_quant_scale is not None:
-                x, weight = x * SMOOTHING, weight / SMOOTHING
-            if name in quantized:
-                zeros = torch.zeros(len(weight), dtype=torch.int32)
-                x = torch.fake_quantize_per_tensor_affine(x, layer.activation_scale, 0, -128, 127)
-                weight = torch.fake_quantize_per_channel_affine(weight, layer.weight_scale, zeros, 0, -128, 127)
-            x = F.linear(x, weight, linear.bias)
-            x = x if name == NAMES[-1] else F.gelu(x)
-        return x
-
-    return run
+    x = X
+    for name, layer in ASSIGNMENT.items():
+        linear = NETWORK.get_submodule(name)
+        weight = linear.weight
+        if layer.pre_quant_scale is not None:
+            x, weight = x * SMOOTHING, weight / SMOOTHING
+        if name in quantized:
+            zeros = torch.zeros(len(weight), dtype=torch.int32)
+            x = torch.fake_quantize_per_tensor_affine(x, layer.activation_scale, 0, -128, 127)
+            weight = torch.fake_quantize_per_channel_affine(weight, layer.weight_scale, zeros, 0, -128, 127)
+        x = F.linear(x, weight, linear.bias)
+        x = x if name == NAMES[-1] else F.gelu(x)
+    return x
 
 
-@pytest.fixture(scope="module")
-def error_by_hand(network, by_hand):
-    return lambda quantized: relative_error(network(X), by_hand(quantized))
+def error_by_hand(quantized: Collection[str]) -> float:
+    return relative_error(NETWORK(X), by_hand(quantized))
 
 
 @pytest.fixture(scope="module")
-def measured(network, assignment) -> tuple[nn.Module, Sensitivity]:
+def measured() -> tuple[nn.Module, Sensitivity]:
     """The simulation as it is left, and what was found."""
-    simulated = simulate(copy.deepcopy(network), assignment)
+    simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
     switched, asked = Switched(simulated, lambda: simulated(X), NAMES), []
     found = sensitivity_of(lambda quantized: asked.append(None) or switched.error(quantized), NAMES, 2)
     assert len(asked) == len(NAMES) + len(curve_points(2, len(NAMES)))
     return simulated, found
 
 
-def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(measured, error_by_hand):
+def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(measured):
     found = measured[1].network_error
     assert found == pytest.approx({name: error_by_hand([name]) for name in NAMES}, rel=1e-3)
     assert list(found) == sorted(NAMES, key=lambda name: -error_by_hand([name]))
     assert next(iter(found)) == "2"
 
 
-def test_the_curve_keeps_the_worst_layers_first(measured, error_by_hand):
+def test_the_curve_keeps_the_worst_layers_first(measured):
     _, sensitivity = measured
     order = list(sensitivity.network_error)
     assert [point["kept"] for point in sensitivity.curve] == [0, 1, 2]
@@ -105,25 +96,25 @@ def test_the_curve_keeps_the_worst_layers_first(measured, error_by_hand):
     assert errors[0] > 2 * errors[1] > 2 * errors[2] > 0
 
 
-def test_the_model_is_left_with_every_layer_quantized(measured, by_hand):
+def test_the_model_is_left_with_every_layer_quantized(measured):
     simulated = measured[0]
     for layer in map(simulated.get_submodule, NAMES):
         assert layer.weight_quantizer.is_enabled and layer.input_quantizer.is_enabled
     torch.testing.assert_close(simulated(X), by_hand(NAMES))
 
 
-def test_layers_that_are_not_named_stay_as_they_are(network, assignment, by_hand):
+def test_layers_that_are_not_named_stay_as_they_are():
     """They are part of what the others are compared with."""
-    simulated = simulate(copy.deepcopy(network), assignment)
+    simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
     found = sensitivity_of(Switched(simulated, lambda: simulated(X), ["0", "4"]).error, ["0", "4"], 0)
     assert found.network_error.keys() == {"0", "4"}
     expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
     assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_rows_are_ranked_and_say_which_layers_are_kept(measured, assignment):
+def test_rows_are_ranked_and_say_which_layers_are_kept(measured):
     _, sensitivity = measured
-    table = sensitivity_rows(sensitivity, assignment, kept=2)
+    table = sensitivity_rows(sensitivity, ASSIGNMENT, kept=2)
     for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
         assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
         assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
