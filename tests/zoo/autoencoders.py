@@ -2,15 +2,15 @@
 
 from typing import Any
 
+import diffusers
+
 WIDTH = 16
 
 
 def kl(latents: int = 4, levels: int = 4, shifted: bool = False, **options: Any) -> Any:
     """Returns an ``AutoencoderKL``, whose latents are ``2 ** (levels - 1)`` times smaller; ``shifted`` as Flux's."""
-    from diffusers import AutoencoderKL
-
     quantized = {"use_quant_conv": False, "use_post_quant_conv": False, "shift_factor": 0.1} if shifted else {}
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=(WIDTH,) * levels, latent_channels=latents, norm_num_groups=4, sample_size=64,
         **(quantized | options),
@@ -19,18 +19,14 @@ def kl(latents: int = 4, levels: int = 4, shifted: bool = False, **options: Any)
 
 def flux2(latents: int = 8) -> Any:
     """Returns an ``AutoencoderKLFlux2``: 8 times smaller, and pipelines put 2 by 2 of its latents into one token."""
-    from diffusers import AutoencoderKLFlux2
-
-    return AutoencoderKLFlux2(
+    return diffusers.AutoencoderKLFlux2(
         block_out_channels=(WIDTH,) * 4, layers_per_block=1, latent_channels=latents, norm_num_groups=4, sample_size=64
     )
 
 
 def vq(latents: int = 4, levels: int = 4, codes: int = 32, **options: Any) -> Any:
     """Returns a ``VQModel`` with ``codes`` entries in its codebook."""
-    from diffusers import VQModel
-
-    return VQModel(
+    return diffusers.VQModel(
         down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=(WIDTH,) * levels, latent_channels=latents, norm_num_groups=4, num_vq_embeddings=codes,
         **options,
@@ -39,10 +35,8 @@ def vq(latents: int = 4, levels: int = 4, codes: int = 32, **options: Any) -> An
 
 def deep_compression(latents: int = 8, levels: int = 4) -> Any:
     """Returns an ``AutoencoderDC``: residual blocks, and linear attention in the last level as in SANA's."""
-    from diffusers import AutoencoderDC
-
     blocks = ("ResBlock",) * (levels - 1) + ("EfficientViTBlock",)
-    return AutoencoderDC(
+    return diffusers.AutoencoderDC(
         latent_channels=latents, attention_head_dim=8, encoder_block_types=blocks, decoder_block_types=blocks,
         encoder_block_out_channels=(WIDTH,) * levels, decoder_block_out_channels=(WIDTH,) * levels,
         encoder_layers_per_block=(1,) * levels, decoder_layers_per_block=(1,) * levels,
@@ -62,18 +56,14 @@ def statistics(latents: int) -> dict[str, Any]:
 
 def qwen_image(latents: int = 8) -> Any:
     """Returns an ``AutoencoderKLQwenImage``, 8 times smaller."""
-    from diffusers import AutoencoderKLQwenImage
-
-    return AutoencoderKLQwenImage(
+    return diffusers.AutoencoderKLQwenImage(
         base_dim=WIDTH, z_dim=latents, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics(latents)
     )
 
 
 def qwen_image21(latents: int = 16) -> Any:
     """Returns an ``AutoencoderKLQwenImage21``, 16 times smaller."""
-    from diffusers import AutoencoderKLQwenImage21
-
-    return AutoencoderKLQwenImage21(
+    return diffusers.AutoencoderKLQwenImage21(
         base_dim=WIDTH, decoder_base_dim=WIDTH, z_dim=latents, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1,
         **statistics(latents),
     )  # fmt: skip
@@ -81,9 +71,7 @@ def qwen_image21(latents: int = 16) -> Any:
 
 def wan_of_images(latents: int = 16) -> Any:
     """Returns an ``AutoencoderKLWan`` as of Wan 2.2, 16 times smaller, which FIBO has for images."""
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(
+    return diffusers.AutoencoderKLWan(
         base_dim=WIDTH, decoder_base_dim=WIDTH, z_dim=latents, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
         is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16,
         **statistics(latents),
@@ -92,9 +80,7 @@ def wan_of_images(latents: int = 16) -> Any:
 
 def hunyuan_image(latents: int = 8) -> Any:
     """Returns an ``AutoencoderKLHunyuanImage``, 32 times smaller; the groups of its norms are 32, so it is wider."""
-    from diffusers import AutoencoderKLHunyuanImage
-
-    return AutoencoderKLHunyuanImage(
+    return diffusers.AutoencoderKLHunyuanImage(
         in_channels=3, out_channels=3, latent_channels=latents, block_out_channels=(32,) * 6,
         layers_per_block=1, spatial_compression_ratio=32, sample_size=64, scaling_factor=0.75,
     )  # fmt: skip
@@ -102,9 +88,7 @@ def hunyuan_image(latents: int = 8) -> Any:
 
 def tiny(latents: int = 4) -> Any:
     """Returns an ``AutoencoderTiny``, 8 times smaller."""
-    from diffusers import AutoencoderTiny
-
-    return AutoencoderTiny(
+    return diffusers.AutoencoderTiny(
         encoder_block_out_channels=(WIDTH,) * 4, decoder_block_out_channels=(WIDTH,) * 4, latent_channels=latents,
         num_encoder_blocks=(1, 1, 1, 1), num_decoder_blocks=(1, 1, 1, 1),
     )  # fmt: skip

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 
 CORPUS = """
@@ -100,27 +101,21 @@ def pieces() -> list[tuple[str, float]]:
 
 def t5_tokenizer(length: int = 512) -> Any:
     """Returns a ``T5Tokenizer`` whose padded length is ``length`` where a pipeline asks for the longest."""
-    from transformers import T5Tokenizer
-
-    return T5Tokenizer(pieces(), extra_ids=0, model_max_length=length)
+    return transformers.T5Tokenizer(pieces(), extra_ids=0, model_max_length=length)
 
 
 def byte_tokenizer(length: int = 128) -> Any:
     """Returns a ``ByT5Tokenizer``, whose 384 tokens are bytes and markers."""
-    from transformers import ByT5Tokenizer
-
-    return ByT5Tokenizer(model_max_length=length)
+    return transformers.ByT5Tokenizer(model_max_length=length)
 
 
 def bert_tokenizer(length: int = 77) -> Any:
     """Returns a ``BertTokenizer`` of characters, their continuations, and the corpus's words."""
-    from transformers import BertTokenizer
-
     characters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     words = sorted({word.strip(string.punctuation).lower() for word in CORPUS.split()})
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocab = numbered(*special, *characters, *(f"##{character}" for character in characters), *filter(None, words))
-    return BertTokenizer(vocab, model_max_length=length)
+    return transformers.BertTokenizer(vocab, model_max_length=length)
 
 
 def byte_level(kind: Any, markers: tuple[str, ...], **options: Any) -> Any:
@@ -133,9 +128,7 @@ def byte_level(kind: Any, markers: tuple[str, ...], **options: Any) -> Any:
 
 def qwen_tokenizer(length: int = 2048) -> Any:
     """Returns a ``Qwen2Tokenizer``, which Qwen2, 2.5 and 3 have, with the template of a chat."""
-    from transformers import Qwen2Tokenizer
-
-    tokenizer = byte_level(Qwen2Tokenizer, QWEN_MARKERS, model_max_length=length)
+    tokenizer = byte_level(transformers.Qwen2Tokenizer, QWEN_MARKERS, model_max_length=length)
     tokenizer.chat_template = CHATML
     return tokenizer
 
@@ -148,7 +141,6 @@ def fast_tokenizer(
     ``first`` are the tokens with the lowest numbers, ``markers`` those with the highest.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     vocab, merges = byte_pairs()
     words = numbered(*first, *vocab, *markers)
@@ -158,7 +150,7 @@ def fast_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*prefix, "$A"], special_tokens=[(marker, words[marker]) for marker in prefix]
     )
-    result = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special)
+    result = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special)
     result.add_special_tokens({"additional_special_tokens": [*first, *markers]})
     result.chat_template = PLAIN_CHAT
     return result
@@ -185,20 +177,18 @@ def llama_tokenizer(length: int = 2048) -> Any:
 
 def sentence_llama_tokenizer(length: int = 2048) -> Any:
     """Returns a ``LlamaTokenizer`` with marked spaces, as Llama 1 and 2 and Phi-3."""
-    from transformers import LlamaTokenizer
-
     words, merges = spaced_pairs()
-    tokenizer = LlamaTokenizer(numbered("<unk>", "<s>", "</s>", *words), list(merges), model_max_length=length)
+    tokenizer = transformers.LlamaTokenizer(
+        numbered("<unk>", "<s>", "</s>", *words), list(merges), model_max_length=length
+    )
     tokenizer.pad_token = "</s>"
     return tokenizer
 
 
 def gemma_tokenizer(length: int = 2048) -> Any:
     """Returns a ``GemmaTokenizer``."""
-    from transformers import GemmaTokenizer
-
     words, merges = spaced_pairs()
-    tokenizer = GemmaTokenizer(
+    tokenizer = transformers.GemmaTokenizer(
         numbered("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *words), list(merges), model_max_length=length,
         add_bos_token=True,
     )  # fmt: skip
@@ -208,30 +198,27 @@ def gemma_tokenizer(length: int = 2048) -> Any:
 
 def clip(width: int = 32, projected: bool = False, pad_token: str = "<|endoftext|>", layers: int = 2) -> Pair:
     """Returns a ``CLIPTextModel``, or ``CLIPTextModelWithProjection`` whose projection has the same width."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
 
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, projection_dim=width,
         num_hidden_layers=layers, num_attention_heads=HEADS, max_position_embeddings=CONTEXT_LENGTH,
         bos_token_id=VOCABULARY - 2, eos_token_id=VOCABULARY - 1,
         pad_token_id=0 if pad_token == "!" else VOCABULARY - 1,
     )  # fmt: skip
-    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
     return kind(config), clip_tokenizer(VOCABULARY, pad_token)
 
 
 def clip_vision(width: int = 32) -> Pair:
     """Returns a ``CLIPVisionModelWithProjection`` and its processor of images, which Kandinsky's prior asks for."""
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    config = CLIPVisionConfig(
+    config = transformers.CLIPVisionConfig(
         hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2,
         num_attention_heads=HEADS, image_size=32, patch_size=8,
     )  # fmt: skip
-    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    return CLIPVisionModelWithProjection(config), processor
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return transformers.CLIPVisionModelWithProjection(config), processor
 
 
 def t5_sizes(width: int) -> dict[str, Any]:
@@ -243,34 +230,26 @@ def t5_sizes(width: int) -> dict[str, Any]:
 
 def t5(width: int = 32, length: int = 512) -> Pair:
     """Returns a ``T5EncoderModel`` (version 1.1)."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(**t5_sizes(width))), t5_tokenizer(length)
+    return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), t5_tokenizer(length)
 
 
 def umt5(width: int = 32, length: int = 512) -> Pair:
     """Returns a ``UMT5EncoderModel``."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(UMT5Config(**t5_sizes(width))), t5_tokenizer(length)
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(width))), t5_tokenizer(length)
 
 
 def byte_t5(width: int = 32, length: int = 128) -> Pair:
     """Returns a ``T5EncoderModel`` that reads bytes."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(**t5_sizes(width))), byte_tokenizer(length)
+    return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), byte_tokenizer(length)
 
 
 def bert(width: int = 32, length: int = 77) -> Pair:
     """Returns a ``BertModel``."""
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=HEADS, max_position_embeddings=max(length, 77),
     )  # fmt: skip
-    return BertModel(config), bert_tokenizer(length)
+    return transformers.BertModel(config), bert_tokenizer(length)
 
 
 def decoder_sizes(width: int, layers: int = 2, **markers: int | None) -> dict[str, Any]:
@@ -285,25 +264,19 @@ def decoder_sizes(width: int, layers: int = 2, **markers: int | None) -> dict[st
 
 def llama(width: int = 32, layers: int = 2, causal: bool = False) -> Pair:
     """Returns a ``LlamaModel``, or ``LlamaForCausalLM``, with Llama 3's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
-
-    config = LlamaConfig(**decoder_sizes(width, layers))
-    return (LlamaForCausalLM if causal else LlamaModel)(config), llama_tokenizer()
+    config = transformers.LlamaConfig(**decoder_sizes(width, layers))
+    return (transformers.LlamaForCausalLM if causal else transformers.LlamaModel)(config), llama_tokenizer()
 
 
 def gemma(width: int = 32, layers: int = 2) -> Pair:
     """Returns a ``GemmaModel``."""
-    from transformers import GemmaConfig, GemmaModel
-
-    return GemmaModel(GemmaConfig(**decoder_sizes(width, layers))), gemma_tokenizer()
+    return transformers.GemmaModel(transformers.GemmaConfig(**decoder_sizes(width, layers))), gemma_tokenizer()
 
 
 def gemma2(width: int = 32, layers: int = 2) -> Pair:
     """Returns a ``Gemma2Model``."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    config = Gemma2Config(**decoder_sizes(width, layers), query_pre_attn_scalar=HEAD_WIDTH)
-    return Gemma2Model(config), gemma_tokenizer()
+    config = transformers.Gemma2Config(**decoder_sizes(width, layers), query_pre_attn_scalar=HEAD_WIDTH)
+    return transformers.Gemma2Model(config), gemma_tokenizer()
 
 
 def t5gemma(width: int = 32, layers: int = 2) -> Pair:
@@ -368,9 +341,7 @@ def sentence_pieces(size: int = 800) -> Path:
 
 def glm(width: int = 32, layers: int = 2) -> Pair:
     """Returns a ``GlmModel``."""
-    from transformers import GlmConfig, GlmModel
-
-    return GlmModel(GlmConfig(**decoder_sizes(width, layers))), glm_tokenizer()
+    return transformers.GlmModel(transformers.GlmConfig(**decoder_sizes(width, layers))), glm_tokenizer()
 
 
 def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
@@ -378,8 +349,6 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
 
     The published one ends an image by a token that random weights would draw too early; this one has no end.
     """
-    from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageImageProcessor, GlmImageProcessor
-
     names = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
     tokens = tuple(f"<|dit_token_{index}|>" for index in range(codes))
     start, end = codes - 2, codes - 1
@@ -391,7 +360,7 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
     sizes = decoder_sizes(width, layers) | {"num_attention_heads": HEADS, "num_key_value_heads": 1}
     del sizes["head_dim"]  # this class divides the width by the heads
     markers = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": None}
-    config = GlmImageConfig(
+    config = transformers.GlmImageConfig(
         text_config=sizes | markers | {"vision_vocab_size": codes, "rope_parameters": rotation(4, 2, 2)},
         vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "image_size": 64},
         vq_config={"embed_dim": 16, "num_embeddings": codes - 2, "latent_channels": 32},
@@ -399,23 +368,23 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
         image_start_token_id=start,
         image_end_token_id=end,
     )
-    processor = GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=tokenizer.chat_template)
-    return GlmImageForConditionalGeneration(config), processor
+    processor = transformers.GlmImageProcessor(
+        transformers.GlmImageImageProcessor(), tokenizer, chat_template=tokenizer.chat_template
+    )
+    return transformers.GlmImageForConditionalGeneration(config), processor
 
 
 def smollm3(width: int = 32, layers: int = 2) -> Pair:
     """Returns a ``SmolLM3ForCausalLM``."""
-    from transformers import SmolLM3Config, SmolLM3ForCausalLM
-
-    return SmolLM3ForCausalLM(SmolLM3Config(**decoder_sizes(width, layers))), llama_tokenizer()
+    return transformers.SmolLM3ForCausalLM(
+        transformers.SmolLM3Config(**decoder_sizes(width, layers))
+    ), llama_tokenizer()
 
 
 def qwen3(width: int = 32, layers: int = 2, causal: bool = False) -> Pair:
     """Returns a ``Qwen3Model``, or ``Qwen3ForCausalLM``."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
-
-    config = Qwen3Config(**decoder_sizes(width, layers))
-    return (Qwen3ForCausalLM if causal else Qwen3Model)(config), qwen_tokenizer()
+    config = transformers.Qwen3Config(**decoder_sizes(width, layers))
+    return (transformers.Qwen3ForCausalLM if causal else transformers.Qwen3Model)(config), qwen_tokenizer()
 
 
 def qwen_markers(tokenizer: Any) -> dict[str, int]:
@@ -434,8 +403,6 @@ def rotation(*sections: int) -> dict[str, Any]:
 
 def qwen2_5_vl(width: int = 32, layers: int = 2, text_only: bool = False) -> Pair:
     """Returns a ``Qwen2_5_VLForConditionalGeneration``, or its ``Qwen2_5_VLTextModel``."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel
-
     tokenizer = qwen_tokenizer()
     sizes = decoder_sizes(width, layers) | {"num_attention_heads": max(width // HEAD_WIDTH, 2)}
     sizes["num_key_value_heads"] = sizes["num_attention_heads"] // 2 or 1
@@ -445,47 +412,47 @@ def qwen2_5_vl(width: int = 32, layers: int = 2, text_only: bool = False) -> Pai
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "out_hidden_size": width,
         "fullatt_block_indexes": [1], "window_size": 56,
     }  # fmt: skip
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config=sizes | {"rope_parameters": rotation(turned - 2 * (turned // 3), turned // 3, turned // 3)},
         vision_config=vision,
         tie_word_embeddings=False,
         **qwen_markers(tokenizer),
     )
     if text_only:
-        return Qwen2_5_VLTextModel(config.text_config), tokenizer
-    return Qwen2_5_VLForConditionalGeneration(config), tokenizer
+        return transformers.Qwen2_5_VLTextModel(config.text_config), tokenizer
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), tokenizer
 
 
 def qwen3_vl(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
     """Returns a ``Qwen3VLForConditionalGeneration``, or ``Qwen3VLModel``."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLModel
-
     tokenizer = qwen_tokenizer()
     vision = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "out_hidden_size": width,
         "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     }  # fmt: skip
-    config = Qwen3VLConfig(
+    config = transformers.Qwen3VLConfig(
         text_config=decoder_sizes(width, layers) | {"rope_parameters": rotation(4, 2, 2)},
         vision_config=vision,
         tie_word_embeddings=False,
         **qwen_markers(tokenizer),
     )
-    return (Qwen3VLForConditionalGeneration if generating else Qwen3VLModel)(config), tokenizer
+    return (transformers.Qwen3VLForConditionalGeneration if generating else transformers.Qwen3VLModel)(
+        config
+    ), tokenizer
 
 
 def mistral3(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
     """Returns a ``Mistral3ForConditionalGeneration``, or ``Mistral3Model``."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Mistral3Model
-
     tokenizer = mistral_tokenizer()
     vision = {
         "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": HEADS, "head_dim": HEAD_WIDTH, "image_size": 56, "patch_size": 14,
     }  # fmt: skip
-    config = Mistral3Config(
+    config = transformers.Mistral3Config(
         text_config={"model_type": "mistral"} | decoder_sizes(width, layers),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
-    return (Mistral3ForConditionalGeneration if generating else Mistral3Model)(config), tokenizer
+    return (transformers.Mistral3ForConditionalGeneration if generating else transformers.Mistral3Model)(
+        config
+    ), tokenizer

@@ -6,31 +6,27 @@ is the same; only channels and layers are few.
 
 from typing import Any
 
+import diffusers
+
 WIDTHS = (8, 8, 16, 16)
 LATENTS = 16  # channels of the latents, where the class does not fix another number
 
 
 def wan() -> Any:
     """Returns an ``AutoencoderKLWan``: 8 x 8 pixels and 4 frames after the first to a latent of 16 channels."""
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(base_dim=8, z_dim=LATENTS, dim_mult=[1, 1, 2, 2], num_res_blocks=1)
+    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=LATENTS, dim_mult=[1, 1, 2, 2], num_res_blocks=1)
 
 
 def hunyuan() -> Any:
     """Returns an ``AutoencoderKLHunyuanVideo``: 8 x 8 pixels and 4 frames after the first to 16 channels."""
-    from diffusers import AutoencoderKLHunyuanVideo
-
-    return AutoencoderKLHunyuanVideo(
+    return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=LATENTS, block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4
     )
 
 
 def hunyuan_15() -> Any:
     """Returns an ``AutoencoderKLHunyuanVideo15``: 16 x 16 pixels and 4 frames after the first to 16 channels."""
-    from diffusers import AutoencoderKLHunyuanVideo15
-
-    return AutoencoderKLHunyuanVideo15(
+    return diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=LATENTS, block_out_channels=(8, 8, 8, 16, 16), layers_per_block=1
     )
 
@@ -41,34 +37,28 @@ def allegro() -> Any:
     It decodes in tiles only, of 24 frames and ``sample_size`` pixels that overlap by 120: what is smaller than a tile
     decodes to zeros.
     """
-    from diffusers import AutoencoderKLAllegro
-
-    return AutoencoderKLAllegro(block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4, sample_size=128)
+    return diffusers.AutoencoderKLAllegro(
+        block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4, sample_size=128
+    )
 
 
 def cogvideox() -> Any:
     """Returns an ``AutoencoderKLCogVideoX``: 8 x 8 pixels and 4 frames after the first to 16 channels."""
-    from diffusers import AutoencoderKLCogVideoX
-
-    return AutoencoderKLCogVideoX(
+    return diffusers.AutoencoderKLCogVideoX(
         latent_channels=LATENTS, block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4
     )
 
 
 def magvit() -> Any:
     """Returns an ``AutoencoderKLMagvit``: 8 x 8 pixels and 4 frames after the first to 16 channels."""
-    from diffusers import AutoencoderKLMagvit
-
-    return AutoencoderKLMagvit(
+    return diffusers.AutoencoderKLMagvit(
         latent_channels=LATENTS, block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4
     )
 
 
 def ltx() -> Any:
     """Returns an ``AutoencoderKLLTXVideo``: 32 x 32 pixels and 8 frames after the first to 16 channels."""
-    from diffusers import AutoencoderKLLTXVideo
-
-    return AutoencoderKLLTXVideo(
+    return diffusers.AutoencoderKLLTXVideo(
         latent_channels=LATENTS, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
         layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
     )  # fmt: skip
@@ -79,19 +69,15 @@ def mochi() -> Any:
 
     Its norms have 32 groups, so no width is less.
     """
-    from diffusers import AutoencoderKLMochi
-
     widths = (32, 32, 32, 32)
-    return AutoencoderKLMochi(
+    return diffusers.AutoencoderKLMochi(
         encoder_block_out_channels=widths, decoder_block_out_channels=widths, layers_per_block=(1,) * 5
     )
 
 
 def frame_by_frame() -> Any:
     """Returns an ``AutoencoderKL`` for pipelines that encode each frame as an image: 8 x 8 pixels to 4 channels."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=WIDTHS, latent_channels=4, norm_num_groups=4, sample_size=32,
     )  # fmt: skip

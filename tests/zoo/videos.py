@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from . import text
@@ -27,15 +28,26 @@ WAN = {
 ROTATED = (4, 6, 6)  # channels of a head that turn by time, height and width
 
 
+def assembled(kind: str, *pairs: text.Pair, **parts: Any) -> Any:
+    """Returns a pipeline of these text encoders with their tokenizers and of its other parts."""
+    for end, (encoder, tokenizer) in zip(("", "_2"), pairs, strict=False):
+        parts |= {f"text_encoder{end}": encoder, f"tokenizer{end}": tokenizer}
+    return getattr(diffusers, kind)(**parts)
+
+
+def flow_unipc() -> Any:
+    """Returns the scheduler of Wan and of its descendants."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+
+
 def allegro() -> Any:
-    encoder, tokenizer = text.t5(TEXT)
-    transformer = diffusers.AllegroTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=24, num_layers=2, cross_attention_dim=48, caption_channels=TEXT,
-        sample_height=16, sample_width=16, sample_frames=6,
-    )  # fmt: skip
-    return diffusers.AllegroPipeline(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.allegro(), transformer=transformer,
-        scheduler=diffusers.EulerAncestralDiscreteScheduler(),
+    return assembled(
+        "AllegroPipeline", text.t5(TEXT),
+        transformer=diffusers.AllegroTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=24, num_layers=2, cross_attention_dim=48, caption_channels=TEXT,
+            sample_height=16, sample_width=16, sample_frames=6,
+        ),
+        vae=autoencoders.allegro(), scheduler=diffusers.EulerAncestralDiscreteScheduler(),
     )  # fmt: skip
 
 
@@ -57,71 +69,60 @@ def mends_nothing(pipeline: Any) -> None:
         module.ftfy = SimpleNamespace(fix_text=str)
 
 
-def animate_diff() -> Any:
-    encoder, tokenizer = text.clip(TEXT)
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=TEXT, attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        norm_num_groups=4, sample_size=8,
-    )  # fmt: skip
-    motion = diffusers.MotionAdapter(
-        block_out_channels=(16, 32), motion_layers_per_block=1, motion_num_attention_heads=2,
-        motion_norm_num_groups=4, motion_max_seq_length=16,
-    )  # fmt: skip
-    return diffusers.AnimateDiffPipeline(
-        vae=autoencoders.frame_by_frame(), text_encoder=encoder, tokenizer=tokenizer, unet=unet, motion_adapter=motion,
+def animated(kind: str, *pairs: text.Pair, unet: dict[str, Any], **motion: Any) -> Any:
+    """Returns a pipeline of Stable Diffusion's network with ``motion`` between its layers."""
+    sizes = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
+    return assembled(
+        kind, *pairs, unet=diffusers.UNet2DConditionModel(**sizes, cross_attention_dim=TEXT, **unet),
+        motion_adapter=diffusers.MotionAdapter(
+            block_out_channels=(16, 32), motion_layers_per_block=1, motion_num_attention_heads=2,
+            motion_norm_num_groups=4, motion_max_seq_length=16, **motion,
+        ),
+        vae=autoencoders.frame_by_frame(),
         scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False),
     )  # fmt: skip
+
+
+def animate_diff() -> Any:
+    levels = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    return animated("AnimateDiffPipeline", text.clip(TEXT), unet=levels | {"attention_head_dim": 2})
 
 
 def animate_diff_xl() -> Any:
-    first, tokenizer = text.clip(16)
-    second, tokenizer_2 = text.clip(16, projected=True)
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=32, attention_head_dim=(2, 4),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=4, sample_size=8, transformer_layers_per_block=(1, 2), use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=6 * 8 + 16,
-    )  # fmt: skip
-    motion = diffusers.MotionAdapter(
-        block_out_channels=(16, 32), motion_layers_per_block=1, motion_num_attention_heads=2,
-        motion_norm_num_groups=4, motion_max_seq_length=16, use_motion_mid_block=False,
-    )  # fmt: skip
-    return diffusers.AnimateDiffSDXLPipeline(
-        vae=autoencoders.frame_by_frame(), text_encoder=first, text_encoder_2=second, tokenizer=tokenizer,
-        tokenizer_2=tokenizer_2, unet=unet, motion_adapter=motion,
-        scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False),
-    )  # fmt: skip
+    network = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (2, 4),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": (1, 2),
+        "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 16,
+    }  # fmt: skip
+    pairs = text.clip(16), text.clip(16, projected=True)
+    return animated("AnimateDiffSDXLPipeline", *pairs, unet=network, use_motion_mid_block=False)
 
 
 def any_flow(causal: bool = False) -> Any:
     """Returns the pipeline that denoises all frames at once, or, ``causal``, chunk after chunk of one and two."""
-    encoder, tokenizer = text.umt5(TEXT)
-    if causal:
-        kind, transformer = (
-            diffusers.AnyFlowFARPipeline,
-            diffusers.AnyFlowFARTransformer3DModel(**WAN, rope_max_seq_len=64, chunk_partition=(1, 2)),
-        )
-    else:
-        kind, transformer = diffusers.AnyFlowPipeline, diffusers.AnyFlowTransformer3DModel(**WAN, rope_max_seq_len=64)
-    return kind(
-        tokenizer=tokenizer, text_encoder=encoder, transformer=transformer, vae=autoencoders.wan(),
-        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    far, chunks = ("FAR", {"chunk_partition": (1, 2)}) if causal else ("", {})
+    network = getattr(diffusers, f"AnyFlow{far}Transformer3DModel")
+    return assembled(
+        f"AnyFlow{far}Pipeline", text.umt5(TEXT), transformer=network(**WAN, rope_max_seq_len=64, **chunks),
+        vae=autoencoders.wan(), scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
     )  # fmt: skip
 
 
 def cogvideox(rotary: bool = False) -> Any:
     """Returns the pipeline with positions added to the tokens (the 2B model's) or, ``rotary``, turned (the 5B's)."""
-    encoder, tokenizer = text.t5(TEXT)
-    transformer = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, time_embed_dim=32, text_embed_dim=TEXT, num_layers=2,
-        sample_width=4, sample_height=4, sample_frames=9, max_text_seq_length=TOKENS,
-        use_rotary_positional_embeddings=rotary,
-    )  # fmt: skip
-    kind = diffusers.CogVideoXDPMScheduler if rotary else diffusers.CogVideoXDDIMScheduler
-    return diffusers.CogVideoXPipeline(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.cogvideox(), transformer=transformer,
-        scheduler=kind(prediction_type="v_prediction"),
+    scheduler = diffusers.CogVideoXDPMScheduler if rotary else diffusers.CogVideoXDDIMScheduler
+    return assembled(
+        "CogVideoXPipeline", text.t5(TEXT),
+        transformer=diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, time_embed_dim=32, text_embed_dim=TEXT, num_layers=2,
+            sample_width=4, sample_height=4, sample_frames=9, max_text_seq_length=TOKENS,
+            use_rotary_positional_embeddings=rotary,
+        ),
+        vae=autoencoders.cogvideox(), scheduler=scheduler(prediction_type="v_prediction"),
     )  # fmt: skip
 
 
@@ -135,139 +136,128 @@ def cosmos_omni() -> Any:
     )  # fmt: skip
     return diffusers.Cosmos3OmniPipeline(
         transformer=transformer, text_tokenizer=tokenizer, vae=autoencoders.wan(), enable_safety_checker=False,
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+        scheduler=flow_unipc(),
     )  # fmt: skip
 
 
 def easy_animate() -> Any:
-    encoder, tokenizer = qwen2_vl(TEXT)
-    transformer = diffusers.EasyAnimateTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=16, out_channels=16, patch_size=2, num_layers=2,
-        mmdit_layers=1, time_embed_dim=32, text_embed_dim=TEXT, add_norm_text_encoder=True, sample_width=8,
-        sample_height=8,
-    )  # fmt: skip
-    return diffusers.EasyAnimatePipeline(
-        vae=autoencoders.magvit(), text_encoder=encoder, tokenizer=tokenizer, transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    return assembled(
+        "EasyAnimatePipeline", qwen2_vl(TEXT),
+        transformer=diffusers.EasyAnimateTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, in_channels=16, out_channels=16, patch_size=2, num_layers=2,
+            mmdit_layers=1, time_embed_dim=32, text_embed_dim=TEXT, add_norm_text_encoder=True, sample_width=8,
+            sample_height=8,
+        ),
+        vae=autoencoders.magvit(), scheduler=FlowMatchEulerDiscreteScheduler(),
     )  # fmt: skip
 
 
 def helios(pyramid: bool = False) -> Any:
     """Returns the pipeline that denoises chunk after chunk, at one resolution or at a ``pyramid`` of three."""
-    encoder, tokenizer = text.umt5(TEXT)
-    transformer = diffusers.HeliosTransformer3DModel(
-        **(WAN | {"attention_head_dim": 24}), rope_dim=(8, 8, 8), is_amplify_history=pyramid
-    )
-    kind = diffusers.HeliosPyramidPipeline if pyramid else diffusers.HeliosPipeline
     # With the default gamma of 1/3 the covariance of a block's noise has no Cholesky factor.
     stages = {"gamma": 0.25} if pyramid else {"stages": 1, "stage_range": [0, 1]}
-    return kind(
-        tokenizer=tokenizer, text_encoder=encoder, transformer=transformer, vae=autoencoders.wan(),
-        scheduler=diffusers.HeliosScheduler(**stages),
+    return assembled(
+        "HeliosPyramidPipeline" if pyramid else "HeliosPipeline", text.umt5(TEXT),
+        transformer=diffusers.HeliosTransformer3DModel(
+            **(WAN | {"attention_head_dim": 24}), rope_dim=(8, 8, 8), is_amplify_history=pyramid
+        ),
+        vae=autoencoders.wan(), scheduler=diffusers.HeliosScheduler(**stages),
     )  # fmt: skip
 
 
 def hunyuan() -> Any:
-    encoder, tokenizer = text.llama(TEXT, layers=4)  # the second from the last is read
-    encoder_2, tokenizer_2 = text.clip(TEXT)
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, num_layers=2, num_single_layers=2, num_refiner_layers=2,
-        text_embed_dim=TEXT, pooled_projection_dim=TEXT, rope_axes_dim=ROTATED,
-    )  # fmt: skip
-    return diffusers.HunyuanVideoPipeline(
-        text_encoder=encoder, tokenizer=tokenizer, text_encoder_2=encoder_2, tokenizer_2=tokenizer_2,
-        transformer=transformer, vae=autoencoders.hunyuan(), scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+    return assembled(
+        "HunyuanVideoPipeline", text.llama(TEXT, layers=4), text.clip(TEXT),  # Llama's second from the last is read
+        transformer=diffusers.HunyuanVideoTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, num_layers=2, num_single_layers=2, num_refiner_layers=2,
+            text_embed_dim=TEXT, pooled_projection_dim=TEXT, rope_axes_dim=ROTATED,
+        ),
+        vae=autoencoders.hunyuan(), scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
     )  # fmt: skip
 
 
 def hunyuan_15() -> Any:
-    encoder, tokenizer = text.qwen2_5_vl(TEXT, layers=4, text_only=True)
-    encoder_2, tokenizer_2 = text.byte_t5(TEXT)
-    transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=33, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=2,
-        num_refiner_layers=2, text_embed_dim=TEXT, text_embed_2_dim=TEXT, image_embed_dim=24, rope_axes_dim=ROTATED,
-        target_size=64, task_type="t2v",
-    )  # fmt: skip
-    return diffusers.HunyuanVideo15Pipeline(
-        text_encoder=encoder, tokenizer=tokenizer, text_encoder_2=encoder_2, tokenizer_2=tokenizer_2,
-        transformer=transformer, vae=autoencoders.hunyuan_15(), scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    return assembled(
+        "HunyuanVideo15Pipeline", text.qwen2_5_vl(TEXT, layers=4, text_only=True), text.byte_t5(TEXT),
+        transformer=diffusers.HunyuanVideo15Transformer3DModel(
+            in_channels=33, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=2,
+            num_refiner_layers=2, text_embed_dim=TEXT, text_embed_2_dim=TEXT, image_embed_dim=24, rope_axes_dim=ROTATED,
+            target_size=64, task_type="t2v",
+        ),
+        vae=autoencoders.hunyuan_15(), scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     )  # fmt: skip
 
 
 def kandinsky5() -> Any:
     """Returns the pipeline with a tokenizer in its processor's place, which needs torchvision for videos to read."""
-    encoder, tokenizer = text.qwen2_5_vl(TEXT)
-    encoder_2, tokenizer_2 = text.clip(TEXT)
-    transformer = diffusers.Kandinsky5Transformer3DModel(
-        in_visual_dim=16, out_visual_dim=16, in_text_dim=TEXT, in_text_dim2=TEXT, time_dim=32, model_dim=32, ff_dim=64,
-        num_text_blocks=2, num_visual_blocks=2, axes_dims=ROTATED,
-    )  # fmt: skip
-    return diffusers.Kandinsky5T2VPipeline(
-        transformer=transformer, vae=autoencoders.hunyuan(), text_encoder=encoder, tokenizer=tokenizer,
-        text_encoder_2=encoder_2, tokenizer_2=tokenizer_2, scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    return assembled(
+        "Kandinsky5T2VPipeline", text.qwen2_5_vl(TEXT), text.clip(TEXT),
+        transformer=diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=16, out_visual_dim=16, in_text_dim=TEXT, in_text_dim2=TEXT, time_dim=32, model_dim=32,
+            ff_dim=64, num_text_blocks=2, num_visual_blocks=2, axes_dims=ROTATED,
+        ),
+        vae=autoencoders.hunyuan(), scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
     )  # fmt: skip
 
 
 def latte() -> Any:
-    encoder, tokenizer = text.t5(TEXT)
-    transformer = diffusers.LatteTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2,
-        cross_attention_dim=32, attention_bias=True, sample_size=4, patch_size=2, activation_fn="gelu-approximate",
-        num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
-        caption_channels=TEXT, video_length=3,
-    )  # fmt: skip
-    return diffusers.LattePipeline(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.frame_by_frame(), transformer=transformer,
-        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+    return assembled(
+        "LattePipeline", text.t5(TEXT),
+        transformer=diffusers.LatteTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2,
+            cross_attention_dim=32, attention_bias=True, sample_size=4, patch_size=2,
+            activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
+            norm_elementwise_affine=False, norm_eps=1e-6, caption_channels=TEXT, video_length=3,
+        ),
+        vae=autoencoders.frame_by_frame(), scheduler=diffusers.DDIMScheduler(clip_sample=False),
     )  # fmt: skip
 
 
 def ltx() -> Any:
-    encoder, tokenizer = text.t5(TEXT)
-    transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=16, out_channels=16, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
-        num_layers=2, caption_channels=TEXT,
-    )  # fmt: skip
-    return diffusers.LTXPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(), vae=autoencoders.ltx(), text_encoder=encoder, tokenizer=tokenizer,
-        transformer=transformer,
+    return assembled(
+        "LTXPipeline", text.t5(TEXT),
+        transformer=diffusers.LTXVideoTransformer3DModel(
+            in_channels=16, out_channels=16, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
+            num_layers=2, caption_channels=TEXT,
+        ),
+        vae=autoencoders.ltx(), scheduler=FlowMatchEulerDiscreteScheduler(),
     )  # fmt: skip
 
 
 def mochi() -> Any:
-    encoder, tokenizer = text.t5(TEXT)
-    transformer = diffusers.MochiTransformer3DModel(  # its last block treats the text differently
-        num_attention_heads=2, attention_head_dim=16, num_layers=3, pooled_projection_dim=16, text_embed_dim=TEXT,
-        time_embed_dim=32, max_sequence_length=TOKENS,
-    )  # fmt: skip
-    return diffusers.MochiPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True), vae=autoencoders.mochi(), text_encoder=encoder,
-        tokenizer=tokenizer, transformer=transformer,
+    return assembled(
+        "MochiPipeline", text.t5(TEXT),
+        transformer=diffusers.MochiTransformer3DModel(  # its last block treats the text differently
+            num_attention_heads=2, attention_head_dim=16, num_layers=3, pooled_projection_dim=16, text_embed_dim=TEXT,
+            time_embed_dim=32, max_sequence_length=TOKENS,
+        ),
+        vae=autoencoders.mochi(), scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
     )  # fmt: skip
 
 
 def motif() -> Any:
-    encoder, tokenizer = t5gemma2(TEXT)
-    transformer = diffusers.MotifVideoTransformer3DModel(
-        in_channels=33, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=2,
-        num_single_layers=3, num_decoder_layers=1, text_embed_dim=TEXT, rope_axes_dim=ROTATED,
-        enable_text_cross_attention_dual=True, enable_text_cross_attention_single=True,
-    )  # fmt: skip
-    return diffusers.MotifVideoPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(), vae=autoencoders.wan(), text_encoder=encoder, tokenizer=tokenizer,
-        transformer=transformer, guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+    return assembled(
+        "MotifVideoPipeline", t5gemma2(TEXT),
+        transformer=diffusers.MotifVideoTransformer3DModel(
+            in_channels=33, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=2,
+            num_single_layers=3, num_decoder_layers=1, text_embed_dim=TEXT, rope_axes_dim=ROTATED,
+            enable_text_cross_attention_dual=True, enable_text_cross_attention_single=True,
+        ),
+        vae=autoencoders.wan(), scheduler=FlowMatchEulerDiscreteScheduler(),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     )  # fmt: skip
 
 
 def sana() -> Any:
-    encoder, tokenizer = text.gemma2(TEXT)
-    transformer = diffusers.SanaVideoTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, num_layers=2, num_cross_attention_heads=2,
-        cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=TEXT, rope_max_seq_len=64, sample_size=4,
-    )  # fmt: skip
-    return diffusers.SanaVideoPipeline(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.wan(), transformer=transformer,
+    return assembled(
+        "SanaVideoPipeline", text.gemma2(TEXT),
+        transformer=diffusers.SanaVideoTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=16, num_layers=2, num_cross_attention_heads=2,
+            cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=TEXT, rope_max_seq_len=64,
+            sample_size=4,
+        ),
+        vae=autoencoders.wan(),
         scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
     )  # fmt: skip
 
@@ -277,43 +267,37 @@ def skyreels(forcing: bool = False, rate: bool = False) -> Any:
 
     A denoiser that is told the frames' ``rate``, as the 1.3B model's, adds it wrongly to more than one video.
     """
-    encoder, tokenizer = text.umt5(TEXT)
-    kind = diffusers.SkyReelsV2DiffusionForcingPipeline if forcing else diffusers.SkyReelsV2Pipeline
-    return kind(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.wan(),
+    return assembled(
+        "SkyReelsV2DiffusionForcingPipeline" if forcing else "SkyReelsV2Pipeline", text.umt5(TEXT),
+        vae=autoencoders.wan(), scheduler=flow_unipc(),
         transformer=diffusers.SkyReelsV2Transformer3DModel(**WAN, rope_max_seq_len=64, inject_sample_info=rate),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
     )  # fmt: skip
 
 
 def text_to_video_sd() -> Any:
-    encoder, tokenizer = text.clip(TEXT)
-    unet = diffusers.UNet3DConditionModel(
-        block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=TEXT, attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        norm_num_groups=4, sample_size=8,
-    )  # fmt: skip
-    return diffusers.TextToVideoSDPipeline(
-        vae=autoencoders.frame_by_frame(), text_encoder=encoder, tokenizer=tokenizer, unet=unet,
-        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+    return assembled(
+        "TextToVideoSDPipeline", text.clip(TEXT),
+        unet=diffusers.UNet3DConditionModel(
+            block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=TEXT, attention_head_dim=8,
+            down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), norm_num_groups=4, sample_size=8,
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+        vae=autoencoders.frame_by_frame(), scheduler=diffusers.DDIMScheduler(clip_sample=False),
     )  # fmt: skip
 
 
 def wan(two: bool = False) -> Any:
     """Returns the pipeline with one denoiser (2.1) or, ``two``, one for each side of a time (2.2)."""
-    encoder, tokenizer = text.umt5(TEXT)
-    denoisers = [diffusers.WanTransformer3DModel(**WAN, rope_max_seq_len=64) for _ in range(2 if two else 1)]
-    return diffusers.WanPipeline(
-        tokenizer=tokenizer, text_encoder=encoder, vae=autoencoders.wan(), transformer=denoisers[0],
-        transformer_2=denoisers[1] if two else None, boundary_ratio=0.875 if two else None,
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    pair = text.umt5(TEXT)
+    first, *second = (diffusers.WanTransformer3DModel(**WAN, rope_max_seq_len=64) for _ in range(2 if two else 1))
+    return assembled(
+        "WanPipeline", pair, transformer=first, transformer_2=second[0] if two else None, vae=autoencoders.wan(),
+        boundary_ratio=0.875 if two else None, scheduler=flow_unipc(),
     )  # fmt: skip
 
 
 def qwen2_vl(width: int) -> text.Pair:
     """Returns a ``Qwen2VLForConditionalGeneration``."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
     tokenizer = text.qwen_tokenizer()
     heads = width // text.HEAD_WIDTH  # this class divides the width by the heads
     sizes = text.decoder_sizes(width) | {
@@ -321,10 +305,10 @@ def qwen2_vl(width: int) -> text.Pair:
     }  # fmt: skip
     del sizes["head_dim"]
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": width, "num_heads": text.HEADS, "mlp_ratio": 2}
-    config = Qwen2VLConfig(
+    config = transformers.Qwen2VLConfig(
         text_config=sizes, vision_config=vision, tie_word_embeddings=False, **text.qwen_markers(tokenizer)
     )
-    return Qwen2VLForConditionalGeneration(config), tokenizer
+    return transformers.Qwen2VLForConditionalGeneration(config), tokenizer
 
 
 def t5gemma2(width: int) -> text.Pair:
