@@ -1,7 +1,6 @@
 """The UNet of ``network``, calibrated and traced once, and written by presets."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from sd_quant.export.tracing import trace
 from sd_quant.models.sdxl import NemoUnetPart, unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS
 from sd_quant.models.unet import layer_roles
-from tests.presets import recipe_of
 
-from .network import POOLED, Exported, Network, config, inputs
+from .network import POOLED, Exported, Network, at_highest_level, config, exported, inputs
 
 
 @pytest.fixture(scope="session")
@@ -42,19 +40,12 @@ def network() -> Network:
 
 @pytest.fixture(scope="session")
 def export(network, tmp_path_factory) -> Callable[..., Exported]:
-    """The file of a preset at its highest level, or of its recipe with other options.
-
-    Nothing is searched for: what a file holds does not depend on how good it is.
-    """
+    """The file of a preset at its highest level, or of its recipe with other options."""
 
     @cache
     def export(preset: str, **options: object) -> Exported:
-        recipe = recipe_of(preset, "quant_level=3")
-        level, alpha = 4.0 if recipe.enable.attention else 3.0, 0.5 if recipe.alpha == "auto" else recipe.alpha
-        recipe = replace(recipe, **{"quant_level": level, "alpha": alpha, "branch_rounds": 1} | options)
-        assignment = network.derive(recipe)
-        path = network.write(tmp_path_factory.mktemp(preset) / "unet_xl.onnx", assignment)
-        return Exported(recipe, network, assignment, path)
+        recipe = at_highest_level(preset, **options)
+        return exported(network, recipe, tmp_path_factory.mktemp(preset) / "unet_xl.onnx")
 
     return export
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe, formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
+from tests.presets import recipe_of
 
 WIDTH, POOLED, SIZE_FEATURES = 64, 16, 8
 PREFIX = "unet."
@@ -86,6 +87,13 @@ class Network:
         return path
 
 
+def at_highest_level(preset: str, **options: object) -> Recipe:
+    """Nothing is searched for: what a file holds does not depend on how good it is."""
+    recipe = recipe_of(preset, "quant_level=3")
+    level, alpha = 4.0 if recipe.enable.attention else 3.0, 0.5 if recipe.alpha == "auto" else recipe.alpha
+    return replace(recipe, **{"quant_level": level, "alpha": alpha, "branch_rounds": 1} | options)
+
+
 @dataclass
 class Exported:
     recipe: Recipe
@@ -114,3 +122,9 @@ class Exported:
         """The runtimes that know the formats, ONNX's own reference where none does: it takes seconds."""
         used = formats_used(self.recipe.enable, self.recipe.quant_level)
         return [name for name in ("onnxruntime", "openvino") if not why_not(name, used)] or ["reference"]
+
+
+def exported(network: Network, recipe: Recipe, path: Path, **given) -> Exported:
+    """The file of a recipe; ``given`` as of ``Network.derive``."""
+    assignment = network.derive(recipe, **given)
+    return Exported(recipe, network, assignment, network.write(path, assignment))

@@ -14,20 +14,18 @@ from sd_quant.models.unet import attentions
 from sd_quant.numbers import relative_error
 from tests.graphs import exposing, producers, readers, run, stored_in
 
-from .network import PREFIX, Exported, inputs
+from .network import PREFIX, Exported, at_highest_level, exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
 
 @pytest.fixture(scope="module")
-def in_fp8(network, export, tmp_path_factory) -> Exported:
+def in_fp8(network, tmp_path_factory) -> Exported:
     """At level 4, where the attentions of the middle are said to have narrow heads."""
-    recipe = export("fp8").recipe
+    recipe = at_highest_level("fp8")
     heads = {name: Heads(24) if name.startswith("mid") else each for name, each in attentions(network.unet).items()}
     assert set(heads.values()) == {Heads(24), Heads(32)}
-    assignment = network.derive(recipe, heads=heads)
-    path = network.write(tmp_path_factory.mktemp("attention") / "unet.onnx", assignment)
-    return Exported(recipe, network, assignment, path)
+    return exported(network, recipe, tmp_path_factory.mktemp("attention") / "unet.onnx", heads=heads)
 
 
 @pytest.fixture(scope="module")

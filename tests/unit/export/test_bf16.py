@@ -22,9 +22,8 @@ from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.numbers import relative_error
 from tests.graphs import stored_in
 from tests.layers import drawn, static_layer
-from tests.presets import recipe_of
 
-from .network import POOLED, PREFIX, Exported, config
+from .network import POOLED, PREFIX, at_highest_level, config, exported
 
 pytestmark = pytest.mark.commit
 
@@ -48,24 +47,11 @@ def in_dtype(network):
     return networks.__getitem__
 
 
-@pytest.fixture(scope="module")
-def export_in(in_dtype, tmp_path_factory):
-    def export(preset: str, dtype: torch.dtype) -> Exported:
-        network, recipe = in_dtype(dtype), recipe_of(preset, "quant_level=3")
-        level, alpha = 4.0 if recipe.enable.attention else 3.0, 0.5 if recipe.alpha == "auto" else recipe.alpha
-        recipe = replace(recipe, quant_level=level, alpha=alpha, branch_rounds=0, smoothing="modelopt")
-        assignment = network.derive(replace(recipe, smoothing="none") if preset == "fp8" else recipe)
-        return Exported(
-            recipe, network, assignment, network.write(tmp_path_factory.mktemp("in") / "a.onnx", assignment)
-        )
-
-    return export
-
-
 @pytest.mark.nightly  # three networks are traced
 @pytest.mark.parametrize("preset, dtype", CASES)
-def test_types_agree_and_scales_are_not_rounded(export_in, tmp_path, preset, dtype):
-    made = export_in(preset, dtype)
+def test_types_agree_and_scales_are_not_rounded(in_dtype, tmp_path, preset, dtype):
+    recipe = at_highest_level(preset, branch_rounds=0, smoothing="none" if preset == "fp8" else "modelopt")
+    made = exported(in_dtype(dtype), recipe, tmp_path / "a.onnx")
     layers, attentions = tmp_path / "layers.onnx", tmp_path / "attentions.onnx"
     cut_layers(made.path, made.assignment, layers, PREFIX, dtype)
     cut_attentions(made.path, made.attentions.values(), attentions, dtype)

@@ -5,7 +5,7 @@ the two, else by ONNX's reference.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,23 +68,17 @@ def export_case(export) -> Callable[[str], Exported]:
     return export_case
 
 
-IN_SOAK = {
-    "convrot_w4a4",
-    "int8_per_tensor",
-    "int8_weight_only",
-    "int4_w4a4",
-    "mxfp4",
-    "mxfp4_weight_only",
-    "mxfp8",
-    "svdquant_nvfp4",
-    "q4_k_weight_only",
-    "q6_k_weight_only",
-}  # like others
+LIKE_OTHERS = {
+    "convrot_w4a4", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "mxfp4_weight_only", "mxfp8",
+    "svdquant_nvfp4", "q4_k_weight_only", "q6_k_weight_only",
+}  # fmt: skip
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.nightly if name in IN_SOAK else ()) for name in (*PRESETS, *PER_TOKEN)]
-)
+def marked(names: Iterable[str]) -> list:
+    return [pytest.param(name, marks=pytest.mark.nightly if name in LIKE_OTHERS else ()) for name in names]
+
+
+@pytest.fixture(params=marked([*PRESETS, *PER_TOKEN]))
 def exported(request, export_case) -> Exported:
     return export_case(request.param)
 
@@ -114,16 +108,15 @@ def test_weights_of_the_level_are_stored_in_their_formats_own_type(exported):
         pair = exported.recipe.formats_of(layer.role)
         fmt, key = FORMATS[layer.format], f"{PREFIX}{name}.weight"
         weight = rewritten(exported.network.weight(name), layer).flatten(1)
+        codes, scales = layer.codes_and_scales(weight)  # rotated, as the input is
         assert layer.format == dividing(pair.weight, weight.shape[1]) and layer.activation_format == pair.activation
         if not fmt.onnx_type:  # decoded, in fp16
             found = numpy_helper.to_array(stored[f"{key}.dequantized"])
             found = found.reshape(weight.shape) if layer.role == "conv" else found.T
             assert found.dtype == np.float16
-            codes, scales = layer.codes_and_scales(weight)  # rotated, as the input is
             assert np.array_equal(found, fmt.dequantize(codes, *scales).half().numpy()), name
             assert key not in stored
             continue
-        codes, scales = layer.codes_and_scales(weight)
         expected = fmt.dequantize(codes, *(torch.ones_like(scale) for scale in scales))
         code_tensor = stored[f"{key}.{layer.format}"]
         assert code_tensor.data_type == TensorProto.DataType.Value(fmt.onnx_type)
@@ -204,17 +197,7 @@ def convolutions(exported: Exported) -> int:
     return sum(layer.role == "conv" for layer in exported.layers.values())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            pytest.param(name, marks=pytest.mark.nightly if name in IN_SOAK else ())
-            for name in PRESETS
-            if "svd" in name
-        ),
-        "with branch",
-    ],
-)
+@pytest.mark.parametrize("case", marked([*(name for name in PRESETS if "svd" in name), "with branch"]))
 @torch.no_grad()
 def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(export_case, case, tmp_path):
     """It reads what is quantized for the layer, before it is."""

@@ -1,6 +1,7 @@
 """Parts that compute in fp32, as decoders and T5 do: codes are the same, and all that is no code is fp32."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -17,7 +18,7 @@ from sd_quant.models.roles import roles_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import formats_used
+from sd_quant.quantization.recipe import Recipe, formats_used
 from sd_quant.simulation.modelopt import simulate
 from tests.presets import recipe_of
 
@@ -31,11 +32,8 @@ class Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.one, self.two = (
-            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, 64),
-        )
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)
 
     def forward(self, z: Tensor) -> Tensor:
         tokens = self.conv(z).flatten(2).transpose(1, 2)
@@ -53,24 +51,33 @@ class Projection(nn.Module):
         return self.one(z.mean((2, 3)))
 
 
+def exported(make: Callable[[], nn.Module], recipe: Recipe, z: Tensor, path: Path) -> tuple[Tensor, Tensor, dict]:
+    """What a network answers to ``z``, what its simulation does, and its assignment, whose graph is written."""
+    torch.manual_seed(0)
+    network = make().eval().requires_grad_(False)
+    roles = roles_of(network, ())
+    layers = {name: network.get_submodule(name) for name in roles}
+    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
+        full = network(z=z)
+    alone = [SharedInput((name,)) for name in roles if name != "conv"]
+    assignment = derive(
+        roles, lambda name: layers[name].weight, statistics.layers, recipe, alone,
+        bias_of=lambda name: layers[name].bias,
+    )  # fmt: skip
+    read = network.state_dict().__getitem__
+    write_onnx(trace(make, CONTRACT), path, inputs=1, prefix="", read=read, assignment=assignment)
+    onnx.checker.check_model(path, full_check=True)
+    return full, simulate(copy.deepcopy(network), assignment)(z), assignment
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("preset", ["int8_weight_only", "int8_dynamic"])
 def test_a_linear_may_end_the_graph(bias, preset, tmp_path: Path):
-    torch.manual_seed(0)
-    network, z = Projection(bias).eval().requires_grad_(False), torch.randn(2, WIDTH, 4, 4)
-    layers, recipe = {"one": network.one}, recipe_of(preset, "quant_level=3")
-    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
-        network(z=z)
-    inputs = [SharedInput(("one",))]
-    assignment = derive({"one": "linear"}, lambda _: network.one.weight, statistics.layers, recipe, inputs)
-    graph = trace(lambda: Projection(bias), CONTRACT)
-    names = [value.name for value in graph.graph.outputs]
-    read = network.state_dict().__getitem__
-    write_onnx(graph, path := tmp_path / "text.onnx", inputs=1, prefix="", read=read, assignment=assignment)
-    onnx.checker.check_model(path, full_check=True)
+    z, path = torch.randn(2, WIDTH, 4, 4, generator=torch.Generator().manual_seed(0)), tmp_path / "text.onnx"
+    _, simulated, _ = exported(lambda: Projection(bias), recipe_of(preset, "quant_level=3"), z, path)
     found = load_engine("onnxruntime", path)(z=z)
-    assert list(found) == names == ["dec"]
-    assert relative_error(simulate(copy.deepcopy(network), assignment)(z), found["dec"]) < 1e-3
+    assert list(found) == [value.name for value in onnx.load(path).graph.output] == ["dec"]
+    assert relative_error(simulated, found["dec"]) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -84,27 +91,9 @@ def test_a_linear_may_end_the_graph(bias, preset, tmp_path: Path):
     ],
 )
 def test_it_computes_what_the_simulation_does(preset, tmp_path: Path):
-    torch.manual_seed(0)
-    network, recipe = Decoder().eval().requires_grad_(False), recipe_of(preset, "quant_level=3")
-    roles = roles_of(network, ())
-    layers = {name: network.get_submodule(name) for name in roles}
-    z = nn.functional.silu(torch.randn(2, WIDTH, 4, 4))
-    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
-        full = network(z=z)
-    alone = [SharedInput((name,)) for name in ("one", "two")]
-    assignment = derive(
-        roles,
-        lambda name: layers[name].weight,
-        statistics.layers,
-        recipe,
-        alone,
-        bias_of=lambda name: layers[name].bias,
-    )
-    path = tmp_path / "vae.onnx"
-    read = network.state_dict().__getitem__
-    write_onnx(trace(Decoder, CONTRACT), path, inputs=1, prefix="", read=read, assignment=assignment)
-    onnx.checker.check_model(path, full_check=True)
-    simulated = simulate(copy.deepcopy(network), assignment)(z)
+    recipe, path = recipe_of(preset, "quant_level=3"), tmp_path / "vae.onnx"
+    z = nn.functional.silu(torch.randn(2, WIDTH, 4, 4, generator=torch.Generator().manual_seed(1)))
+    full, simulated, assignment = exported(Decoder, recipe, z, path)
     if why_not("onnxruntime", formats_used(recipe.enable, 3.0)):
         return
     found = load_engine("onnxruntime", path)(z=z)["dec"]

@@ -24,13 +24,9 @@ def shapes_of(values) -> dict[str, tuple]:
     }
 
 
-@pytest.fixture(scope="module")
-def traced(network) -> ir.Model:
-    return network.traced
-
-
-def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes(traced, network):
-    inputs = traced.graph.inputs[: len(network.contract.inputs)]
+def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes(network):
+    graph = network.traced.graph
+    inputs = graph.inputs[: len(network.contract.inputs)]
     assert shapes_of(inputs) == network.contract.inputs == {
         "x": ("batch", 4, "height", "width"),
         "timesteps": ("batch",),
@@ -39,12 +35,13 @@ def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes(traced, netw
     }  # fmt: skip
     dtypes = {value.name: value.dtype for value in inputs}
     assert dtypes == {name: ir.DataType.FLOAT16 for name in ("x", "context", "y")} | {"timesteps": ir.DataType.FLOAT}
-    assert shapes_of(traced.graph.outputs) == {"out": ("batch", 4, None, None)}
-    assert traced.graph.outputs[0].dtype == ir.DataType.FLOAT16
+    assert shapes_of(graph.outputs) == {"out": ("batch", 4, None, None)}
+    assert graph.outputs[0].dtype == ir.DataType.FLOAT16
 
 
-def test_nothing_but_the_graph_is_kept(traced):
+def test_nothing_but_the_graph_is_kept(network):
     """Of operators that every engine takes."""
+    traced = network.traced
     operators = {node.op_type for node in traced.graph}
     assert {node.domain for node in traced.graph} == {""}
     assert not {name for name in operators if "Sequence" in name or name in ("If", "Loop", "Scan", "Constant")}
@@ -179,9 +176,9 @@ def test_a_scalar_that_changes_nothing_goes_and_one_that_widens_stays(operation,
     assert [node.op_type for node in model.graph] == [operation] * left + ["Neg"]
 
 
-def test_keys_are_transposed_once(traced):
+def test_keys_are_transposed_once(network):
     """torch writes a Reshape, a Transpose and a Reshape behind the Transpose of heads and tokens."""
-    softmaxes = [node for node in traced.graph if node.op_type == "Softmax"]
+    softmaxes = [node for node in network.traced.graph if node.op_type == "Softmax"]
     for softmax in softmaxes:
         node, chain = softmax.inputs[0].producer().inputs[1].producer(), []
         while node.op_type != "MatMul":  # the projection of keys

@@ -117,26 +117,11 @@ def computed(calls: Mapping[str, Call], dtype: torch.dtype) -> tuple[dict[str, n
     return found, {name: y.detach().numpy() for name, y in module(x).items()}
 
 
-@pytest.fixture
-def decompositions(monkeypatch) -> list:
-    """Has an entry for each time that a program has been taken apart."""
-    made, decompose = [], torch.export.ExportedProgram.run_decompositions
-    monkeypatch.setattr(
-        torch.export.ExportedProgram,
-        "run_decompositions",
-        lambda self, *arguments: made.append(1) or decompose(self, *arguments),
-    )
-    return made
-
-
-@pytest.fixture
-def promotions(monkeypatch) -> list:
-    """Has an entry for each time that torch's exporter has looked for operands to promote."""
-    from torch.onnx._internal.exporter import _fx_passes
-
-    looked, look = [], _fx_passes.insert_type_promotion_nodes
-    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda module: looked.append(1) or look(module))
-    return looked
+def counted(monkeypatch, owner: object, name: str) -> list:
+    """Has an entry for each call of it from now on."""
+    calls, function = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: calls.append(1) or function(*arguments))
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -149,7 +134,12 @@ def promotions(monkeypatch) -> list:
     ],
     ids=["as called", "in fp32", *IN_PARTS, "promoted"],
 )
-def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, decompositions, promotions):
+def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, monkeypatch):
+    """A program is taken apart, and operands to promote are looked for, only where a call needs it."""
+    from torch.onnx._internal.exporter import _fx_passes
+
+    decompositions = counted(monkeypatch, torch.export.ExportedProgram, "run_decompositions")
+    promotions = counted(monkeypatch, _fx_passes, "insert_type_promotion_nodes")
     ours, theirs = computed(calls, dtype)
     rounding = 1e-6 if dtype == FULL else 2e-3  # a last bit or two: means are summed in another order
     for name in calls:
