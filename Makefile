@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install test soak soak-tests soak-consumers release-check release-tests release-benchmarks \
 	cluster-check durations check style types quick \
-	mutations processors hand-over-check gpu-bundle gpu-check report cache-clean clean
+	mutations fuzz kills pairs processors hand-over-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -65,7 +65,17 @@ quick:
 	$(PYTEST) tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
-	$(PYTHON) -m tests.run mutations --workers 2
+	$(PYTHON) -m tests.run mutations --workers 2 $(OPTIONS)
+
+fuzz: $(VENV)/.sd-quant-test ## Give every reader of files many damaged and hostile inputs
+	$(PYTHON) -m tests.run fuzz
+
+kills: $(VENV)/.sd-quant-test ## Kill, starve and race the main job and every command
+	$(PYTHON) -m tests.run faults
+	$(PYTHON) -m tests.run commands
+
+pairs: $(VENV)/.sd-quant-test ## Run every knob at the ends of its range, in all pairs
+	$(PYTHON) -m tests.run pairs
 
 processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
 	$(PYTHON) benchmarks/processors.py

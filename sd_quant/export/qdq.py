@@ -17,8 +17,8 @@ multiplies what DequantizeLinear returns.
 
 The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
 code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
-(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on the
-image's size; TensorRT does not support a zero point in QuantizeLinear.
+(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on
+the image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 

@@ -32,6 +32,7 @@ COMMIT_GOAL = 7 * 60  # seconds that make test should take
 DAYS = 6  # in which all nightly cases run
 NEW = 20.0  # seconds that are taken for a file that is not on record
 LAST_CASES = 60  # seconds that the cases take which are running when their part may begin no more
+FAULTS = 300  # seconds for deliberate faults in what the change touches
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,18 @@ def pieces() -> list[Piece]:
     return found
 
 
-def changed_since(base: str | None) -> list[str] | None:
-    """Paths that differ from that revision, or are not tracked; None where there is no revision to compare with."""
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=HOME, capture_output=True, text=True).stdout.strip()
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=HOME, capture_output=True, text=True).stdout.strip()
 
+def base_of_head() -> str:
+    """The newest commit that is four hours older than HEAD; nothing where there is none."""
     head = git("log", "-1", "--format=%ct")
-    base = base or (git("rev-list", "-1", f"--before={int(head) - 4 * 3600}", "HEAD") if head else "")
-    if not base:
-        return None
+    return git("rev-list", "-1", f"--before={int(head) - 4 * 3600}", "HEAD") if head else ""
+
+
+def changed_since(base: str) -> list[str]:
+    """Paths that differ from that revision, or are not tracked."""
     print(f"the change: since {git('log', '-1', '--format=%h %cI %s', base)}")
     listed = [git("diff", "--name-only", base), git("ls-files", "--others", "--exclude-standard")]
     return sorted({path for each in listed for path in each.splitlines()})
@@ -107,15 +110,14 @@ class Run:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def make(self, target: str, files: Sequence[str] = (), seconds: float | None = None) -> None:
-        """Runs a target of make, its cases of ``files`` that begin within ``seconds``, and stops it at STOP."""
+    def make(self, target: str, *variables: str, seconds: float | None = None) -> None:
+        """Runs a target of make, of its cases those that begin within ``seconds``, and stops it at STOP."""
         print(f"\n=== {target}, after {self.elapsed():.0f} s", flush=True)
         junit, began = self.folder / f"{target}.xml", time.monotonic()
         options = [os.environ.get("PYTEST_ADDOPTS", ""), f"--junitxml={junit}"]
         options += [] if seconds is None else [f"--until={time.time() + seconds:.0f}"]
-        command = ["make", target, *([f"FILES={' '.join(files)}"] if files else [])]
         given = os.environ | {"PYTEST_ADDOPTS": " ".join(options)}
-        process = subprocess.Popen(command, cwd=HOME, env=given, start_new_session=True)
+        process = subprocess.Popen(["make", target, *variables], cwd=HOME, env=given, start_new_session=True)
         try:
             code = process.wait(max(1.0, STOP - self.elapsed()))
         except subprocess.TimeoutExpired:
@@ -144,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="say what would run after make test, and run nothing")
     options = parser.parse_args(arguments)
 
-    changed, everything, record = changed_since(options.base), pieces(), read(RECORD)
+    base = options.base or base_of_head()
+    changed = changed_since(base) if base else None  # without a revision to compare with, all has changed
+    everything, record = pieces(), read(RECORD)
     try:
         files = touched(changed, [file for _, file in everything]) if changed is not None else everything
     except UnknownPath as error:
@@ -162,12 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (files, seconds) in plan.items():
             print(f"{name}, {seconds:.0f} s by the record: {' '.join(files)}")
         return 0
+    faults = FAULTS if any(path.startswith(("sd_quant/", "tests/")) for path in changed or ()) else 0
     run.make("test")
     while plan:
         name, (files, seconds) = next(iter(plan.items()))
-        left = max(0.0, LIMIT - LAST_CASES - run.elapsed())
-        run.make(name, files, left * seconds / sum(each for _, each in plan.values()))
+        left = max(0.0, LIMIT - LAST_CASES - faults - run.elapsed())
+        run.make(name, f"FILES={' '.join(files)}", seconds=left * seconds / sum(each for _, each in plan.values()))
         del plan[name]
+    if faults:
+        left = max(0.0, LIMIT - LAST_CASES - run.elapsed())
+        run.make("mutations", f"OPTIONS=--touched {base} --seconds {left:.0f}")
     return report(run, record, others)
 
 

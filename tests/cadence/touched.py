@@ -80,6 +80,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "tests/hand_over/": (),  # make hand-over-check
     "tests/mutations/": (),
     "tests/pairs/": ("tests/cli/test_pairs.py",),
+    "tests/run.py": (),
     "tests/unit/": (),
 }
 

@@ -13,12 +13,14 @@ ten of its mutants mean nothing to anybody, and the run takes days.
 import argparse
 import importlib
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -105,6 +107,7 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
     try:
         os.chdir(repository)
         os.environ["PYTHONPATH"] = str(repository)
+        os.environ.pop("PYTEST_ADDOPTS", None)  # which may leave cases out
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # it may be a fault's
         signal.alarm(limit)
         sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
@@ -146,11 +149,14 @@ def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Ou
     return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
-def try_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> Iterator[Outcome]:
-    """The outcome of each fault as soon as it is known; as many are tried at a time as there are copies."""
+def try_faults(faults: Sequence[Fault], copies: Sequence[Path], seconds: float = math.inf) -> Iterator[Outcome]:
+    """The outcome of each fault that is begun within ``seconds``; as many are tried at a time as there are copies."""
+    until = time.monotonic() + seconds
     waiting, free = list(reversed(faults)), list(copies)
     running: dict[int, tuple[Fault, Path, Path, str]] = {}
     while waiting or running:
+        if time.monotonic() > until:
+            waiting.clear()
         while waiting and free:
             fault, repository = waiting.pop(), free[-1]
             files = files_with(fault.find, repository)
@@ -232,7 +238,7 @@ def run(wanted: argparse.Namespace) -> int:
         for repository in copies:
             copy_repository(repository)
         outcomes: dict[str, Outcome] = {}
-        for outcome in try_faults(chosen, copies):
+        for outcome in try_faults(chosen, copies, wanted.seconds):
             outcomes[outcome.fault.name] = outcome
             tell(outcome)
         for outcome in without_fault(list(outcomes.values()), copies[0]):
@@ -240,8 +246,8 @@ def run(wanted: argparse.Namespace) -> int:
             tell(outcome)
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
-    print(f"{len(chosen)} faults: {told}")
-    return int(counts[CAUGHT] != len(chosen))
+    print(f"{len(chosen)} faults: {told}, {len(chosen) - len(outcomes)} not tried for time")
+    return int(counts[CAUGHT] != len(outcomes))
 
 
 def tell(outcome: Outcome) -> None:
