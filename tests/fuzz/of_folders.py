@@ -1,7 +1,8 @@
 """Denoisers of a few layers: folders of SDNQ, torchao, bitsandbytes, quanto, AutoRound, ModelOpt, servers, nunchaku.
 
-What the project writes is written by its writers. bitsandbytes and quanto, which it only reads, are made here by hand,
-because a run without those libraries is to fuzz their readers too.
+What the project writes is written by its writers. What it only reads is made here by hand, because a run without those
+libraries is to fuzz their readers too: bitsandbytes, quanto, and of SDNQ, torchao and AutoRound zero points, static
+inputs with a factor, tiles, codes that cross words, and layers with settings of their own.
 """
 
 import json
@@ -89,9 +90,12 @@ def folders(scratch: Path) -> list[Reader]:
     scratch.mkdir(parents=True, exist_ok=True)
     return [
         *(of_written(name, *row, scratch / name) for name, row in WRITTEN.items()),
-        by_hand("bnb_nf4", "diffusers_bitsandbytes", nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        by_hand("bnb_int8", "diffusers_bitsandbytes", int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        by_hand("quanto", "diffusers_quanto", int4, {"quant_method": "quanto", "weights_dtype": "int4"}),
+        by_hand("bnb_nf4", "diffusers_bitsandbytes", stored_by(nf4), NF4),
+        by_hand("bnb_int8", "diffusers_bitsandbytes", stored_by(int8), INT8),
+        by_hand("quanto", "diffusers_quanto", stored_by(int4), {"quant_method": "quanto", "weights_dtype": "int4"}),
+        by_hand("sdnq_with_zero_points", "diffusers_sdnq", *sdnq()),
+        by_hand("torchao_with_inputs", "diffusers_torchao", *torchao()),
+        by_hand("autoround_asymmetric", "diffusers_autoround", *autoround()),
     ]
 
 
@@ -203,18 +207,25 @@ def reading(reader: str, where: str) -> dict[str, Callable]:
     return {"read": read, "check": check}
 
 
-# Of formats that nothing here writes: a file of what a tool stores of a linear, and fp16 for all else
+# What nothing here writes: files in which the linears Q and OUT are stored as a tool does, and all else in fp16
+
+Q, OUT = f"{BLOCK}attn.to_q", f"{BLOCK}proj_out"  # [128, 128] and [128, 256]
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
 
 
-def by_hand(name: str, reader: str, store: Callable[[Tensor], Tensors], quantization: dict) -> Reader:
-    tensors = dict(CHECKPOINT.components[FOLDER])
-    for layer in (f"{BLOCK}attn.to_q", f"{BLOCK}proj_out"):
-        rows, columns = tensors.pop(f"{layer}.weight").shape
-        tensors |= {f"{layer}.{end}": each for end, each in store(some(rows, columns)).items()}
+def by_hand(name: str, reader: str, quantized: Tensors, quantization: dict, metadata: dict | None = None) -> Reader:
+    weights = {f"{layer}.weight" for layer in LAYERS if any(each.startswith(f"{layer}.") for each in quantized)}
+    plain = {parameter: each for parameter, each in CHECKPOINT.components[FOLDER].items() if parameter not in weights}
     config = to_json({"_class_name": KIND, "quantization_config": quantization})
-    weights = save_safetensors(tensors, {"format": "pt"})
-    files = {f"{FOLDER}/diffusion_pytorch_model.safetensors": weights, f"{FOLDER}/{CONFIG}": config}
+    stored = save_safetensors(plain | quantized, metadata or {"format": "pt"})
+    files = {f"{FOLDER}/diffusion_pytorch_model.safetensors": stored, f"{FOLDER}/{CONFIG}": config}
     return of_files(name, reader, files, ".")
+
+
+def stored_by(store: Callable[[Tensor], Tensors]) -> Tensors:
+    """``store`` makes what a tool has for a weight [out, in], by the ends of their names."""
+    return {f"{layer}.{end}": each for layer in (Q, OUT) for end, each in store(LAYERS[layer].weight).items()}
 
 
 def some(*shape: int) -> Tensor:
@@ -254,3 +265,84 @@ def int4(weight: Tensor) -> Tensors:
     scales = {end: some(rows * width // 128, 1) for end in ("weight._scale", "weight._shift")}
     ones = {end: torch.ones(()) for end in ("input_scale", "output_scale")}
     return {"weight._data._data": codes(rows * width // 256, 128), **scales, **ones}
+
+
+def sdnq() -> tuple[Tensors, dict]:
+    """Four bits in groups with zero points and a branch, codes turned for products, and a packed convolution."""
+    tensors = {
+        f"{Q}.weight": codes(8192), f"{Q}.scale": some(128, 8, 1) + 0.1, f"{Q}.zero_point": some(128, 8, 1),
+        f"{Q}.svd_up": some(128, 2), f"{Q}.svd_down": some(2, 128),
+        f"{OUT}.weight": codes(256, 128, dtype=torch.int8), f"{OUT}.scale": some(1, 128) + 0.1,
+        "conv.weight": codes(36, 5), "conv.scale": some(4, 1, 3, 3),
+    }  # fmt: skip
+    config = {
+        "quant_method": "sdnq", "weights_dtype": "uint4", "group_size": 16, "use_hadamard": False, "use_svd": True,
+        "hadamard_group_size": 256, "use_codebook": False, "scale_dtype": None, "zero_point_dtype": None,
+        "use_quantized_matmul": False, "use_quantized_matmul_conv": False, "quantized_matmul_dtype": None,
+        "modules_to_not_convert": [f".{layer}" for layer in LAYERS if layer not in (Q, OUT, "conv")],
+        "modules_to_not_use_matmul": ["*to_q*", ".conv"], "sdnq_version": "0.2.8",
+        "modules_dtype_dict": {"minimum_5bit": ["conv"]},
+        "modules_quant_config": {f".{OUT}": {"weights_dtype": "int8", "use_quantized_matmul": True, "group_size": -1}},
+    }  # fmt: skip
+    return tensors, config
+
+
+def torchao() -> tuple[Tensors, dict, dict[str, str]]:
+    """Codes with static inputs and a factor in front, and NVFP4 in tiles with inputs."""
+
+    def tagged(kind: str, data: Any) -> dict:
+        return {"_type": kind, "_data": data}
+
+    inputs = tagged("QuantizeTensorToInt8Kwargs", {
+        "granularity": tagged("PerTensor", {}), "mapping_type": tagged("MappingType", "SYMMETRIC"),
+        "reduce_range": False,
+    })  # fmt: skip
+    kinds = {
+        Q: tagged("Int8Tensor", {
+            "act_quant_kwargs": inputs, "reduce_range": False, "block_size": [1, 128],
+            "dtype": tagged("torch.dtype", "bfloat16"),
+        }),
+        OUT: tagged("NVFP4Tensor", {
+            "block_size": 16, "orig_dtype": tagged("torch.dtype", "float32"), "is_swizzled_scales": True,
+            "use_triton_kernel": False, "act_quant_kwargs": tagged("QuantizeTensorToNVFP4Kwargs", {
+                "block_size": 16, "is_swizzled_scales": False, "use_triton_kernel": False,
+                "use_dynamic_per_tensor_scale": True,
+            }),
+        }),
+    }  # fmt: skip
+    pieces = {
+        Q: {
+            "qdata": codes(128, 128, dtype=torch.int8), "scale": some(128, 1),
+            "zero_point": torch.zeros(128, 1, dtype=torch.int8), "act_quant_scale": torch.full((1, 1), 0.1),
+            "act_pre_scale": some(128),
+        },
+        OUT: {
+            "qdata": codes(128, 128), "per_tensor_scale": torch.tensor(0.01),
+            "scale": some(32, 64).to(torch.float8_e4m3fn),
+        },
+    }  # fmt: skip
+    told: dict[str, Any] = {parameter: {"_type": "Tensor"} for parameter in CHECKPOINT.components[FOLDER]}
+    told |= {f"{name}.weight": {**kind, "_tensor_data_names": list(pieces[name])} for name, kind in kinds.items()}
+    metadata = {name: json.dumps(entry) for name, entry in told.items()} | {"tensor_names": json.dumps(list(told))}
+    tensors = {f"{name}._weight_{piece}": each for name, own in pieces.items() for piece, each in own.items()}
+    return tensors, {"quant_method": "torchao"}, metadata
+
+
+def autoround() -> tuple[Tensors, dict]:
+    """Four bits in groups with zero points, and three bits that cross words; patterns of what is left out."""
+    tensors = {}
+    for layer, columns, bits, groups in ((Q, 128, 4, 4), (OUT, 256, 3, 1)):
+        tensors |= {
+            f"{layer}.qweight": codes(columns * bits // 32, 128, dtype=torch.int32) * 0x1234567,
+            f"{layer}.qzeros": codes(groups, 128 * bits // 32, dtype=torch.int32) * 0x1234567,
+            f"{layer}.scales": some(groups, 128).half(),
+        }
+    config = {
+        "quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32, "sym": False,
+        "data_type": "int", "block_name_to_quantize": "single_transformer_blocks", "autoround_version": "0.16.1",
+        "extra_config": {
+            OUT: {"bits": 3, "group_size": -1},
+            **{f".*{end}.*": {"bits": 16} for end in ("to_k", "to_v", "norm.linear", "proj_mlp")},
+        },
+    }  # fmt: skip
+    return tensors, config

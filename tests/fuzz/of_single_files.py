@@ -223,10 +223,22 @@ def of_bfl(checkpoint: Any, sound: bytes) -> Reader:
 
 
 def of_comfyui(checkpoint: Any, sound: bytes) -> Reader:
-    """Every second mark stands in the header, where a file may have it too."""
+    """Every second mark stands in the header, where a file may have it too.
+
+    One layer is in float8_e5m2 and one has a ``pre_quant_scale``, which are read and not written.
+    """
     tensors = load_safetensors(sound)
     inside = sorted(name for name in tensors if name.endswith(MARK))
-    marks = {name.removesuffix(f".{MARK}"): json.loads(bytes(tensors.pop(name).tolist())) for name in inside[::2]}
+    marked = {name.removesuffix(f".{MARK}"): json.loads(bytes(tensors[name].tolist())) for name in inside}
+    first = {mark["format"]: layer for layer, mark in reversed(marked.items())}
+    wide, scaled = first["float8_e4m3fn"], first["nvfp4"]
+    marked[wide]["format"] = "float8_e5m2"
+    tensors[f"{wide}.weight"] = tensors[f"{wide}.weight"].float().to(torch.float8_e5m2)
+    tensors[f"{wide}.{MARK}"] = torch.tensor(list(json.dumps(marked[wide]).encode()), dtype=torch.uint8)
+    tensors[f"{scaled}.pre_quant_scale"] = torch.ones(2 * tensors[f"{scaled}.weight"].shape[1])
+    for name in inside[::2]:
+        del tensors[name]
+    marks = {name.removesuffix(f".{MARK}"): marked[name.removesuffix(f".{MARK}")] for name in inside[::2]}
     metadata = json.dumps({"format_version": "1.0", "layers": marks})
     sound = save_safetensors(tensors, {METADATA: metadata})
     small = ("_scale", "_scale_2", "_s_rel", "_zeros", MARK)
