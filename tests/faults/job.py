@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
 from sd_quant.files import TEMPORARY
 
@@ -113,18 +113,20 @@ def follow(
     """Read the job to its end, which a signal may hasten after some seconds; ``on_stage`` hears of stages' begins."""
     lines, stages = [], []
     limits = [Timer(seconds, strike, [process, number]), Timer(MOST, strike, [process, signal.SIGKILL])]
-    for limit in limits:
-        limit.start()
+    errors: list[str] = []
+    reader = Thread(target=lambda: errors.append(process.stderr.read()))  # a full pipe would hold the process up
+    for thread in (*limits, reader):
+        thread.start()
     with process:
         for line in process.stdout:
             lines.append(line)
             if found := STAGE_LINE.search(line.rstrip()):
                 stages.append(found[1])
                 on_stage(found[1])
-        stderr = process.stderr.read()
+        reader.join()
     for limit in limits:
         limit.cancel()
-    return Ended(process.wait(), "".join(lines), stderr, tuple(stages))
+    return Ended(process.wait(), "".join(lines), errors[0], tuple(stages))
 
 
 # What is left

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks import coverage
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import OPENING, Interval, mean_interval, ratio_interval, sum_of
+from sd_quant.metrics.latency import ROUNDS_OF_AN_OPENING as ROUNDS
 from sd_quant.metrics.latency import Stopping, enough
 
 pytestmark = pytest.mark.commit
+
+RATIO, OPENED = 1.25, 0.02  # true speed-up; standard deviation of an engine's latency between openings
 
 
 def test_a_mean_has_students_interval():
@@ -98,16 +100,34 @@ def test_a_ratio_is_of_the_same_rounds():
     assert not ratio_interval(2 * drift * noise, drift[::-1]).within(0.2)
 
 
+def machine(generator: np.random.Generator, openings: int, kind: str, engines: int = 2) -> np.ndarray:
+    """Latencies [engines, rounds] on a machine of this kind; the first takes RATIO times as long as each other."""
+    rounds, seconds = openings * ROUNDS, 2 * openings * ROUNDS
+    timed = np.arange(seconds) % (seconds // openings) < ROUNDS  # the rest of the time engines are opened
+    drift = np.exp(0.1 * np.cumsum(generator.normal(size=rounds)) / math.sqrt(rounds))
+    opened = np.repeat(np.exp(OPENED * generator.normal(size=(engines, openings))), ROUNDS, axis=1)
+    times = opened * drift * np.exp(0.04 * generator.normal(size=(engines, rounds)))
+    if kind == "hiccups":  # one call in twelve takes twice as long, on average
+        there = generator.random((engines, rounds)) < 0.08
+        times *= np.where(there, 1 + generator.exponential(1, (engines, rounds)), 1)
+    if kind == "neighbour":  # comes and goes every ten seconds, and slows each call by up to a half
+        there = np.cumsum(generator.random(seconds) < 0.1)[timed] % 2 == 1
+        times *= np.where(there, 1 + generator.uniform(0, 1, (engines, rounds)), 1)
+    times[0] *= RATIO
+    return times
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["quiet", "hiccups", "neighbour"])
 def test_intervals_cover_what_they_say_although_openings_end_when_they_are_narrow(kind):
-    """93 % are within 2 of the standard errors that 150 draws have, 88.8 to 97.2; the benchmark has 2,000."""
+    """93 % are within 2 of the standard errors that 150 draws have, 88.8 to 97.2."""
     generator, covered, stopping = np.random.default_rng(3), 0, Stopping(1, 0.03, 1e9, most=3 * 64)
     for _ in range(150):
-        times, openings = coverage.machine(generator, 64, kind), 4
+        times, openings = machine(generator, 64, kind), 4
         while enough(times[:, : 3 * openings].tolist(), stopping, 0, [3] * openings) is None:
             openings *= 2
-        covered += coverage.by_openings(times[:, : 3 * openings]).holds(coverage.RATIO)
+        seen = times[:, : 3 * openings].tolist()
+        covered += ratio_interval(seen[0], seen[1], [3] * openings, seen).holds(RATIO)
     assert 0.88 <= covered / 150 <= 1
 
 
