@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from ml_dtypes import float8_e4m3fn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange import READERS, TARGETS
+from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import held, not_held
 from sd_quant.interchange.inputs import BlockFloat8
 from sd_quant.interchange.model_card import model_card
@@ -29,11 +29,12 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import recipe_of
+from .damage import CONFIG, WEIGHTS, damaged
 from .figures import FIGURES
 
 pytestmark = pytest.mark.commit
 
-NAME, CONFIG, WEIGHTS = "sglang_fp8", "config.json", "diffusion_pytorch_model.safetensors"
+NAME = "sglang_fp8"
 KEPT = "single_transformer_blocks.1.proj_out"  # by the recipe
 LINEARS = {"to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "proj_mlp", "proj_out"}
 
@@ -49,7 +50,7 @@ def written(tiny, tmp_path_factory):
 
 
 def config_of(folder: Path) -> dict:
-    return json.loads((folder / "transformer" / CONFIG).read_text())["quantization_config"]
+    return json.loads((folder / CONFIG).read_text())["quantization_config"]
 
 
 def skipped(prefix: str, ignored: list[str]) -> bool:
@@ -85,7 +86,7 @@ def parameters_of_the_server(
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_every_tensor_has_a_place_in_the_server_and_every_place_its_tensor(written, gpus):
     case, assignment, folder = written
-    stored = load_file(folder / "transformer" / WEIGHTS)
+    stored = load_file(folder / WEIGHTS)
     needed = parameters_of_the_server(empty_denoiser(case.checkpoint), config_of(folder), gpus)
     assert {name: tuple(each.shape) for name, each in stored.items()} == {
         name: shape for name, (shape, _) in needed.items()
@@ -98,7 +99,7 @@ def test_every_tensor_has_a_place_in_the_server_and_every_place_its_tensor(writt
 
 def test_transformers_decodes_the_numbers_of_the_assignment(written):
     case, assignment, folder = written
-    stored, read = load_file(folder / "transformer" / WEIGHTS), case.read(folder, NAME)
+    stored, read = load_file(folder / WEIGHTS), case.read(folder, NAME)
     config = FineGrainedFP8Config(**config_of(folder))
     assert config.modules_to_not_convert == config_of(folder)["ignored_layers"]
     assert tuple(config.weight_block_size) == (128, 128)
@@ -217,18 +218,6 @@ def test_the_network_that_is_read_rounds_the_inputs_of_every_quantized_layer(wri
     assert case.error(by_hand, judged) == 0 and case.error(case.network(weights_alone), judged) > 1e-3
 
 
-def damaged(written, folder, change_config=lambda config: None, change=lambda tensors, layer: None):
-    case, assignment, source = written
-    (folder / "transformer").mkdir()
-    tensors = load_file(source / "transformer" / WEIGHTS)
-    change(tensors, next(row.name for row in assignment.values() if row.format))
-    save_file(tensors, folder / "transformer" / WEIGHTS)
-    config = json.loads((source / "transformer" / CONFIG).read_text())
-    change_config(config["quantization_config"])
-    (folder / "transformer" / CONFIG).write_text(json.dumps(config))
-    return READERS[NAME].module.read(folder, case.checkpoint)
-
-
 @pytest.mark.parametrize(
     "message, change",
     {
@@ -249,7 +238,7 @@ def damaged(written, folder, change_config=lambda config: None, change=lambda te
 )
 def test_a_config_that_the_server_takes_otherwise_is_refused(written, tmp_path, message, change):
     with pytest.raises(ArtifactError, match=message):
-        damaged(written, tmp_path, change_config=change)
+        damaged(NAME, written, tmp_path, change_config=change)
 
 
 def test_what_transformers_writes_besides_is_read(written, tmp_path):
@@ -262,7 +251,7 @@ def test_what_transformers_writes_besides_is_read(written, tmp_path):
     def to_bf16(tensors: dict, layer: str) -> None:
         tensors[f"{layer}.weight_scale_inv"] = tensors[f"{layer}.weight_scale_inv"].bfloat16()
 
-    assert len(damaged(written, tmp_path, change, to_bf16).layers) == 2 * 8 + 2 * 5 - 1
+    assert len(damaged(NAME, written, tmp_path, change, to_bf16).layers) == 2 * 8 + 2 * 5 - 1
 
 
 @pytest.mark.parametrize(
@@ -282,14 +271,14 @@ def test_what_transformers_writes_besides_is_read(written, tmp_path):
 )
 def test_damaged_tensors_are_refused(written, tmp_path, message, change):
     with pytest.raises(ArtifactError, match=message):
-        damaged(written, tmp_path, change=change)
+        damaged(NAME, written, tmp_path, change=change)
 
 
 def test_numbers_that_are_not_finite_are_refused_when_they_are_read(written, tmp_path):
     def change(tensors: dict, layer: str) -> None:
         tensors[f"{layer}.weight_scale_inv"][0, 0] = float("inf")
 
-    layers = damaged(written, tmp_path, change=change).layers
+    layers = damaged(NAME, written, tmp_path, change=change).layers
     with pytest.raises(ArtifactError, match="holds NaN or infinite numbers"):
         [layer.weight.read() for layer in layers.values()]
 

@@ -4,22 +4,23 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from sd_quant.errors import ArtifactError
-from sd_quant.interchange import READERS, TARGETS
+from sd_quant.interchange import TARGETS
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.quantization.formats import FORMATS
 
 from .conftest import recipe_of
+from .damage import CONFIG, WEIGHTS, damaged
 from .figures import FIGURES
 
 pytestmark = pytest.mark.commit
 
-NAME, CONFIG, WEIGHTS = "vllm_int8", "config.json", "diffusion_pytorch_model.safetensors"
+NAME = "vllm_int8"
 PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
 
 
@@ -32,7 +33,7 @@ def written(tiny, tmp_path_factory):
 
 
 def config_of(folder) -> dict:
-    return json.loads((folder / "transformer" / CONFIG).read_text())["quantization_config"]
+    return json.loads((folder / CONFIG).read_text())["quantization_config"]
 
 
 def skipped(prefix: str, ignored: list[str]) -> bool:
@@ -67,7 +68,7 @@ def parameters_of_the_server(network: nn.Module, config: dict) -> dict[str, tupl
 
 def test_every_tensor_has_a_place_in_the_server_and_every_place_its_tensor(written):
     case, assignment, folder = written
-    stored = load_file(folder / "transformer" / WEIGHTS)
+    stored = load_file(folder / WEIGHTS)
     needed = parameters_of_the_server(empty_denoiser(case.checkpoint), config_of(folder))
     shapes = {name: shape for name, (shape, _) in needed.items()}
     assert {name: tuple(each.shape) for name, each in stored.items()} == shapes
@@ -102,18 +103,6 @@ def test_a_layer_that_the_server_does_not_quantize_says_so(written):
     assert row.format is None and row.reason == "vLLM-Omni leaves such layers in high precision"
 
 
-def damaged(written, folder, change_config=lambda config: None, change=lambda tensors, layer: None):
-    case, assignment, source = written
-    (folder / "transformer").mkdir()
-    tensors = load_file(source / "transformer" / WEIGHTS)
-    change(tensors, next(row.name for row in assignment.values() if row.format))
-    save_file(tensors, folder / "transformer" / WEIGHTS)
-    config = json.loads((source / "transformer" / CONFIG).read_text())
-    change_config(config["quantization_config"])
-    (folder / "transformer" / CONFIG).write_text(json.dumps(config))
-    return READERS[NAME].module.read(folder, case.checkpoint)
-
-
 @pytest.mark.parametrize(
     "message, change",
     {
@@ -128,7 +117,7 @@ def damaged(written, folder, change_config=lambda config: None, change=lambda te
 )
 def test_a_config_that_the_server_does_not_take_is_refused(written, tmp_path, message, change):
     with pytest.raises(ArtifactError, match=message):
-        damaged(written, tmp_path, change_config=change)
+        damaged(NAME, written, tmp_path, change_config=change)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +135,7 @@ def test_a_config_that_the_server_does_not_take_is_refused(written, tmp_path, me
 )
 def test_damaged_tensors_are_refused(written, tmp_path, message, change):
     with pytest.raises(ArtifactError, match=message):
-        damaged(written, tmp_path, change=change)
+        damaged(NAME, written, tmp_path, change=change)
 
 
 def test_the_card_says_how_it_is_served_and_that_nobody_has():
