@@ -118,15 +118,15 @@ def test_a_part_that_runs_on_is_stopped_with_what_it_started(tmp_path, monkeypat
     marker = tmp_path / "alive"
     (tmp_path / "Makefile").write_text(f"endless:\n\t@(sleep 5; touch {marker}) & sleep 600\n", encoding="utf-8")
     monkeypatch.setattr(ci, "HOME", tmp_path)
-    monkeypatch.setattr(ci, "STOP", 1)
     run = ci.Run(tmp_path)
-    run.make("endless")
+    run.make("endless", stop=1)
     assert run.failed == ["endless"] and run.took["endless"] < 60 and not marker.exists()
     assert "endless is stopped: it was still running" in capsys.readouterr().out
     run.cases = [seconds.Case("tests/x.py", name, 1.0, late=True) for name in "ab"]
-    assert ci.report(run, {}, [("soak-tests", "tests/y.py")]) == 1
+    assert ci.report(run, {}, {"cluster-check": ["tests/z.py"]}, [("soak-tests", "tests/y.py")]) == 1
     printed = capsys.readouterr().out
     assert "endless FAILED" in printed and "2 of tests/x.py" in printed and "due today: 1 files" in printed
+    assert "all of cluster-check: tests/z.py" in printed
 
 
 def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):

@@ -69,8 +69,8 @@ def export_case(export) -> Callable[[str], Exported]:
 
 
 LIKE_OTHERS = {
-    "convrot_w4a4", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "mxfp4_weight_only", "mxfp8",
-    "svdquant_nvfp4", "q4_k_weight_only", "q6_k_weight_only",
+    "convrot_w4a4", "convrot_w4a8", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "mxfp4_weight_only",
+    "mxfp8", "nemo", "svdquant_nvfp4", "svdquant_w4a16", "q4_k_weight_only", "q6_k_weight_only", "fp8_per_row",
 }  # fmt: skip
 
 
