@@ -134,15 +134,18 @@ def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):
     junit.write_text(
         '<testsuites><testsuite><testcase classname="tests.unit.test_text" name="a" time="1.5"/>'
         '<testcase classname="tests.unit.test_text.TestIt" name="b" time="0.5"/>'
-        '<testcase classname="tests.cli.test_new" name="c" time="3"/></testsuite></testsuites>',
+        '<testcase classname="tests.cli.test_new" name="c" time="3"/>'
+        '<testcase classname="" name="tests.unit.test_gguf" time="0"/></testsuite></testsuites>',
         encoding="utf-8",
     )
     after = seconds.sums("test", seconds.cases_of(junit))
-    assert after == {("test", "tests/unit/test_text.py"): 2.0, ("test", "tests/cli/test_new.py"): 3.0}
+    assert after == {("test", "tests/unit/test_text.py"): 2.0, ("test", "tests/cli/test_new.py"): 3.0} | {
+        ("test", "tests/unit/test_gguf.py"): 0.0
+    }
     seconds.write(tmp_path / "kept.tsv", after)
     assert seconds.read(tmp_path / "kept.tsv") == after
     assert seconds.cases_of(tmp_path / "none.xml") == [] and seconds.read(tmp_path / "none.tsv") == {}
     lines = seconds.change({("test", "tests/unit/test_text.py"): 9.0}, after)
-    assert lines[0] == "test: 5 s in 2 files; of the 1 that ran before 2 s, then 9 s"
+    assert lines[0] == "test: 5 s in 3 files; of the 1 that ran before 2 s, then 9 s"
     assert lines[1].split() == ["-7.0", "s", "tests/unit/test_text.py"]
     assert lines[2].split() == ["+3.0", "s", "tests/cli/test_new.py", "(new)"]
