@@ -139,7 +139,7 @@ def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only
      "keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"),
     ("quantize.py", [*FOLDER, "model=pixart", "infer.image={files}/image.png"],
      "infer.image is .*, expected null, because only sd15, sd21, sdxl begin with images here.*"),
-    ("judge.py", ["candidates=[README.md]"], ".*README.md is of no kind that is known here, expected one of: .*a GGUF.*"),
+    ("judge.py", ["candidates=[README.md]"], ".*README.md is of no kind that is known here, expected one of: .*GGUF.*"),
     ("judge.py", ["candidates=[conf]"], ".*conf is of no kind that is known here.*"),
 ])  # fmt: skip
 def test_what_a_begun_job_finds_is_refused_before_calibration(command, files, script, arguments, sentence):
