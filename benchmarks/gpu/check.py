@@ -90,9 +90,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         bundle = with_bundle(Path(name), chosen.bundle)
         lacking = missing()
-        print(bundle)
+        print(bundle, flush=True)  # before what child processes print
         for package, use in lacking.items():
-            print(f"{package} is not installed; it is for {use}")
+            print(f"{package} is not installed; it is for {use}", flush=True)
         if "everything" in lacking.values():
             return 4
         import torch
