@@ -1,5 +1,8 @@
 """What is read of an earlier run's knobs."""
 
+from collections.abc import Callable
+from copy import deepcopy
+
 import pytest
 import yaml
 
@@ -10,92 +13,81 @@ from sd_quant.errors import ArtifactError, ConfigError
 pytestmark = pytest.mark.commit
 
 
-def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(mappings, run):
-    knobs = mappings["quantize"] | {"quantize": dict(mappings["quantize"]["quantize"])}
+@pytest.fixture
+def earlier(mappings, run) -> Callable[..., str]:
+    """``earlier(quantize={...})``: the folder of a finished run with these changes of sections, without knobs."""
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
-    now = run_job(str(run))
-    for knob in ("per_token", "rotation"):
-        del knobs["quantize"][knob]
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
-    assert run_job(str(run)) == now and (now.quantize.per_token, now.quantize.rotation) == (False, 0)
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs | {"quantize": knobs["quantize"] | {"per_token": True}}))
-    assert run_job(str(run)).quantize.per_token
+
+    def written(lacking: tuple[str, ...] = (), **changes: object) -> str:
+        knobs = deepcopy(mappings["quantize"])
+        for section, change in changes.items():
+            knobs[section] = knobs[section] | change if isinstance(change, dict) else change
+        for knob in lacking:
+            del knobs["quantize"][knob]
+        (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+        return str(run)
+
+    return written
 
 
-def test_choices_that_were_formats_of_weights_are_presets_of_weights_alone(mappings, run):
+def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(earlier):
+    now = run_job(earlier())
+    assert run_job(earlier(("per_token", "rotation"))) == now
+    assert (now.quantize.per_token, now.quantize.rotation) == (False, 0)
+    assert run_job(earlier(("rotation",), quantize={"per_token": True})).quantize.per_token
+
+
+def test_choices_that_were_formats_of_weights_are_presets_of_weights_alone(earlier):
     """Where a limit has read them; else they are none, whatever they were."""
-    for name in ("metrics.json", "layers.csv"):
-        (run / name).touch()
-    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    del knobs["quantize"]["assignment"]
     for budget, choices, expected in ((0.4, ["int8", "mxfp4"], ["int8_weight_only", "mxfp4_weight_only"]),
                                       (None, ["int8", "q5_k"], [])):  # fmt: skip
-        knobs["quantize"] |= {"budget": budget, "choices": choices}
-        (run / "config.yaml").write_text(yaml.safe_dump(knobs))
-        found = run_job(str(run)).quantize
+        found = run_job(earlier(("assignment",), quantize={"budget": budget, "choices": choices})).quantize
         assert found.choices == expected and found.assignment is None
 
 
-def test_a_run_with_a_file_of_presets_has_its_copy(mappings, run, tmp_path):
+def test_a_run_with_a_file_of_presets_has_its_copy(earlier, run):
     """Whatever has become of the file that was given; a copy elsewhere describes the same recipe."""
-    for name in ("metrics.json", "layers.csv"):
-        (run / name).touch()
-    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    knobs["quantize"]["assignment"] = "edited and removed.yaml"
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    folder = earlier(quantize={"assignment": "edited and removed.yaml"})
     (run / "assignment.yaml").write_text("conv: nvfp4")
-    for found in (run_job(str(run)), recipe_of_run(str(run), CacheFolder(None, 1.0))):
+    for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
 
 
-def test_a_run_with_drawn_prompts_has_its_copy_of_them(mappings, run):
+def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
     """Whatever has become of the data set that they were drawn from."""
-    for name in ("metrics.json", "layers.csv"):
-        (run / name).touch()
-    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    knobs["infer"] |= {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
     (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
-    infer = run_job(str(run)).infer
+    infer = run_job(earlier(infer=drawn)).infer
     assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
 
 
 @pytest.mark.parametrize("limit", [{"budget": 0.2}, {"budget_ms": 4.0, "times": "h100"}])
-def test_what_a_budget_chose_is_read_and_not_chosen_again(mappings, run, limit):
+def test_what_a_budget_chose_is_read_and_not_chosen_again(earlier, run, limit):
     """It would be measured anew, perhaps otherwise. A run of before has left no file of it."""
-    for name in ("metrics.json", "layers.csv"):
-        (run / name).touch()
-    knobs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    knobs["quantize"] |= limit
-    (run / "config.yaml").write_text(yaml.safe_dump(knobs))
-    assert not run_job(str(run)).quantize.assignment and run_job(str(run)).quantize.chooses_bits
+    folder = earlier(quantize=limit)
+    assert not run_job(folder).quantize.assignment and run_job(folder).quantize.chooses_bits
     (run / "assignment.yaml").write_text("conv: nvfp4")
-    found = run_job(str(run)).quantize
+    found = run_job(folder).quantize
     assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits and found.times is None
 
 
-def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(mappings, run):
-    for name in ("metrics.json", "layers.csv"):
-        (run / name).touch()
-    theirs = yaml.safe_load(yaml.safe_dump(mappings["quantize"]))
-    theirs["cache"]["dir"] = theirs["trt"]["timing_cache"] = "elsewhere"
-    theirs |= {"hand_over": "no list", "trackers": 3, "verdict": None, "unknown": 1}
-    theirs["quantize"] |= {"devices": 64, "accelerator": "cuda", "alpha": 0.3}
-    theirs["infer"] |= {"allow_untrusted_plan": True}
-    (run / "config.yaml").write_text(yaml.safe_dump(theirs))
-    found = recipe_of_run(str(run), CacheFolder("mine", 1.0))
-    assert (found.cache, found.quantize.alpha) == (CacheFolder("mine", 1.0), 0.3)
+def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):
+    mine = CacheFolder("mine", 1.0)
+    theirs = {
+        "cache": {"dir": "elsewhere"}, "trt": {"timing_cache": "elsewhere"}, "infer": {"allow_untrusted_plan": True},
+        "quantize": {"devices": 64, "accelerator": "cuda", "alpha": 0.3},
+        "hand_over": "no list", "trackers": 3, "verdict": None, "unknown": 1,
+    }  # fmt: skip
+    found = recipe_of_run(earlier(**theirs), mine)
+    assert (found.cache, found.quantize.alpha) == (mine, 0.3)
     assert (found.quantize.devices, found.quantize.accelerator) == (1, "auto")
     assert not found.infer.allow_untrusted_plan and not hasattr(found, "trt") and not hasattr(found, "trackers")
-    theirs["model"]["parts"] = ["../../victim", "vae"]
-    (run / "config.yaml").write_text(yaml.safe_dump(theirs))
     with pytest.raises(ConfigError, match=r"^model.parts is \.\./\.\./victim, expected names of letters"):
-        recipe_of_run(str(run), CacheFolder("mine", 1.0))
+        recipe_of_run(earlier(**theirs, model={"parts": ["../../victim", "vae"]}), mine)
     (run / "config.yaml").write_text("a: " + "x" * 2**20)
     with pytest.raises(ArtifactError, match="is not the config of a run .*no regular file of at most"):
-        recipe_of_run(str(run), CacheFolder("mine", 1.0))
+        recipe_of_run(str(run), mine)
 
 
 @pytest.mark.slow
@@ -108,14 +100,8 @@ def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     (run / "config.yaml").write_text(yaml.safe_dump({"model": earlier}))
     assert run_model(str(run)) == model, "of a run from before these knobs"
     environment = yaml.safe_dump({"model": model | {"path": "${oc.env:HOME}"}})  # Hydra would read it
-    for broken in (
-        "a: [",
-        "just text",
-        "other: 1",
-        "model: " + "1:" * 100_000 + "1",
-        "model: " + "[" * 9999,
-        environment,
-    ):
+    numbers, lists = "model: " + "1:" * 100_000 + "1", "model: " + "[" * 9999
+    for broken in ("a: [", "just text", "other: 1", numbers, lists, environment):
         (run / "config.yaml").write_text(broken)
         with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
             run_model(str(run))

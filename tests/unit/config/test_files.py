@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +14,71 @@ from sd_quant.errors import ConfigError, ResourceError
 pytestmark = pytest.mark.commit
 
 
-def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
-    own = tmp_path / "own.onnx"
+TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
+
+
+@pytest.fixture
+def places(archive, run, images, tmp_path) -> dict[str, Path]:
+    """What refused jobs name: a whole archive, a run that has files and one that is finished, images, texts."""
+    for name in ("metrics.json", "config.yaml", "layers.csv"):
+        (tmp_path / "finished").mkdir(exist_ok=True)
+        (tmp_path / "finished" / name).touch()
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks/a.png").touch()
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
+    (tmp_path / "set.tsv").write_text(TABLE)
+    return {"archive": archive, "run": run, "images": images, "here": tmp_path}
+
+
+GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
+STRENGTH = r"model.loras .* a file, or file:strength with a number"
+
+
+@pytest.mark.parametrize(
+    ("primary", "knobs", "sentence"),
+    [
+        ("infer", GIVEN | {"files.unet_xl": "{run}/onnx/unet_xl/unet_xl.onnx"},
+         r"no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"),
+        ("infer", {"run": "{run}", "variant": "full_precision"},
+         "variant is full_precision, expected quantized, because run= names no folder with"),
+        ("infer", {"infer.out_path": "{here}/finished"},
+         "infer.out_path is .*, expected another folder than a finished run's"),
+        *(("infer", {"model.loras": [stated]}, STRENGTH)
+          for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", "")),
+        ("export_trt", {"model.path": "missing.nemo"}, "model.path names missing.nemo, which does not exist"),
+        ("export_trt", GIVEN | {"model.family": "sd15"}, "model.path is .*, a file, expected for"),
+        ("export_trt", {"run": "{run}", "trt.library": "none"},
+         "trt.library is none, expected a library that builds plans"),
+        ("export_trt", {"run": "{run}", "infer.out_path": "{archive}/new"},
+         r".* cannot be written, because of .*empty\.nemo; set infer\.out_path$"),
+        ("quantize", GIVEN | {"cache.dir": "{archive}/cache"}, r"the cache .* cannot be written, .*; set cache\.dir"),
+        ("quantize", {"infer.image": "missing.png"}, "infer.image names missing.png, which does not exist"),
+        ("quantize", {"infer.image": "{images}", "infer.mask": "{here}/masks"},
+         "infer.mask is .* holds no mask for 1 of 2 images, such as b.png"),
+        ("quantize", GIVEN | {"infer.prompts": []},
+         r"infer\.prompts is an empty list, expected at least one prompt; give some, as in 'infer.prompts=\["),
+        ("quantize", GIVEN | {"infer.prompts": "cat"},
+         r"infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"),
+        ("quantize", DRAWN | {"infer.num_prompts": 4},
+         r"infer.num_prompts is 4, expected at most 3, which {here}/set.tsv has$"),
+        ("quantize", DRAWN | {"infer.prompts_category": "Colour"}, ".*expected 'Colour' among them; name another with"),
+        *(("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value},
+           f"infer.{knob} is {value}, expected {idle}, because ")
+          for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"),
+                                    ("prompts_seed", 1, "0"))),
+        ("quantize", GIVEN | {"model.calibration_prompts": "{here}/prompts.txt", "quantize.calib_size": 4},
+         "calib_size is 4, expected at most the 3 prompts of the prompt file$"),
+        ("quantize", GIVEN | {"model.calibration_prompts": "no/such.txt", "quantize.calibration": "no/such/cache"},
+         "calibration names no/such/cache, which .*; give a statistics"),
+    ],
+)  # fmt: skip
+def test_a_job_whose_files_do_not_suffice_is_refused(refused, places, primary, knobs, sentence):
+    named = {knob: value.format(**places) if isinstance(value, str) else value for knob, value in knobs.items()}
+    refused(primary, named, "^" + sentence.replace("{here}", str(places["here"])))
+
+
+def test_parts_come_from_the_run_and_single_paths_go_before(job, refused, run, tmp_path):
+    own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
     own.touch()
     export = job("export_trt", {"run": run, "files.vae": own})
     export.check_files()
@@ -22,38 +86,22 @@ def test_parts_come_from_the_run_and_single_paths_go_before(job, run, tmp_path):
     assert list(paths) == list(PART_NAMES)
     assert (paths["vae"], paths["unet_xl"]) == (own, run / "onnx/unet_xl/unet_xl.onnx")
     assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
-
-
-def test_an_export_takes_some_parts_and_images_need_all(job, refused, run, archive):
-    unet, missing = artifact(run, "onnx", "unet_xl"), artifact(run, "onnx", "clip1")
-    job("export_trt", {"files.unet_xl": unet}).check_files()
-    needed = r"^no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"
-    refused("infer", {"files.unet_xl": unet, "model.path": archive}, needed)
+    job("export_trt", {"files.unet_xl": artifact(run, "onnx", "unet_xl")}).check_files()  # images need all
     missing.unlink()
     refused("export_trt", {"run": run}, f"^clip1 should be at {missing}, which does not exist")
 
 
-def test_without_files_an_export_is_of_the_checkpoint(job, refused, run, archive):
+def test_without_files_an_export_is_of_the_checkpoint(job, archive):
     export = job("export_trt", {"model.path": archive})
     assert export.unquantized()
     export.check_files()
-    refused("export_trt", {"model.path": "missing.nemo"}, "^model.path names missing.nemo, which does not exist")
-    refused("export_trt", {"model.path": archive, "model.family": "sd15"}, "^model.path is .*, a file, expected for")
     job("export_trt", {"trt.library": "none"})  # its ONNX files alone
-    refused(
-        "export_trt", {"trt.library": "none", "run": run}, "^trt.library is none, expected a library that builds plans"
-    )
 
 
-def test_folders_to_write_to_are_made_later_and_refused_now(job, refused, run, archive, tmp_path):
+def test_folders_to_write_to_are_made_later_and_refused_now(job, run, tmp_path):
     job("export_trt", {"run": run, "infer.out_path": run / "new"}).check_files()
-    assert not (run / "new").exists()
-    below = r"cannot be written, because of .*empty\.nemo; set infer\.out_path$"
-    refused("export_trt", {"run": run, "infer.out_path": archive / "new"}, below)
-    below = r"^the cache .* cannot be written, .*; set cache\.dir"
-    refused("quantize", {"cache.dir": archive / "cache", "model.path": archive}, below)
     check_writable(tmp_path / "a/b/c")
-    assert not (tmp_path / "a").exists()
+    assert not (run / "new").exists() and not (tmp_path / "a").exists()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
         check_writable(tmp_path / "broken/run")
@@ -63,53 +111,31 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
     """/proc has the permissions of a folder in which its owner may write."""
     with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
         check_writable(Path("/proc/x/y"))
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ResourceError, match="the disk is full"):
         check_writable(Path("/tmp/x"))
 
 
-def test_images_are_not_made_where_a_finished_run_lies(refused, run):
-    for name in ("metrics.json", "config.yaml", "layers.csv"):
-        (run / name).touch()
-    refused(
-        "infer", {"infer.out_path": str(run)}, "^infer.out_path is .*, expected another folder than a finished run's"
-    )
-
-
-def test_a_lora_has_a_strength(job, refused):
-    for stated, expected in (
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
         ("style.safetensors", ("style.safetensors", 1.0)),
         ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
         ("b.safetensors:-1", ("b.safetensors", -1.0)),
-    ):
-        model = job("infer", {"model.loras": [stated]}).model
-        assert lora_of(model.loras[0]) == expected
-        with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
-            model.check_files()
-    for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", ""):
-        refused("infer", {"model.loras": [stated]}, r"^model.loras .* a file, or file:strength with a number")
+    ],
+)
+def test_a_lora_has_a_strength(job, stated, expected):
+    model = job("infer", {"model.loras": [stated]}).model
+    assert lora_of(model.loras[0]) == expected
+    with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
+        model.check_files()
 
 
-def test_absent_images_and_masks_are_refused(refused, images):
-    refused("quantize", {"infer.image": "missing.png"}, "^infer.image names missing.png, which does not exist")
-    masks = images.parent / "masks"
-    masks.mkdir()
-    (masks / "a.png").touch()
-    told = r"^infer.mask is .* holds no mask for 1 of 2 images, such as b.png"
-    refused("quantize", {"infer.image": images, "infer.mask": masks}, told)
-
-
-def test_prompts_come_from_a_list_or_a_file(job, refused, archive, tmp_path):
+def test_prompts_come_from_a_list_or_a_file(job, tmp_path):
     listed = job("quantize", {"infer.prompts": ["a", "b"], "infer.num_samples": 2})
     assert listed.infer.prompt_list() == ["a", "a", "b", "b"]
     (tmp_path / "prompts.txt").write_text("c\nd\n")
     assert job("quantize", {"infer.prompts": tmp_path / "prompts.txt"}).infer.prompt_list() == ["c", "d"]
-    empty = r"^infer\.prompts is an empty list, expected at least one prompt; give some, as in 'infer.prompts=\["
-    refused("quantize", {"infer.prompts": [], "model.path": archive}, empty)
-
-
-TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
 
 
 def test_prompts_are_drawn_from_a_data_set_with_their_categories(job, tmp_path):
@@ -127,23 +153,6 @@ def test_prompts_are_drawn_from_a_data_set_with_their_categories(job, tmp_path):
     assert job("quantize", {}).infer.categories() is None
 
 
-def test_a_draw_that_cannot_be_made_is_refused(job, refused, archive, tmp_path):
-    (tmp_path / "set.tsv").write_text(TABLE)
-    given = {"infer.prompts": tmp_path / "set.tsv", "model.path": archive}
-    few = rf"^infer.num_prompts is 4, expected at most 3, which {tmp_path}/set.tsv has$"
-    refused("quantize", given | {"infer.num_prompts": 4}, few)
-    refused("quantize", given | {"infer.prompts_category": "Colour"}, "expected 'Colour' among them; name another with")
-    for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"), ("prompts_seed", 1, "0")):
-        with pytest.raises(ConfigError, match=rf"^infer.{knob} is {value}, expected {idle}, because "):
-            job("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value})
-
-
-def test_a_prompt_without_brackets_is_told_of_them(job):
-    told = r"^infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"
-    with pytest.raises(ConfigError, match=told):
-        job("quantize", {"infer.prompts": "cat"}).infer.prompt_list()
-
-
 def test_negative_prompts_are_repeated_as_the_prompts_are(job):
     infer = job("quantize", {"infer.negative_prompt": ["rain", "nude"], "infer.num_samples": 2}).infer
     assert infer.negative_prompts(2) == ["rain", "rain", "nude", "nude"]
@@ -152,19 +161,11 @@ def test_negative_prompts_are_repeated_as_the_prompts_are(job):
     assert job("quantize", {}).infer.negative_prompts(2) is None
 
 
-def test_more_calibration_prompts_than_there_are_is_refused(job, refused, archive, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
-    knobs = {"model.path": archive, "model.calibration_prompts": tmp_path / "prompts.txt"}
+def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from_elsewhere(job, archive, places):
+    knobs = {"model.path": archive, "model.calibration_prompts": places["here"] / "prompts.txt"}
     assert job("quantize", knobs | {"quantize.calib_size": 2}).calibration_prompts() == ["one", "two"]
-    told = "^calib_size is 4, expected at most the 3 prompts of the prompt file$"
-    refused("quantize", knobs | {"quantize.calib_size": 4}, told)
-
-
-def test_statistics_from_elsewhere_have_to_be_there_and_need_no_prompts(job, refused, archive, tmp_path):
-    knobs = {"model.path": archive, "model.calibration_prompts": "no/such.txt"}
-    job("quantize", knobs | {"quantize.calibration": tmp_path}).check_files()
-    told = "^calibration names no/such/cache, which .*; give a statistics"
-    refused("quantize", knobs | {"quantize.calibration": "no/such/cache"}, told)
+    elsewhere = {"model.calibration_prompts": "no/such.txt", "quantize.calibration": places["here"]}
+    job("quantize", knobs | elsewhere).check_files()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")
@@ -174,10 +175,9 @@ def test_a_missing_runtime_is_refused_with_its_extra(refused, archive, knob):
     refused("quantize", {knob: "tensorrt", "model.path": archive}, told, ResourceError)
 
 
-def test_either_denoiser_of_a_run_can_be_opened(job, refused, run):
+def test_either_denoiser_of_a_run_can_be_opened(job, run):
     """NeMo's inference loads the original first."""
     original = {"run": run, "variant": "full_precision"}
-    refused("infer", original, r"^variant is full_precision, expected quantized, because run= names no folder with")
     beside = artifact(run / "full_precision", "onnx", "unet_xl")
     beside.parent.mkdir(parents=True)
     beside.touch()

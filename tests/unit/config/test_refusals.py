@@ -6,7 +6,6 @@ import pytest
 
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
-from tests.presets import job as job_of_preset
 
 from .composition import JOBS
 
@@ -107,27 +106,39 @@ def test_a_wrong_value_is_refused_by_its_name(job, knob, values, expected):
         assert name in (knob, knob.removeprefix("quantize.")) and found in forms(value) and told.startswith(expected)
 
 
+ONE_BY_PART = "expected one of fp16, bf16, fp32, stored, or one by part"
+
+
 @pytest.mark.parametrize(
-    ("knob", "value", "sentence"),
+    ("knobs", "sentence"),
     [
-        ("model.io", "onnx", "export.io is onnx, expected one of nemo, diffusers"),
-        ("model.family", "dalle", f"model.family is dalle, expected one of {NAMED}"),
-        ("trt.sizes", ["128x64", "192x64"],
+        ({"model.io": "onnx"}, "export.io is onnx, expected one of nemo, diffusers"),
+        ({"model.family": "dalle"}, f"model.family is dalle, expected one of {NAMED}"),
+        ({"model.dtype": "fp12"}, f"export.dtype is fp12, {ONE_BY_PART}"),
+        ({"model.dtype": {"vae": "int8"}}, f"export.dtype is {{'vae': 'int8'}}, {ONE_BY_PART}"),
+        ({"model.dtype": {"clip9": "bf16"}},
+            "export.dtype is of clip9, expected of a part of the model: unet_xl, vae, clip1, clip2, vae_encoder"),
+        ({"model.dtype": {"vae": "bf16"}, "infer.engine": "onnxruntime"},
+            "export.dtype is {'vae': 'bf16'}, expected fp16 or fp32 with infer=onnxruntime, because ONNX Runtime's CPU "
+            "has no products of bf16"),
+        ({"model.dtype": "stored", "trt.targets": ["SM75", "SM89"]},
+            "trt.targets is ['SM75'], expected SM80 or newer with export.dtype=stored, which have bf16"),
+        ({"trt.sizes": ["128x64", "192x64"]},
             "infer.width is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
-        ("trt.sizes", ["64x128", "64x192"],
+        ({"trt.sizes": ["64x128", "64x192"]},
             "infer.height is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),
-        ("trt.min_batch_size", 9, "trt.max_batch_size is 8, expected at least 9"),
-        ("verdict", BOTH, "verdict.image_ms is 900.0, expected null, because verdict.speedup is the target already"),
-        ("quantize.smoothing", "none", "alpha is auto, expected null, because int8 smooths nothing"),
-        ("quantize.quant_levle", 3, "there is no knob quantize.quant_levle; did you mean quant_level?"),
-        ("trt.xyzzy", 1, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
+        ({"trt.min_batch_size": 9}, "trt.max_batch_size is 8, expected at least 9"),
+        ({"verdict": BOTH}, "verdict.image_ms is 900.0, expected null, because verdict.speedup is the target already"),
+        ({"quantize.smoothing": "none"}, "alpha is auto, expected null, because int8 smooths nothing"),
+        ({"quantize.quant_levle": 3}, "there is no knob quantize.quant_levle; did you mean quant_level?"),
+        ({"trt.xyzzy": 1}, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
             "optimization_level, sizes, static_batch, targets, timing_cache, workspace_gib"),
-        ("modle", {}, "there is no knob modle; did you mean model?"),
+        ({"modle": {}}, "there is no knob modle; did you mean model?"),
     ],
 )  # fmt: skip
-def test_a_refusal_may_be_of_another_knob_or_of_none(job, knob, value, sentence):
+def test_a_refusal_may_be_of_another_knob_or_of_none(job, knobs, sentence):
     with pytest.raises(ConfigError) as refusal:
-        job("quantize", {knob: value})
+        job("quantize", knobs)
     assert str(refusal.value) == sentence
 
 
@@ -148,46 +159,3 @@ def test_numbers_keep_their_kind_unless_a_fraction_is_expected(job):
     for knob, value, kind in (("keep", 1, int), ("keep", 0.5, float), ("alpha", 1, float)):
         found = getattr(job("quantize", {f"quantize.{knob}": value}).quantize, knob)
         assert found == value and type(found) is kind
-
-
-@pytest.mark.parametrize(
-    ("knobs", "sentence"),
-    [
-        ({"model.dtype": "fp12"}, "export.dtype is fp12, expected one of fp16, bf16, fp32, stored, or one by part"),
-        ({"model.dtype": {"vae": "int8"}},
-            "export.dtype is {'vae': 'int8'}, expected one of fp16, bf16, fp32, stored, or one by part"),
-        ({"model.dtype": {"clip9": "bf16"}},
-            "export.dtype is of clip9, expected of a part of the model: unet_xl, vae, clip1, clip2, vae_encoder"),
-        ({"model.dtype": {"vae": "bf16"}, "infer.engine": "onnxruntime"},
-            "export.dtype is {'vae': 'bf16'}, expected fp16 or fp32 with infer=onnxruntime, because ONNX Runtime's CPU "
-            "has no products of bf16"),
-        ({"model.dtype": "stored", "trt.targets": ["SM75", "SM89"]},
-            "trt.targets is ['SM75'], expected SM80 or newer with export.dtype=stored, which have bf16"),
-    ],
-)  # fmt: skip
-def test_a_precision_of_files_that_nothing_has_is_refused(job, knobs, sentence):
-    with pytest.raises(ConfigError) as refusal:
-        job("quantize", knobs)
-    assert str(refusal.value) == sentence
-    assert job("quantize", {"model.dtype": {"vae": "fp32"}, "infer.engine": "onnxruntime"})
-
-
-@pytest.mark.parametrize(
-    ("preset", "knobs", "sentence"),
-    [
-        (
-            "nvfp4",
-            {"quantize.rounding": "nearest"},
-            "0, because only quantize.rounding=gptq takes one, and it is nearest",
-        ),
-        ("convrot_w4a4", {}, "a multiple of 256, because quantize.rotation=256 rotates as many inputs together"),
-        ("q4_k_weight_only", {}, "a multiple of 256, because q4_k has blocks of as many inputs"),
-    ],
-)
-def test_a_hessian_that_does_not_fit_the_recipe_is_refused(preset, knobs, sentence):
-    with pytest.raises(ConfigError) as refusal:
-        job_of_preset(
-            f"quantize={preset}", "quantize.hessian=64", *(f"{name}={value}" for name, value in knobs.items())
-        )
-    assert str(refusal.value) == f"quantize.hessian is 64, expected {sentence}"
-    assert job_of_preset(f"quantize={preset}", "quantize.hessian=256").quantize.hessian == 256

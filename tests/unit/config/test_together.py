@@ -29,6 +29,7 @@ AUTO = "expected auto or tensorrt, because infer.engine=tensorrt"
         ("quantize", {"infer.engine": "tensorrt", "trt.library": "auto"}),
         ("quantize", {"infer.engine": "tensorrt", "trt.library": "tensorrt"}),
         ("quantize", BESIDE),
+        ("quantize", {"model.dtype": {"vae": "fp32"}, "infer.engine": "onnxruntime"}),
     ],
 )  # fmt: skip
 def test_these_do(job, primary, knobs):
