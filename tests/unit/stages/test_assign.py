@@ -1,6 +1,7 @@
 """What an assignment and a measurement of sensitivity are given."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,25 +18,17 @@ from sd_quant.stages.shared import Shared
 pytestmark = pytest.mark.commit
 
 
-def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch):
+def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch, answering):
     """Of the unconditional and the conditional half of each sampled call."""
-
-    class Part:
-        module, outputs = None, ("noise",)
-
-        def __call__(self, x):
-            return {"noise": 3 * x}
-
     calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(stage, "open_simulated", lambda *_: Part())
-    monkeypatch.setattr(stage, "denoiser_of", lambda *_: None)
+    answering(stage, open_simulated=Mock(side_effect=lambda x: {"noise": 3 * x}, outputs=("noise",)), denoiser_of=None)
     monkeypatch.setattr(stage, "Switched", lambda simulated, run, layers: SimpleNamespace(error=lambda _: run()))
     monkeypatch.setattr(stage, "sensitivity_of", lambda error, *_: error([]))
     measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
     assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
 
 
-def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, tmp_path):
+def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answering, tmp_path):
     """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else."""
     asked = []
 
@@ -43,8 +36,7 @@ def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, tmp_pat
         return SimpleNamespace(error=lambda quantized: asked.append(quantized) or 1 / (1 + len(quantized)))
 
     monkeypatch.setattr(stage, "Switched", switched)
-    monkeypatch.setattr(stage, "open_simulated", lambda *_: SimpleNamespace(module=None, outputs=("out",)))
-    monkeypatch.setattr(stage, "denoiser_of", lambda *_: None)
+    answering(stage, open_simulated=SimpleNamespace(module=None, outputs=("out",)), denoiser_of=None)
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "", "usable_cores": 1, "gpus": []}}
     shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
     one, other = (
@@ -63,10 +55,9 @@ def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, tmp_pat
     assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [everything] * 3 + [0]
 
 
-def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
-    weights = {"conv.weight": torch.ones(2, 3), "conv.bias": torch.zeros(2), "to_q.weight": torch.ones(4, 3)}
-    weights["norm_q.weight"] = torch.ones(4)
-    monkeypatch.setattr(stage, "denoiser_weights", lambda _: weights)
+def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, answering):
+    weights = {name: torch.ones(4) for name in ("conv.weight", "conv.bias", "to_q.weight", "norm_q.weight")}
+    answering(stage, denoiser_weights=weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
         checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
@@ -84,12 +75,12 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch):
     assert recipes == {"to_q": own, "to_k": ("to_k", loaded.recipe)} and because == "a file says so"
 
 
-def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch):
+def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch, answering):
     """Of the denoiser and of other parts."""
     monkeypatch.setattr(stage, "denoiser_weights", lambda checkpoint: checkpoint)
     monkeypatch.setattr(stage, "derive", lambda roles, weight_of, *_: {"a": weight_of("a")})
     monkeypatch.setattr(stage, "assign_nearest", lambda loaded, part, _: stage.weights_of_part(loaded, part))
-    monkeypatch.setattr(stage, "roles_of_part", lambda *_: {})
+    answering(stage, roles_of_part={})
     monkeypatch.setattr(stage, "with_loras_beside", lambda *given: {"joined": given})
     fused, base = ({"a.weight": each, "components": each} for each in ("with", "without"))
     own = SimpleNamespace(needs_inputs=False)

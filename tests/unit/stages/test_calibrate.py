@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
@@ -62,22 +63,35 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
 
 
-def test_linears_that_a_recipe_may_include_are_looked_at_and_asked_of_nobody_else(monkeypatch, tmp_path):
+@pytest.fixture
+def network(answering) -> nn.ModuleDict:
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
-    roles = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
-    taken = {}
-    monkeypatch.setattr(calibrate, "empty_denoiser", lambda _: network)
-    monkeypatch.setattr(calibrate, "load_model", lambda _: None)
-    monkeypatch.setattr(calibrate, "calibrate", lambda _, names, *rest, **others: taken.update(ours=names) or NONE)
-    monkeypatch.setattr(
-        calibrate, "read_statistics", lambda _, layers, *rest: taken.update(needed=list(layers), besides=list(rest[-2]))
-    )
-    monkeypatch.setattr(calibrate, "denoiser_part", lambda _: SimpleNamespace(contract=None))
-    monkeypatch.setattr(calibrate, "origin", lambda *_: {})
-    checkpoint = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
-    calibrate.statistics_of(checkpoint, roles, job("cache.dir=null"), "ab")
-    calibrate.statistics_of(checkpoint, roles, job(f"calibration={tmp_path}"), "ab")
-    assert taken == {"ours": ["time", "to_q"], "needed": ["to_q"], "besides": ["time"]}
+    answering(calibrate, empty_denoiser=network, load_model=None, origin={}, denoiser_part=SimpleNamespace(contract=0))
+    return network
+
+
+CHECKPOINT = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
+ROLES = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
+
+
+def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
+    network, monkeypatch
+):
+    """These in turn, as its prompts are others."""
+    collect = Mock(return_value=NONE)
+    monkeypatch.setattr(calibrate, "calibrate", collect)
+    asked = job("infer.prompts=[a cat, a dog]", "infer.negative_prompt=[rain, nude]", "infer.num_samples=2")
+    calibrate.statistics_of(CHECKPOINT, ROLES, asked, "ab")
+    _, names, _, sampling = collect.call_args.args
+    assert names == ["time", "to_q"] and sampling.negative_prompts == ["rain", "nude"]
+
+
+def test_linears_that_a_recipe_may_include_are_asked_of_no_statistics_from_elsewhere(network, monkeypatch, tmp_path):
+    read = Mock()
+    monkeypatch.setattr(calibrate, "read_statistics", read)
+    calibrate.statistics_of(CHECKPOINT, ROLES, job(f"calibration={tmp_path}"), "ab")
+    _, needed, *_, besides, _ = read.call_args.args
+    assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})
 
 
 @pytest.mark.parametrize(("loras", "shared"), [("fused", False), ("beside", True)])

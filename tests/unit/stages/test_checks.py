@@ -38,11 +38,6 @@ def job(*overrides: str):
     return infer_job(PROMPTS, *overrides)
 
 
-@pytest.fixture(scope="module")
-def checkpoint():
-    return open_unchecked(job().model).checkpoint
-
-
 def test_a_family_without_an_unconditional_half_takes_no_negative_prompt(tmp_path):
     (tmp_path / "model_index.json").touch()
     flux = ["model=flux", f"model.path={tmp_path}"]
@@ -87,14 +82,18 @@ def test_there_is_one_noise_for_each_image_or_one_for_all(noise, number, samples
 
 
 def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(noise, checkpoint):
+    """And for a pipeline that draws its own, of another number of channels or not: nobody knows how it packs them."""
     asked = job(noise(1, 16, 8, 8))
     check_request(asked.model, asked.infer)  # which does not know the checkpoint
-    with pytest.raises(
-        ConfigError, match="noise.pt holds 16 channels, and the latents of this checkpoint have 4; make"
-    ):
+    sentence = "noise.pt holds 16 channels, and the latents of this checkpoint have 4; make"
+    with pytest.raises(ConfigError, match=sentence):
         check_latents(checkpoint, asked.infer)
-    check_latents(checkpoint, job(noise(1, 4, 8, 8)).infer)
-    check_latents(checkpoint, job().infer)
+    asked = job(noise(1, 4, 8, 8))
+    check_latents(checkpoint, asked.infer)
+    with pytest.raises(ConfigError, match="^infer.latents is .*noise.pt, expected null with model=diffusers, because"):
+        check_latents(OBSERVED, asked.infer)
+    for opened in (checkpoint, OBSERVED):
+        check_latents(opened, job().infer)
 
 
 class Alone(Family):
@@ -102,55 +101,58 @@ class Alone(Family):
 
 
 OBSERVED = SimpleNamespace(family=Alone())
+# A pipeline whose graph of one part serves one batch, and that of another one size
+IN_GRAPHS = SimpleNamespace(
+    family=SimpleNamespace(UNEQUAL=None, ONE_BATCH="vae", ONE_SIZE=("transformer", 64, 128), DENOISER="transformer"),
+    parts=lambda: {"transformer": SimpleNamespace(contract=SimpleNamespace(latents=None))},
+)
 
 
-def test_several_images_at_a_time_are_refused_where_prompts_of_unequal_length_are_no_batch(checkpoint):
-    check_batch(checkpoint, "infer.batch_size", 8)
-    check_batch(OBSERVED, "infer.batch_size", 1)
-    sentence = (
-        "^quantize.batch_size is 8, expected 1, because prompts differ in length and this pipeline takes one prompt at "
-        "a time$"
-    )
-    with pytest.raises(ConfigError, match=sentence):
-        check_batch(OBSERVED, "quantize.batch_size", 8)
+def of_size(width: int, height: int) -> SimpleNamespace:
+    return SimpleNamespace(width=width, height=height, sizes=None)
 
 
-def test_batches_and_sizes_that_a_graph_does_not_serve_are_refused():
-    family = SimpleNamespace(UNEQUAL=None, ONE_BATCH="vae", ONE_SIZE=("transformer", 64, 128))
-    contract = SimpleNamespace(latents=None)
-    parts = {"transformer": SimpleNamespace(contract=contract)}
-    checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
-    family.DENOISER = "transformer"
-    check_batch(checkpoint, "infer.batch_size", 1)
-    check_batch(checkpoint, "quantize.batch_size", 8)  # which torch computes
-    with pytest.raises(ConfigError, match="^infer.batch_size is 8, expected 1, because the graph of vae serves no oth"):
-        check_batch(checkpoint, "infer.batch_size", 8)
-    check_sizes(checkpoint, "infer", SimpleNamespace(width=64, height=128, sizes=None))
-    check_sizes(checkpoint, "model", SimpleNamespace(width=128, height=128, sizes=None))
-    sentence = (
-        "^infer.width and infer.height is 128 x 128, expected 64 x 128, with which the pipeline was observed, because "
-        "the graph of transformer serves no other$"
-    )
-    with pytest.raises(ConfigError, match=sentence):
-        check_sizes(checkpoint, "infer", SimpleNamespace(width=128, height=128, sizes=None))
+TILED, WHOLE = (SimpleNamespace(vae_tile=tile) for tile in (32, None))
 
 
-def test_noise_is_refused_for_a_pipeline_that_draws_its_own(noise):
-    """Of another number of channels or not: nobody knows how a pipeline packs its latents."""
-    with pytest.raises(ConfigError, match="^infer.latents is .*noise.pt, expected null with model=diffusers, because"):
-        check_latents(OBSERVED, job(noise(1, 4, 8, 8)).infer)
-    check_latents(OBSERVED, job().infer)
+@pytest.mark.parametrize(
+    ("check", "opened", "given"),
+    [
+        (check_batch, None, ("infer.batch_size", 8)),
+        (check_batch, OBSERVED, ("infer.batch_size", 1)),
+        (check_batch, IN_GRAPHS, ("infer.batch_size", 1)),
+        (check_batch, IN_GRAPHS, ("quantize.batch_size", 8)),  # which torch computes
+        (check_sizes, IN_GRAPHS, ("infer", of_size(64, 128))),
+        (check_sizes, IN_GRAPHS, ("model", of_size(128, 128))),
+        (check_mask, OBSERVED, ("model.calibration_", None)),
+        (check_steps, None, ("quantize.n_steps", 1000)),
+        (check_tile, None, (TILED,)),
+        (check_tile, OBSERVED, (WHOLE,)),
+    ],
+)
+def test_what_a_checkpoint_can_do_is_taken(checkpoint, check, opened, given):
+    """None stands for the checkpoint that ships."""
+    check(opened or checkpoint, *given)
 
 
-def test_a_pipeline_that_is_observed_has_no_rule_for_masks():
-    check_mask(OBSERVED, "model.calibration_", None)
-
-
-def test_more_steps_than_the_sampler_has_noise_levels_are_refused(checkpoint):
-    """Its tables end there: what diffusers says is an IndexError, after minutes of work."""
-    check_steps(checkpoint, "quantize.n_steps", 1000)
-    with pytest.raises(ConfigError, match=r"^quantize.n_steps is 1001, expected at most 1000, for which this check"):
-        check_steps(checkpoint, "quantize.n_steps", 1001)
+@pytest.mark.parametrize(
+    ("check", "opened", "given", "sentence"),
+    [
+        (check_batch, OBSERVED, ("quantize.batch_size", 8), "quantize.batch_size is 8, expected 1, because prompts "
+         "differ in length and this pipeline takes one prompt at a time$"),
+        (check_batch, IN_GRAPHS, ("infer.batch_size", 8),
+         "infer.batch_size is 8, expected 1, because the graph of vae serves no oth"),
+        (check_sizes, IN_GRAPHS, ("infer", of_size(128, 128)), "infer.width and infer.height is 128 x 128, expected "
+         "64 x 128, with which the pipeline was observed, because the graph of transformer serves no other$"),
+        # A sampler's tables end there: what diffusers says is an IndexError, after minutes of work
+        (check_steps, None, ("quantize.n_steps", 1001),
+         "quantize.n_steps is 1001, expected at most 1000, for which this check"),
+        (check_tile, OBSERVED, (TILED,), "infer.vae_tile is 32, expected null with model=diffusers, because"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_cannot_do_is_refused(checkpoint, check, opened, given, sentence):
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        check(opened or checkpoint, *given)
 
 
 def test_guidance_that_nothing_reads_is_refused(tmp_path):
@@ -162,9 +164,8 @@ def test_guidance_that_nothing_reads_is_refused(tmp_path):
         check_guidance(dev, each.infer.scale)
     for each in asked[1:]:
         check_guidance(schnell, each.infer.scale)
-    with pytest.raises(
-        ConfigError, match=r"^infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"
-    ):
+    sentence = "^infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"
+    with pytest.raises(ConfigError, match=sentence):
         check_guidance(schnell, asked[0].infer.scale)
 
 
@@ -176,14 +177,6 @@ def test_noise_that_is_not_there_is_refused_with_the_knobs():
 @pytest.mark.parametrize("stated", ["model.width=128", "infer.sizes=[64x64,64x128]"])
 def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
     made, section = presets.job("model=sd3_mini", stated), stated.partition(".")[0]
-    with pytest.raises(
-        ConfigError, match=rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
-    ):
+    sentence = rf"^{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"
+    with pytest.raises(ConfigError, match=sentence):
         check_sizes(open_unchecked(made.model).checkpoint, section, getattr(made, section))
-
-
-def test_tiles_are_refused_for_a_pipeline_that_decodes_by_itself(checkpoint):
-    with pytest.raises(ConfigError, match="^infer.vae_tile is 32, expected null with model=diffusers, because"):
-        check_tile(OBSERVED, job("infer.vae_tile=32").infer)
-    check_tile(checkpoint, job("infer.vae_tile=32").infer)
-    check_tile(OBSERVED, job().infer)

@@ -1,12 +1,8 @@
 """What the knobs of ``infer`` say of images."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from sd_quant.quantization.statistics import Statistics
-from sd_quant.stages import calibrate
 from sd_quant.stages.generate import keep_prompts, sampling_of
 from sd_quant.stages.job_folder import facts_of, fingerprint_of
 from tests import presets
@@ -16,8 +12,6 @@ pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 PROMPTS = "infer.prompts=[a cat, a dog]"
 
-NONE = Statistics({}, {})
-
 
 @pytest.mark.parametrize(
     ("given", "negatives"),
@@ -26,19 +20,6 @@ NONE = Statistics({}, {})
 def test_negative_prompts_are_those_of_the_images(given, negatives):
     sampling = sampling_of(infer_job(PROMPTS, f"infer.negative_prompt={given}", "infer.num_samples=2").infer)
     assert sampling.negative_prompts == negatives and sampling.latents is None
-
-
-def test_calibration_has_the_negative_prompts_of_the_images(monkeypatch):
-    """In turn, as its prompts are others."""
-    taken = []
-    monkeypatch.setattr(calibrate, "load_model", lambda checkpoint: None)
-    monkeypatch.setattr(
-        calibrate, "calibrate", lambda model, names, prompts, sampling, **_: taken.append(sampling) or NONE
-    )
-    asked = presets.job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2", "cache.dir=null")
-    monkeypatch.setattr(calibrate, "empty_denoiser", lambda checkpoint: None)
-    calibrate.statistics_of(SimpleNamespace(), {}, asked, "ab")
-    assert taken[0].negative_prompts == ["rain", "nude"]
 
 
 def test_the_hash_of_the_noise_is_one_of_the_inputs(tmp_path):

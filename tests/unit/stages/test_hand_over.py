@@ -88,7 +88,7 @@ def test_every_other_column_decides(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
-def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, when):
+def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, answering, when):
     folder = tmp_path / "gguf"
     folder.mkdir()
     earlier = json.dumps({"files": ["old", "../canary"]})
@@ -105,9 +105,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
             (folder / "thesis.txt").touch()
 
     monkeypatch.setattr(hand_over, "write_folder", write)
-    monkeypatch.setattr(hand_over, "left_out", lambda *_: [])
-    monkeypatch.setattr(hand_over, "absent", lambda *_: [])
-    monkeypatch.setattr(hand_over, "versions", lambda *_: {})
+    answering(hand_over, left_out=[], absent=[], versions={})
     family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
     contract = SimpleNamespace(weights=torch.float16)
     parts = lambda: {"unet_xl": SimpleNamespace(component="unet", contract=contract)}  # noqa: E731
@@ -137,24 +135,21 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     assert (tmp_path / "canary").exists()
 
 
-def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
+def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
     said, run = [], tmp_path / AWKWARD
     monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
-    monkeypatch.setattr(hand_over, "measured_by", lambda *_: None)
-    monkeypatch.setattr(hand_over, "images_of_run", lambda *_: None)
     knobs = SimpleNamespace(model=None, infer=SimpleNamespace(prompt_list=list))
+    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
+    loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
+    answering(
+        hand_over, measured_by=None, images_of_run=None, recipe_of_run=knobs, handed_over_table=None, as_text=[],
+        assignment_of=(loaded, {"unet": {"a": row("a", 32, 32)}}), open_session=SimpleNamespace(checkpoint=None),
+    )  # fmt: skip
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
     hand_over.hand_over_run(None, {}, {"gguf": {}}, knobs, run, given)
     assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
-    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
-    loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
-    monkeypatch.setattr(hand_over, "assignment_of", lambda *_: (loaded, {"unet": {"a": row("a", 32, 32)}}))
-    monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: knobs)
-    monkeypatch.setattr(hand_over, "open_session", lambda *_: SimpleNamespace(checkpoint=None))
-    monkeypatch.setattr(hand_over, "handed_over_table", lambda written: None)
-    monkeypatch.setattr(hand_over, "as_text", lambda table: [])
     for images in (True, False):
         job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
         hand_over.hand_over(job, tmp_path / "out")
@@ -164,14 +159,14 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch):
         assert (made["to"], made["images"]) == ("gguf", images)
 
 
-def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch, answering):
     class Opened(session.Session):
         parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
         parameters = {"unet_xl": 10**9}
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    monkeypatch.setattr(session, "open_unchecked", lambda model: Opened(None))
-    monkeypatch.setattr(hand_over, "recipe_of_run", lambda run, cache: SimpleNamespace(model=None))
+    answering(shutil, disk_usage=SimpleNamespace(free=0))
+    answering(session, open_unchecked=Opened(None))
+    answering(hand_over, recipe_of_run=SimpleNamespace(model=None))
     job = SimpleNamespace(run=str(tmp_path), cache=None, images=False, targets=lambda: ["onnx", "gguf"])
     with pytest.raises(ResourceError, match=r"needs up to 4.00 GB .*hand_over 4.0 GB.* and the disk has 0.00 GB free"):
         hand_over.hand_over(job, tmp_path / "out")

@@ -66,12 +66,10 @@ def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
     assert "\n" not in found["reason"]
 
 
-def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(monkeypatch):
+def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(answering):
     samples = {judge_one.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge_one.QUANTIZED: [10.0] * 40}
-    monkeypatch.setattr(judge_one, "pipeline_of", lambda *_: None)
-    monkeypatch.setattr(judge_one, "sampling_of", lambda infer: None)
-    monkeypatch.setattr(judge_one, "generate", lambda *_: images(8))
-    monkeypatch.setattr(judge_one, "denoiser_rounds", lambda *_: Rounds(samples, {}, 0, "narrow", {}))
+    answering(judge_one, pipeline_of=None, sampling_of=None, generate=images(8))
+    answering(judge_one, denoiser_rounds=Rounds(samples, {}, 0, "narrow", {}))
     pool = dict.fromkeys(("unet", judge_one.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
     found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), pool)
     assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2

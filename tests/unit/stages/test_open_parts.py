@@ -2,15 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
-from sd_quant.places import HOME
 from sd_quant.stages import open_parts
 
 pytestmark = pytest.mark.commit
@@ -20,11 +19,6 @@ def infer(
     engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False, vae_tile: int | None = None
 ) -> SimpleNamespace:
     return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph, vae_tile=vae_tile)
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
@@ -78,21 +72,17 @@ def test_torch_computes_on_the_best_device_in_layers_for_it(checkpoint, monkeypa
     assert asked == [({}, torch.device("meta"))]
 
 
-@pytest.mark.parametrize(
-    "engine, precision, expected",
-    [("openvino", "bf16", "bf16"), ("openvino", "auto", None), ("openvino", "fp16", None), ("torch", "bf16", None)],
-)
-def test_a_runtime_is_told_of_a_precision_that_it_has(monkeypatch, engine, precision, expected):
-    given = {}
-    monkeypatch.setattr(open_parts, "load_engine", lambda name, path, **options: given.update(options))
-    open_parts.open_file(Path("unet_xl.onnx"), infer(engine, precision))
-    assert given.get("precision") == expected
-
-
-def test_a_decoder_keeps_what_is_compiled_for_each_shape_of_tiles(monkeypatch):
-    given = []
-    monkeypatch.setattr(open_parts, "load_engine", lambda name, path, **options: given.append(options.get("kept")))
-    for engine, tile, part in (("openvino", 32, "vae"), ("openvino", 32, "unet_xl"), ("openvino", None, "vae"),
-                               ("onnxruntime", 32, "vae")):  # fmt: skip
-        open_parts.open_file(Path(f"{part}.onnx"), infer(engine, vae_tile=tile))
-    assert given == [4, None, None, None]
+@pytest.mark.parametrize(("part", "knobs", "told"), [
+    ("unet_xl", {"engine": "openvino", "precision": "bf16"}, {"precision": "bf16"}),
+    ("unet_xl", {"engine": "openvino"}, {}), ("unet_xl", {"engine": "openvino", "precision": "fp16"}, {}),
+    ("unet_xl", {"engine": "torch", "precision": "bf16"}, {}),
+    ("vae", {"engine": "openvino", "vae_tile": 32}, {"kept": 4}),  # what is compiled for each shape of tiles
+    ("unet_xl", {"engine": "openvino", "vae_tile": 32}, {}), ("vae", {"engine": "openvino"}, {}),
+    ("vae", {"engine": "onnxruntime", "vae_tile": 32}, {}),
+])  # fmt: skip
+def test_a_runtime_is_told_of_what_it_has_and_the_part_needs(monkeypatch, part, knobs, told):
+    load = Mock()
+    monkeypatch.setattr(open_parts, "load_engine", load)
+    open_parts.open_file(Path(f"{part}.onnx"), infer(**knobs))
+    given = {name: load.call_args.kwargs.get(name) for name in ("precision", "kept")}
+    assert given == {"precision": None, "kept": None} | told

@@ -15,8 +15,11 @@ pytestmark = pytest.mark.commit
 
 
 @pytest.fixture
-def theirs():
-    return job("model.width=128", "infer.scale=3.0", "infer.prompts=[theirs]", "infer.seed=7")
+def theirs(answering):
+    """The job of a stranger's run, whose record says nothing."""
+    made = job("model.width=128", "infer.scale=3.0", "infer.prompts=[theirs]", "infer.seed=7")
+    answering(subjects, recipe_of_run=made, record_of_run={})
+    return made
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def runs(tmp_path):
 
 def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
     assert run_runtime(tmp_path, "openvino", {}, runs) is None
-    trusted = JudgedWith(runs.model, runs.infer, runs.cache, runs.directory, trusted=True)
+    trusted = replace(runs, trusted=True)
     assert run_runtime(tmp_path, "openvino", {}, trusted).name == "openvino"
     assert run_runtime(tmp_path, "openvino", {"simulated": True}, trusted) is None
     assert run_runtime(tmp_path, "tensorrt", {}, trusted) is None, "a plan is never loaded"
@@ -41,8 +44,6 @@ def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, run
         seen.append((job, checkpoint, directory))
         raise InterruptedError
 
-    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
-    monkeypatch.setattr(subjects, "record_of_run", lambda run: {})
     monkeypatch.setattr(subjects, "assignment_of", assignment_of)
     with pytest.raises(InterruptedError):
         run_subject("a", tmp_path / "a", "our checkpoint", None, runs)
@@ -55,10 +56,8 @@ def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, run
     assert runs.infer.scale != 3.0, "and ours stays as it is"
 
 
-def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, monkeypatch, tmp_path):
+def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
     theirs.quantize = SimpleNamespace(calibration=None, calib_size=MOST_CALIBRATED, n_steps=2)
-    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
-    monkeypatch.setattr(subjects, "record_of_run", lambda run: {})
     with pytest.raises(ConfigError, match=r"was calibrated on 51200 prompts in 2 steps, expected at most 51200 of"):
         run_subject("a", tmp_path / "a", None, None, runs)
 
@@ -67,7 +66,7 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, monkeypatch,
     ("of_run", "beside"), [("with", False), ("without", True), ("other", None)], ids=["fused", "beside", "another"]
 )
 def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
-    theirs, runs, monkeypatch, tmp_path, of_run, beside
+    theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
 ):
     """Its recipe is derived of the checkpoint without them; a run with them is as it is, and no other is taken."""
     seen = []
@@ -78,16 +77,12 @@ def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
 
     session = SimpleNamespace(checkpoint="fused", denoiser="unet", parameters={})
     runs = replace(runs, model=replace(runs.model, loras=["a.safetensors"]), base_sha256="without")
-    monkeypatch.setattr(subjects, "recipe_of_run", lambda run, cache: theirs)
-    monkeypatch.setattr(subjects, "record_of_run", lambda run: {"inputs": {"checkpoint": {"sha256": of_run}}})
     monkeypatch.setattr(subjects, "assignment_of", assignment_of)
     monkeypatch.setattr(subjects, "without_loras", lambda checkpoint: f"not {checkpoint}")
     monkeypatch.setattr(subjects, "with_loras_beside", lambda *given: {"beside": given})
-    monkeypatch.setattr(subjects, "artifact", lambda run, kind, part: run)
-    monkeypatch.setattr(subjects, "onnx_bytes", lambda run, part: 1)
-    monkeypatch.setattr(subjects, "fingerprint", lambda run: {})
-    monkeypatch.setattr(subjects, "rows_of_run", lambda assignment: [])
     monkeypatch.setattr(subjects, "open_simulated", lambda *given: given)
+    answering(subjects, record_of_run={"inputs": {"checkpoint": {"sha256": of_run}}})
+    answering(subjects, artifact=tmp_path, onnx_bytes=1, fingerprint={}, rows_of_run=[])
     if beside is None:
         with pytest.raises(ConfigError, match="which has other weights than model.path"):
             run_subject("a", tmp_path / "a", session, "with", runs)
