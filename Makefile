@@ -65,7 +65,7 @@ quick:
 	$(PYTEST) tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
-	$(PYTHON) -m tests.run mutations --workers 2 $(OPTIONS)
+	$(PYTHON) -m tests.run mutations --workers 2 $(or $(OPTIONS),--nightly)
 
 fuzz: $(VENV)/.sd-quant-test ## Give every reader of files many damaged and hostile inputs
 	$(PYTHON) -m tests.run fuzz

@@ -33,7 +33,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.diff")
 PACKAGE = "sd_quant"
-CAUGHT, SURVIVED, NOT_APPLICABLE = "caught by", "SURVIVED", "NOT APPLICABLE"
+CAUGHT, SURVIVED, NOT_APPLICABLE, NIGHTLY = "caught by", "SURVIVED", "NOT APPLICABLE", "left to --nightly:"
 TIME_LIMIT = 900  # seconds for the tests of one fault, which may have made a loop endless
 IMPORTED_ONCE = (
     *("torch._dynamo", "torchmetrics", "diffusers.models", "transformers.models.clip", "onnx", "onnxscript"),
@@ -119,7 +119,7 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
                 os.dup2(output.fileno(), stream)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = pytest.main([*quiet, "--cadence", "commit", *options, *tests], plugins=[failures])
+        code = pytest.main([*quiet, "-m", "not consumer", *options, *tests], plugins=[failures])
         (repository / "answer.json").write_text(json.dumps([code, failures.ids]))
     except BaseException:
         traceback.print_exc()
@@ -146,11 +146,16 @@ def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Ou
         return Outcome(fault, SURVIVED, file, ", ".join(fault.tests))
     if failed:
         return Outcome(fault, CAUGHT, file, failed[0])
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return Outcome(fault, NIGHTLY, file, ", ".join(fault.tests))
     return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
-def try_faults(faults: Sequence[Fault], copies: Sequence[Path], seconds: float = math.inf) -> Iterator[Outcome]:
+def try_faults(
+    faults: Sequence[Fault], copies: Sequence[Path], cadences: Sequence[str], seconds: float = math.inf
+) -> Iterator[Outcome]:
     """The outcome of each fault that is begun within ``seconds``; as many are tried at a time as there are copies."""
+    chosen = [f"--cadence={cadence}" for cadence in cadences]
     until = time.monotonic() + seconds
     waiting, free = list(reversed(faults)), list(copies)
     running: dict[int, tuple[Fault, Path, Path, str]] = {}
@@ -166,7 +171,7 @@ def try_faults(faults: Sequence[Fault], copies: Sequence[Path], seconds: float =
                 continue
             original = files[0].read_text(encoding="utf-8")
             files[0].write_text(original.replace(fault.find, fault.replace), encoding="utf-8")
-            process = start_tests(repository, fault.tests, "-x", limit=TIME_LIMIT)
+            process = start_tests(repository, fault.tests, "-x", *chosen, limit=TIME_LIMIT)
             running[process] = fault, free.pop(), files[0], original
         if running:
             process, _ = os.wait()
@@ -238,7 +243,8 @@ def run(wanted: argparse.Namespace) -> int:
         for repository in copies:
             copy_repository(repository)
         outcomes: dict[str, Outcome] = {}
-        for outcome in try_faults(chosen, copies, wanted.seconds):
+        cadences = ("commit", "nightly") if wanted.nightly else ("commit",)
+        for outcome in try_faults(chosen, copies, cadences, wanted.seconds):
             outcomes[outcome.fault.name] = outcome
             tell(outcome)
         for outcome in without_fault(list(outcomes.values()), copies[0]):
@@ -246,8 +252,9 @@ def run(wanted: argparse.Namespace) -> int:
             tell(outcome)
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
+    told += f", {counts[NIGHTLY]} whose tests are nightly"
     print(f"{len(chosen)} faults: {told}, {len(chosen) - len(outcomes)} not tried for time")
-    return int(counts[CAUGHT] != len(outcomes))
+    return int(counts[CAUGHT] + counts[NIGHTLY] != len(outcomes))
 
 
 def tell(outcome: Outcome) -> None:
