@@ -28,11 +28,9 @@ WATCHED = Path(__file__).with_name("watched")
 Command = Callable[..., subprocess.CompletedProcess]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the two files that make what others share, one by each worker, else one would wait for the other's; then
-    the longest of `make soak`. Where not all may have their time, in the order that was asked for."""
-    if config.getoption("until"):
-        return
+    the longest of `make soak`."""
     names = ("families", "installed", "faults", "launchers", "deployed", "beside", "notebook")
     longest = [f"test_{name}.py" for name in names]
     first = ["test_main_job.py", "test_recipes.py", *longest]
