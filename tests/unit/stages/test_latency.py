@@ -1,16 +1,14 @@
 """The latency of the record: which variant was timed for which number, on a clock that only the engines move."""
 
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.config import PART_NAMES, Timing
+from sd_quant.config import PART_NAMES, Infer, Timing
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
-from sd_quant.places import HOME
 from sd_quant.report.summary import timed_alone
 from sd_quant.report.timing import Timed
 from sd_quant.stages import infer
@@ -26,64 +24,64 @@ INFER = job(
 TIMING = Timing(half_width=0.01, budget_s=0)
 
 
-@pytest.fixture(scope="module")
-def checkpoint():
-    return open_nemo(HOME / "checkpoints/sdxl_mini.nemo")
+@dataclass
+class Clocked:
+    """Engines that give zeros of the right shapes, and a clock that they alone move."""
 
+    contracts: dict
+    seconds: float = 0.0
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(latency, "perf_counter", lambda: now.seconds)
-    return now
+    def taking(self, seconds: float, part: str = "unet_xl", in_images: float = 0.0) -> Callable:
+        """Of a part; ``in_images`` each call takes longer that is not a timed one: these have timesteps of one."""
 
-
-def engines_taking(seconds: dict[str, float], clock, contracts) -> dict:
-    """Engines that give zeros of the right shapes and take the given time."""
-
-    def engine(part: str):
         def call(**inputs):
-            clock.seconds += seconds[part]
+            shown = part == "unet_xl" and inputs["timesteps"].max().item() > 1
+            self.seconds += seconds + in_images * shown
             batch = len(next(iter(inputs.values())))
             if part == "unet_xl":
                 return {"out": torch.zeros_like(inputs["x"])}
             if part == "vae":
                 return {"dec": torch.zeros(batch, 3, 64, 64)}
-            context = contracts["unet_xl"].inputs["context"][2]
+            context = self.contracts["unet_xl"].inputs["context"][2]
             width = {"clip1": 64, "clip2": context - 64}[part]
             return {"z": torch.zeros(batch, 80, width), "z_pooled": torch.zeros(batch, 128)}
 
-        call.name, call.inputs, call.device = part, contracts[part].dtypes, torch.device("cpu")
+        call.name, call.inputs, call.device = part, self.contracts[part].dtypes, torch.device("cpu")
         return call
 
-    return {part: engine(part) for part in PART_NAMES}
+    def variants(self, framework: float = 8.0, full_precision: float = 4.0, quantized: float = 1.0) -> dict[str, dict]:
+        """Seconds of every part of a variant; of the quantized one the UNet's."""
+        full = {part: self.taking(full_precision, part) for part in PART_NAMES}
+        return {
+            "framework": {part: self.taking(framework, part) for part in PART_NAMES},
+            "full_precision": full,
+            "quantized": full | {"unet_xl": self.taking(quantized)},
+        }
 
 
-def variants_taking(framework: float, full_precision: float, quantized: float, clock, contracts) -> dict[str, dict]:
-    """Seconds of every part of a variant; of the quantized one the UNet's."""
-    full = engines_taking(dict.fromkeys(PART_NAMES, full_precision), clock, contracts)
-    return {
-        "framework": engines_taking(dict.fromkeys(PART_NAMES, framework), clock, contracts),
-        "full_precision": full,
-        "quantized": full | {"unet_xl": engines_taking({"unet_xl": quantized}, clock, contracts)["unet_xl"]},
-    }
+@pytest.fixture
+def clocked(checkpoint, monkeypatch) -> Clocked:
+    clocked = Clocked(contracts_of(checkpoint))
+    monkeypatch.setattr(latency, "perf_counter", lambda: clocked.seconds)
+    return clocked
 
 
-def slower_in_images(engine, seconds: float, clock):
-    """The engine, of which each call but a timed one takes longer: these are given timesteps of one."""
+def compared(checkpoint, variants: dict, together: bool = True, infer: Infer = INFER, **more) -> dict:
+    return compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, **more)
 
-    def call(**inputs):
-        clock.seconds += seconds if inputs["timesteps"].max() > 1 else 0.0
-        return engine(**inputs)
 
-    vars(call).update(vars(engine))
-    return call
+def read_from(latency: dict) -> Timed:
+    """What a report reads of a record with this latency."""
+    return timed_alone("a", {
+        "latency": latency, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together)
+def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
+    variants = clocked.variants()
+    found = compared(checkpoint, variants, together)
 
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
     assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
@@ -105,38 +103,31 @@ def test_each_number_is_of_its_own_variant(checkpoint, clock, together):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clock, together):
+def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clocked, together):
     """4 s of every unquantized part, 1 s of the denoiser and of one text encoder."""
-    contracts = contracts_of(checkpoint)
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
-    variants["quantized"] |= {"clip1": engines_taking({"clip1": 1.0}, clock, contracts)["clip1"]}
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together, others=["clip1"])["openvino"]
+    variants = clocked.variants()
+    variants["quantized"] |= {"clip1": clocked.taking(1.0, "clip1")}
+    found = compared(checkpoint, variants, together, others=["clip1"])["openvino"]
     assert found["clip1"]["1"]["speedup"] == pytest.approx(4) and "speedup" not in found["clip2"]["1"]
     assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(2 * 4000 + 1000 + 2 * 1000)
     assert found["image"]["1"]["quantized"]["rest"] == pytest.approx((2 * 4000 + 1000) / (2 * 4000))
-    timed = timed_alone("a", {
-        "latency": {"openvino": found}, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    })  # fmt: skip
-    assert timed.image_speedup().value == pytest.approx(found["image"]["1"]["speedup"]) == pytest.approx(20 / 11)
+    assert found["image"]["1"]["speedup"] == pytest.approx(20 / 11)
+    assert read_from({"openvino": found}).image_speedup().value == pytest.approx(20 / 11)
     if together:
         assert found["image"]["1"]["whole_images"]["agree"]
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clock, together):
+def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clocked, together):
     """4 s of every unquantized part, 1 s of the denoiser, which is called once for two steps."""
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+    variants = clocked.variants()
     infer = replace(INFER, schedule="cr")
-    once = CallsOfAnImage(1)
-    found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, calls=once)["openvino"]
+    found = compared(checkpoint, variants, together, infer, calls=CallsOfAnImage(1))["openvino"]
     assert found["unet_xl"]["2"]["speedup"] == pytest.approx(4), "a call's"
     image = found["image"]["1"]
     assert image["quantized"]["p50_ms"] == pytest.approx(3 * 4000 + 1000) and image["quantized"]["calls_share"] == 0.5
-    assert timed_alone("a", {
-        "latency": {"openvino": found}, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    }).image_speedup().value == pytest.approx(image["speedup"]) == pytest.approx(20 / 13)  # fmt: skip
+    assert image["speedup"] == pytest.approx(20 / 13)
+    assert read_from({"openvino": found}).image_speedup().value == pytest.approx(20 / 13)
     if together:
         assert image["whole_images"]["speedup"] == pytest.approx(20 / 13), "made with that schedule"
     halves = CallsOfAnImage(1, 1)  # here half of a batch takes as long as all of it
@@ -145,47 +136,41 @@ def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clock, together):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clock, together):
+def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clocked, together):
     """4 s of the unquantized engine, 1 s of the quantized one, 2 s of the compiled framework."""
-    contracts = contracts_of(checkpoint)
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
-    variants["compiled_framework"] = {"unet_xl": engines_taking({"unet_xl": 2.0}, clock, contracts)["unet_xl"]}
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together)
+    variants = clocked.variants()
+    variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
+    found = compared(checkpoint, variants, together)
     assert found["torch_compiled"].keys() == {"unet_xl", "image"}
     assert found["torch_compiled"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
     # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
     assert found["torch_compiled"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
-    timed = timed_alone("a", {
-        "latency": found, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    })  # fmt: skip
-    assert timed.image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
+    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
-def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clock, caplog):
+def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clocked, caplog):
     """In images the denoiser takes as long as its calls do, or what quantizing gains is lost in them."""
-    contracts, infer = contracts_of(checkpoint), replace(INFER, num_timed_runs=10)
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts)
+    infer = replace(INFER, num_timed_runs=10)
+    variants = clocked.variants()
 
     def whole_images() -> dict:
-        found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, True)
+        found = compared(checkpoint, variants, infer=infer)
         return found["openvino"]["image"]["1"]["whole_images"]
 
     found = whole_images()
     assert found["agree"] and not caplog.messages and found["speedup"] == pytest.approx(20 / 14)
-    variants["quantized"] |= {"unet_xl": slower_in_images(variants["quantized"]["unet_xl"], 3.0, clock)}
+    variants["quantized"] |= {"unet_xl": clocked.taking(1.0, in_images=3.0)}
     found = whole_images()
     assert not found["agree"] and found["speedup"] == pytest.approx(1)
     assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
 
 
-def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkpoint, clock):
+def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkpoint, clocked):
     """Each call of the unquantized denoiser takes five times as long in an image as in rounds; torch is quiet."""
-    contracts = contracts_of(checkpoint)
-    variants = variants_taking(0.8, 0.4, 0.1, clock, contracts)
-    variants["full_precision"] |= {"unet_xl": slower_in_images(variants["full_precision"]["unet_xl"], 1.6, clock)}
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
+    variants = clocked.variants(0.8, 0.4, 0.1)
+    variants["full_precision"] |= {"unet_xl": clocked.taking(0.4, in_images=1.6)}
+    found = compared(checkpoint, variants)
     image = found["openvino"]["image"]["1"]
     for variant in ("full_precision", "quantized"):
         assert image[variant]["p50_ms"] is None
@@ -195,15 +180,15 @@ def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkp
     assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
 
 
-def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clock):
+def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clocked):
     """Behind another engine's call each takes 10 ms more: half of that in the mean of a row of two steps."""
-    variants, last = variants_taking(0.08, 0.04, 0.01, clock, contracts_of(checkpoint)), [None]
+    variants, last = clocked.variants(0.08, 0.04, 0.01), [None]
 
     def after_another(name: str):
         engine = variants[name]["unet_xl"]
 
         def call(**inputs):
-            clock.seconds += 0.01 * (last[0] != name)
+            clocked.seconds += 0.01 * (last[0] != name)
             last[0] = name
             return engine(**inputs)
 
@@ -217,8 +202,8 @@ def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(check
     )
 
 
-def test_engines_are_opened_again_where_memory_has_room(checkpoint, clock, monkeypatch, caplog):
-    opened, variants = [], variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
+def test_engines_are_opened_again_where_memory_has_room(checkpoint, clocked, monkeypatch, caplog):
+    opened, variants = [], clocked.variants()
     engines = {name: variants[name]["unet_xl"] for name in ("full_precision", "quantized")}
     for name, engine in engines.items():
         engine.reopen = lambda name=name: opened.append(name) or True
@@ -233,7 +218,7 @@ def test_engines_are_opened_again_where_memory_has_room(checkpoint, clock, monke
     assert "memory has no room to open 2 engines again" in caplog.text
 
 
-def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, monkeypatch):
+def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clocked, monkeypatch):
     """On a GPU a call returns when its work is queued: whoever forgets the clock times the queueing."""
 
     def of_the_device(call):
@@ -242,9 +227,8 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
 
     for stage in (timing, infer):
         monkeypatch.setattr(stage, "clock_of", lambda device: of_the_device)
-    contracts = contracts_of(checkpoint)
-    variants = variants_taking(1.0, 1.0, 1.0, clock, contracts)
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
+    variants = clocked.variants(1.0, 1.0, 1.0)
+    found = compared(checkpoint, variants)
     part = found["openvino"]["unet_xl"]["2"]["quantized"]
     assert (part["clock"], part["p50_ms"]) == ("of_the_device", 5.0)
     assert found["openvino"]["image"]["1"]["full_precision"]["rest"] > 0  # an image ends on the processor
@@ -252,10 +236,10 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clock, m
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
 
 
-def test_a_job_of_a_sweep_has_what_no_recipe_changes_from_another_and_its_own_when_all_are_timed(checkpoint, clock):
+def test_a_job_of_a_sweep_has_what_no_recipe_changes_from_another_and_its_own_when_all_are_timed(checkpoint, clocked):
     """Another machine's clock would show in every number."""
-    variants = variants_taking(8.0, 4.0, 1.0, clock, contracts_of(checkpoint))
-    known = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, True)
+    variants = clocked.variants()
+    known = compared(checkpoint, variants)
     found = latency_of_sweep("alpha=0.5", known, "unet_xl", INFER, None)
 
     (call,), (image,) = found["openvino"]["unet_xl"].values(), found["openvino"]["image"].values()

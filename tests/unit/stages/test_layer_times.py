@@ -1,8 +1,9 @@
 """Times of the layers that may be quantized: which layers, by which source, and which budgets they allow."""
 
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,25 +17,16 @@ from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.roofline import predicted_seconds
 from sd_quant.simulation.native import NativeConv
 from sd_quant.stages import layer_times as stage
-from sd_quant.stages.load import Loaded, with_recipe
-from sd_quant.stages.session import Session, open_unchecked
-from tests.presets import job
+from sd_quant.stages.load import Loaded
+
+from . import sdxl
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 LABELS = ("int8", "unquantized")
 FEW = "quantize.exclude.sdxl=[up_blocks.*,mid_block.*,down_blocks.1.*,down_blocks.2.*]"  # of which two are alike
 
 
-@cache
-def opened() -> Session:
-    return open_unchecked(job().model)
-
-
-@cache
-def loaded(*overrides: str) -> Loaded:
-    """The shipped SDXL."""
-    made = job("quantize=int8", "infer=openvino", *overrides)
-    return with_recipe(opened(), made.model, made.infer, made.quantize)
+loaded = partial(sdxl.loaded, "infer=openvino", preset="int8")
 
 
 @pytest.fixture
@@ -67,8 +59,7 @@ def test_every_layer_that_may_be_quantized_is_measured_once_by_its_size(fast, mo
     rows = [(label, row, times[label][name]) for label, name, row in timed.rows()]
     stage.write_times(rows, stage.conditions_of(given), tmp_path / stage.TIMES)
     again = stage.layer_times(given, str(tmp_path / stage.TIMES))
-    for label in LABELS:
-        assert again[label] == pytest.approx(times[label])
+    assert again == {label: pytest.approx(times[label]) for label in LABELS}
     other = loaded("quant_level=1", FEW, "infer.width=128")
     with pytest.raises(ConfigError, match="measured with width 64, expected 128, this job's; measure again"):
         stage.layer_times(other, str(tmp_path / stage.TIMES))
@@ -117,9 +108,7 @@ def test_torch_times_layers_of_codes(monkeypatch):
 
 
 def test_a_network_that_reads_numbers_is_refused(monkeypatch):
-    def fails(*given):
-        raise NotImplementedError("aten::_local_scalar_dense")
-
+    fails = Mock(side_effect=NotImplementedError("aten::_local_scalar_dense"))
     monkeypatch.setattr(stage, "layer_calls", fails)
     with pytest.raises(ConfigError, match=r"because unet_xl cannot be called without numbers.*use quantize\.budget$"):
         stage.layer_times(loaded("quant_level=1"), "h100")
@@ -138,8 +127,8 @@ def limited(budget_ms: float) -> SimpleNamespace:
 
 
 @pytest.fixture
-def two_units(monkeypatch):
-    monkeypatch.setattr(stage, "units_of", lambda loaded: UNITS)
+def two_units(answering):
+    answering(stage, units_of=UNITS)
 
 
 def test_a_unit_costs_what_its_layers_do_together():
@@ -163,19 +152,18 @@ def test_a_budget_that_nothing_meets_or_everything_does_is_refused_with_both_end
 
 def test_presets_that_save_no_time_are_refused(two_units):
     slower = dict.fromkeys(TIMES, TIMES["unquantized"])
-    with pytest.raises(
-        ConfigError, match="expected null, because no layer is faster with int8 than unquantized, 14 ms"
-    ):
+    sentence = "expected null, because no layer is faster with int8 than unquantized, 14 ms"
+    with pytest.raises(ConfigError, match=sentence):
         stage.check_time_limit(limited(20.0), slower)
 
 
-def test_a_job_keeps_what_it_measured(monkeypatch, tmp_path):
+def test_a_job_keeps_what_it_measured(answering, tmp_path):
     given = loaded("quant_level=1", "quantize.budget_ms=1", "quantize.choices=[]")
     names = sorted(quantizable(given))
     times = {
         label: dict.fromkeys(names, share * 2e-3 / len(names)) for label, share in (("int8", 0.3), ("unquantized", 1))
     }
-    monkeypatch.setattr(stage, "measured", lambda loaded, timed: times)
+    answering(stage, measured=times)
     assert stage.times_of_job(given, tmp_path) == times
     again = stage.layer_times(given, str(tmp_path / "times.csv"))
     assert again["int8"] == pytest.approx(times["int8"])

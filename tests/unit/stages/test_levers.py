@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sd_quant.config import Infer
 from sd_quant.errors import ConfigError
 from sd_quant.stages import levers
 from sd_quant.stages.compare import CallsOfAnImage
@@ -29,38 +30,50 @@ def test_half_calls_count_by_their_time():
     assert CallsOfAnImage(10, 4).share(0.75, 20) == pytest.approx(13 / 20)
 
 
-def check(opened, *knobs):
-    check_levers(opened.checkpoint, job(*knobs).infer)
+HALF, ALL = 10 * "cr", 20 * "c"  # the second saves nothing, so that nothing speaks against it
 
 
-def test_a_lever_that_the_model_cannot_have_is_refused(tiny):  # noqa: F811
-    check(tiny("sdxl"), "infer.reuse=0.3", "infer.guidance_until=1", "infer.sampler=ddim")
-    check(tiny("sd3"), "infer.schedule=" + 10 * "cr", "infer.guidance_until=0.3")
-    check(tiny("pixart"), "infer.reuse=0.3", "infer.sampler=euler")
-    with pytest.raises(
-        ConfigError, match="^infer.reuse is 0.3, but under DPMSolver.* to one .*euler, euler_karras, ddim"
-    ):
-        check(tiny("pixart"), "infer.reuse=0.3")
-    with pytest.raises(ConfigError, match="^infer.schedule is .* predicts v_prediction.*none for this model"):
-        check(tiny("sd21"), "infer.schedule=" + 10 * "cr", "infer.sampler=euler")
-    with pytest.raises(ConfigError, match="^infer.sampler is heun, which a model of FlowMatch"):
-        check(tiny("sd3"), "infer.sampler=heun")
-    with pytest.raises(
-        ConfigError, match="^infer.guidance_until is 1, expected null: this pipeline computes no guided"
-    ):
-        check(tiny("flux"), "infer.guidance_until=1", "infer.scale=3.5")
-    for beyond in (100, 0.001):
-        with pytest.raises(
-            ConfigError, match=f"^infer.guidance_until is {beyond}, expected a noise level of the 20 steps"
-        ):
-            check(tiny("sdxl"), f"infer.guidance_until={beyond}")
+@pytest.fixture(scope="module")
+def infer() -> Infer:
+    return job().infer
+
+
+@pytest.mark.parametrize(
+    ("family", "levers"),
+    [
+        ("sdxl", {"reuse": 0.3, "guidance_until": 1, "sampler": "ddim"}),
+        ("sd3", {"schedule": HALF, "guidance_until": 0.3}),
+        ("pixart", {"reuse": 0.3, "sampler": "euler"}),
+        ("sd21", {"schedule": ALL}),
+    ],
+)
+def test_a_lever_that_the_model_can_have_is_taken(tiny, infer, family, levers):  # noqa: F811
+    check_levers(tiny(family).checkpoint, replace(infer, **levers))
+
+
+@pytest.mark.parametrize(
+    ("family", "levers", "sentence"),
+    [
+        ("pixart", {"reuse": 0.3}, "reuse is 0.3, but under DPMSolver.* to one .*euler, euler_karras, ddim"),
+        ("sd21", {"schedule": HALF, "sampler": "euler"}, "schedule is .* predicts v_prediction.*none for this model"),
+        ("sd3", {"sampler": "heun"}, "sampler is heun, which a model of FlowMatch"),
+        ("flux", {"guidance_until": 1, "scale": 3.5},
+         "guidance_until is 1, expected null: this pipeline computes no guided"),
+        *(("sdxl", {"guidance_until": beyond}, f"guidance_until is {beyond}, expected a noise level of the 20 steps")
+          for beyond in (100, 0.001)),
+    ],
+)  # fmt: skip
+def test_a_lever_that_the_model_cannot_have_is_refused(tiny, infer, family, levers, sentence):  # noqa: F811
+    with pytest.raises(ConfigError, match=f"^infer.{sentence}"):
+        check_levers(tiny(family).checkpoint, replace(infer, **levers))
+
+
+def test_two_prompts_are_needed_to_choose_calls():
     with pytest.raises(ConfigError, match="^calib_size is 1, expected at least 2, because infer.reuse chooses"):
         job("infer.reuse=0.3", "calib_size=1")
-    check(tiny("sd21"), "infer.schedule=" + 20 * "c")  # saves nothing, so that nothing speaks against it
 
 
-def test_a_recipe_of_bits_alone_has_no_levers():
-    infer = job().infer
+def test_a_recipe_of_bits_alone_has_no_levers(infer):
     assert not infer.pulls_levers
     assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), None, infer, None, {}, None) is None
     assert levers.scheduled(None, None, SimpleNamespace(infer=infer, quantize=None), None) == (infer, None)

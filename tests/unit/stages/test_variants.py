@@ -18,8 +18,8 @@ LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoiser="unet")
 RUN = Path("run")
 
 
-def keys(engine: str, simulated: bool = False, assigned: tuple[str, ...] = ("unet",)) -> dict[str, dict]:
-    return keys_of(LOADED, assigned, engine, RUN, simulated)
+def keys(engine: str, assigned: tuple[str, ...] = ("unet",)) -> dict[str, dict]:
+    return keys_of(LOADED, assigned, engine, RUN, False)
 
 
 def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
@@ -35,37 +35,34 @@ def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
         }
 
 
-def test_what_no_engine_executes_is_simulated_and_the_rest_is_not():
-    found = keys("openvino", simulated=True)
-    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
-    assert found["full_precision"] == keys("openvino")["full_precision"]
+GRAPHS = {part: RUN / f"onnx/{part}/{part}.onnx" for part in PARTS}
+FULL = {part: RUN / f"full_precision/onnx/{part}/{part}.onnx" for part in PARTS}
 
 
-def test_another_quantized_part_has_an_unquantized_twin_too():
-    found = keys("openvino", simulated=True, assigned=PARTS)
-    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
-    assert found["full_precision"]["vae"] == RUN / "full_precision/onnx/vae/vae.onnx"
-    assert keys("torch_native", assigned=PARTS)["quantized"]["vae"] == Native("vae", quantized=True)
-
-
-def test_a_part_that_is_not_exported_is_computed_by_torch():
-    loaded = SimpleNamespace(parts={"unet": EXPORTED, "vae": REFUSED}, denoiser="unet")
-    found = keys_of(loaded, ["unet"], "openvino", RUN, False)
-    assert {variant: engines["vae"] for variant, engines in found.items()} == dict.fromkeys(found, "vae")
-    assert found["quantized"]["unet"] == RUN / "onnx/unet/unet.onnx" != found["full_precision"]["unet"]
-
-
-def test_a_denoiser_that_is_not_exported_is_simulated():
-    loaded = SimpleNamespace(parts={"unet": REFUSED, "vae": EXPORTED}, denoiser="unet")
-    found = keys_of(loaded, ["unet"], "openvino", RUN, True)
-    assert found["full_precision"] == {"unet": "unet", "vae": RUN / "onnx/vae/vae.onnx"}
-    assert found["quantized"] == {"unet": Simulated("unet"), "vae": RUN / "onnx/vae/vae.onnx"}
+@pytest.mark.parametrize(
+    ("exported", "assigned", "simulated", "full_precision", "quantized"),
+    [
+        (PARTS, ["unet"], True, {"unet": FULL["unet"], "vae": GRAPHS["vae"]}, {"vae": GRAPHS["vae"]}),
+        (PARTS, PARTS, True, FULL, {"vae": GRAPHS["vae"]}),  # another part has an unquantized twin too
+        (["unet"], ["unet"], False, {"unet": FULL["unet"], "vae": "vae"}, {"unet": GRAPHS["unet"], "vae": "vae"}),
+        (["vae"], ["unet"], True, {"unet": "unet", "vae": GRAPHS["vae"]}, {"vae": GRAPHS["vae"]}),
+    ],
+    ids=["denoiser", "both parts", "decoder is not exported", "denoiser is not exported"],
+)
+def test_what_no_engine_executes_is_simulated_and_what_is_not_exported_computed_by_torch(
+    exported, assigned, simulated, full_precision, quantized
+):
+    parts = {part: EXPORTED if part in exported else REFUSED for part in PARTS}
+    found = keys_of(SimpleNamespace(parts=parts, denoiser="unet"), assigned, "openvino", RUN, simulated)
+    assert found["framework"] == {part: part for part in PARTS} and found["full_precision"] == full_precision
+    assert found["quantized"] == ({"unet": Simulated("unet")} if simulated else {}) | quantized
 
 
 def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
     found = keys("torch_native")
     assert found["quantized"] == {"unet": Native("unet", quantized=True), "vae": Native("vae", quantized=False)}
     assert found["full_precision"] == {part: Native(part, quantized=False) for part in PARTS}
+    assert keys("torch_native", assigned=PARTS)["quantized"]["vae"] == Native("vae", quantized=True)
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
