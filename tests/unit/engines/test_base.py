@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from onnx import helper
 
 from sd_quant.engines import RUNTIMES, Runtime, load_engine, onnxruntime, openvino
 from sd_quant.engines.base import cast_inputs
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from tests.graphs import OUT, WIDTH, Tiny
+from tests.graphs import OUT, WIDTH, Tiny, product_of_codes, save_graph
 
 pytestmark = pytest.mark.commit
 
@@ -84,11 +85,8 @@ def test_outputs_survive_the_next_call_and_the_engine(tiny, samples, runtime):
 
 
 def test_opened_again_it_computes_the_same_with_the_same_kernels(tiny, samples, runtime):
-    engine, products, x = (
-        MODULES[runtime].load(tiny.path, threads=1),
-        MODULES[runtime].products,
-        torch.from_numpy(samples),
-    )
+    engine, products = MODULES[runtime].load(tiny.path, threads=1), MODULES[runtime].products
+    x = torch.from_numpy(samples)
     before, kernels = engine(x=x)["y"], products(engine, tiny.path)
     for _ in range(2):
         assert engine.reopen() and torch.equal(engine(x=x)["y"], before)
@@ -105,3 +103,13 @@ def test_it_computes_with_torchs_threads(tiny, monkeypatch, runtime, count):
     monkeypatch.setattr(MODULES[runtime], "default_threads", lambda: count)
     assert load_engine(runtime, tiny.path).threads == count
     assert load_engine(runtime, tiny.path, threads=1).threads == 1
+
+
+def test_what_onnx_runtime_fuses_multiplies_codes(tmp_path):
+    """With scales in fp32; those of this export are fp16, and it dequantizes."""
+    nodes, constants = product_of_codes(np.ones((8, 4), np.int8), np.array(0.05, np.float32), 0.05)
+    nodes.append(helper.make_node("MatMul", ["x", "w_dq"], ["z"], name="plain"))
+    outputs = {"y": ["B", 4], "z": ["B", 4]}
+    path = save_graph(tmp_path / "pairs.onnx", nodes, constants, {"x": ["B", 8]}, outputs, np.float32)
+    assert onnxruntime.products(onnxruntime.load(path, threads=1), path) == {"product": "INT8", "plain": "FLOAT"}
+    assert [file.name for file in tmp_path.iterdir()] == ["pairs.onnx"]

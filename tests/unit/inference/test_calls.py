@@ -97,9 +97,7 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
     text, pooled, ids = torch.randn(1, 3, 32, generator=draw), torch.randn(1, 32, generator=draw), torch.zeros(4, 3)
 
     def compute(inputs):
-        output = flux(
-            inputs["x"], text, pooled, inputs["time"], ids, torch.zeros(3, 3), return_dict=False
-        )[0]  # fmt: skip
+        output, *_ = flux(inputs["x"], text, pooled, inputs["time"], ids, torch.zeros(3, 3), return_dict=False)
         return {"out": output}
 
     given = [{"x": torch.randn(1, 4, 4, generator=draw), "time": torch.tensor([1 - n / 9])} for n in range(9)]
@@ -109,15 +107,10 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
         for inputs in given:
             ours.append(calls(compute, inputs)["out"])
             done.append(inputs)
-        flux.enable_cache(
-            TaylorSeerCacheConfig(
-                cache_interval=3,
-                disable_cache_before_step=3,
-                max_order=order,
-                use_lite_mode=True,
-                taylor_factors_dtype=torch.float32,
-            )  # fmt: skip
-        )
+        flux.enable_cache(TaylorSeerCacheConfig(
+            cache_interval=3, disable_cache_before_step=3, max_order=order, use_lite_mode=True,
+            taylor_factors_dtype=torch.float32,
+        ))  # fmt: skip
         with flux.cache_context("one"):
             theirs = [compute(inputs)["out"] for inputs in given]
     for mine, other in zip(ours, theirs, strict=True):
@@ -136,7 +129,7 @@ def test_calls_of_one_step_are_told_apart():
     assert given == [[0, 1], [0, 1], [2, 3]]
 
 
-def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):  # noqa: F811
+def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):
     """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
     guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
     levels = pipeline.pipe.scheduler.sigmas.tolist()
@@ -152,7 +145,7 @@ def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeli
     assert [len(call["x"]) for call in engines["unet_xl"].calls] == [4, 2, 2, 2, 1, 1]  # two batches, of 2 and of 1
 
 
-def test_another_image_begins_anew(pipeline, engines):  # noqa: F811
+def test_another_image_begins_anew(pipeline, engines):
     """No output of one batch is used in the next, and none stays when the schedule goes."""
     plain = pipeline(PROMPTS, SAMPLING).latents
     alone = [pipeline(PROMPTS, replace(SAMPLING, schedule="crc"), numbers=[number]).latents[0] for number in range(3)]
@@ -161,7 +154,7 @@ def test_another_image_begins_anew(pipeline, engines):  # noqa: F811
     torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, plain)
 
 
-def test_another_sampler_is_taken_and_put_back(pipeline):  # noqa: F811
+def test_another_sampler_is_taken_and_put_back(pipeline):
     own = pipeline(PROMPTS, SAMPLING).latents
     other = pipeline(PROMPTS, replace(SAMPLING, sampler="dpmpp_2m", steps=5)).latents
     assert other.shape[1] == 5 and type(pipeline.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"

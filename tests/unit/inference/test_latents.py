@@ -23,13 +23,14 @@ class Code:
         return pytest.fail, ("a pickle was executed",)
 
 
-def write(path, tensor):
+def write(path, held):
+    """A file of its kind with a tensor, or with what else it can hold."""
     if path.suffix == ".pt":
-        torch.save(tensor, path)
+        torch.save(held, path)
     elif path.suffix == ".npy":
-        np.save(path, tensor)
+        np.save(path, held)
     else:
-        save_file({"latents": tensor}, path)
+        save_file(held if isinstance(held, dict) else {"latents": held}, path)
     return path
 
 
@@ -73,19 +74,31 @@ def test_a_shape_that_is_no_noise_is_refused_before_it_is_computed_with(tmp_path
         read_latents(tmp_path / "noise.pt", {2}, 8, 16)
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_refused(tmp_path, broken):
+def with_one(number: float) -> torch.Tensor:
     noise = NOISE.clone()
-    noise[1, 2, 3, 4] = broken
-    with pytest.raises(ArtifactError, match="holds NaN or infinity; make the noise again$"):
-        read_latents(write(tmp_path / "noise.npy", noise), {2}, 8, 16)
+    noise[1, 2, 3, 4] = number
+    return noise
 
 
-@pytest.mark.parametrize("kind", FILE_READERS)
-def test_whole_numbers_are_refused(tmp_path, kind):
-    path = write(tmp_path / f"noise{kind}", torch.ones(2, 4, 8, 16, dtype=torch.int64))
-    with pytest.raises(ArtifactError, match="holds numbers of torch.int64, expected one tensor of fp32 or fp16"):
-        read_latents(path, {2}, 8, 16)
+@pytest.mark.parametrize(
+    ("kind", "held", "sentence"),
+    [
+        (".npy", with_one(torch.nan), "holds NaN or infinity; make the noise again$"),
+        (".npy", with_one(torch.inf), "holds NaN or infinity; make the noise again$"),
+        *((kind, torch.ones(2, 4, 8, 16, dtype=torch.int64),
+           "holds numbers of torch.int64, expected one tensor of fp32 or fp16") for kind in FILE_READERS),
+        (".pt", {"latents": NOISE}, "holds a dict, expected one tensor"),
+        (".safetensors", {"a": NOISE, "b": NOISE.clone()}, "cannot be read as one tensor"),
+    ],
+)  # fmt: skip
+def test_what_is_not_one_tensor_of_finite_numbers_is_refused(tmp_path, kind, held, sentence):
+    with pytest.raises(ArtifactError, match=sentence):
+        read_latents(write(tmp_path / f"noise{kind}", held), {2}, 8, 16)
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="expected a name that ends with .pt, .npy, .safetensors$"):
+        read_latents(tmp_path / "noise.npz", {2}, 8, 16)
 
 
 @pytest.mark.parametrize("kind", FILE_READERS)
@@ -142,14 +155,3 @@ def test_nothing_is_executed(tmp_path):
         with pytest.raises(ArtifactError) as refused:
             read_latents(tmp_path / name, {2}, 8, 16)
         assert "unsafe" not in str(refused.value) and "weights_only" not in str(refused.value)
-
-
-def test_what_is_not_one_tensor_is_refused(tmp_path):
-    torch.save({"latents": NOISE}, tmp_path / "noise.pt")
-    with pytest.raises(ArtifactError, match="holds a dict, expected one tensor"):
-        read_latents(tmp_path / "noise.pt", {2}, 8, 16)
-    save_file({"a": NOISE, "b": NOISE.clone()}, tmp_path / "noise.safetensors")
-    with pytest.raises(ArtifactError, match="cannot be read as one tensor"):
-        read_latents(tmp_path / "noise.safetensors", {2}, 8, 16)
-    with pytest.raises(ConfigError, match="expected a name that ends with .pt, .npy, .safetensors$"):
-        read_latents(tmp_path / "noise.npz", {2}, 8, 16)

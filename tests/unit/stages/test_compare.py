@@ -34,7 +34,8 @@ def faked(monkeypatch):
     def generate(engines, prompts, sampling, description, by_batch):
         def denoise(place: int) -> dict[str, torch.Tensor]:
             for step in range(sampling.steps_taken):
-                engines["unet"](x=torch.tensor([float(step)]))
+                engines["unet"](x=(x := torch.tensor([float(step)])))
+                x += 100  # what was seen is a copy
             return {}
 
         by_batch([[number] for number in range(len(prompts))], denoise, ())
