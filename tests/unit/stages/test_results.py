@@ -14,17 +14,22 @@ pytestmark = pytest.mark.commit
 
 FILES = {  # bytes
     "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,
-    "full_precision/onnx/unet/unet.onnx": 20, "full_precision/onnx/unet/unet.onnx.data": 2000,
+    "full_precision/onnx/unet/unet.onnx": 20, "full_precision/onnx/unet/unet.onnx.data": 2000, "onnx/text/text.onnx": 7,
 }  # fmt: skip
 
 
 def test_sizes_are_those_of_a_parts_own_files(tmp_path):
-    """A graph counts with the weights beside it; in fp32 a number has four bytes."""
+    """A graph counts with the weights beside it; in fp32 a number has four bytes.
+
+    A part that is not exported has none, whatever else lies in the folder.
+    """
     for name, size in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
-    parts = {"unet": SimpleNamespace(refused=None), "vae": SimpleNamespace(refused=None)}
-    assert sizes(parts, {"unet": 1000, "vae": 35}, tmp_path) == {
+    parts = dict.fromkeys(("unet", "vae"), SimpleNamespace(refused=None))
+    parts["text"] = SimpleNamespace(refused="it draws random numbers")
+    none = {"value": None, "reason": "not exported: it draws random numbers"}
+    assert sizes(parts, {"unet": 1000, "vae": 35, "text": 35}, tmp_path) == {
         "unet": {"onnx_full_precision": 2020, "onnx_quantized": 310, "plan": 5, "weights_fp32": 4000},
         "vae": {
             "onnx_full_precision": 70,
@@ -32,24 +37,8 @@ def test_sizes_are_those_of_a_parts_own_files(tmp_path):
             "plan": {"value": None, "reason": "no plan was asked for"},
             "weights_fp32": 140,
         },
+        "text": {"onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": 140},
     }
-
-
-def test_a_part_that_is_not_exported_has_a_reason_in_the_place_of_sizes(tmp_path):
-    """Whatever else lies in the folder."""
-    (tmp_path / "onnx/vae").mkdir(parents=True)
-    (tmp_path / "onnx/vae/vae.onnx").write_bytes(bytes(7))
-    none = {"value": None, "reason": "not exported: it draws random numbers"}
-    assert sizes({"vae": SimpleNamespace(refused="it draws random numbers")}, {"vae": 35}, tmp_path) == {
-        "vae": {"onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": 140}
-    }
-
-
-def test_smoothing_counts_without_a_graph(tmp_path):
-    smoothed = LayerAssignment("q", "qkv", (4, 4), "int8", "int8", pre_quant_scale=torch.ones(4))
-    assert count_smoothing({"q": smoothed}, tmp_path / "unet.onnx") == {
-        "smoothed_layers": 1, "folded_layers": 0, "multiplications": 0
-    }  # fmt: skip
 
 
 def test_layers_count_by_their_formats_wherever_they_are_smoothed(tmp_path):
@@ -65,12 +54,12 @@ def test_layers_count_by_their_formats_wherever_they_are_smoothed(tmp_path):
         LayerAssignment("attn", "attention", (), None, "int8"),
     ]
     nodes = [make_node("Mul", ["x", "x"], ["out.smoothed"]), make_node("Mul", ["x", "x"], ["y"])]
-    onnx.save(make_model(make_graph(nodes, "unet", [], [])), tmp_path / "unet.onnx")
     assignment = {row.name: row for row in rows}
     assert count_layers(assignment) == {"quantized": 3, "high_precision": 2}
-    assert count_smoothing(assignment, tmp_path / "unet.onnx") == {
-        "smoothed_layers": 2, "folded_layers": 1, "multiplications": 1
-    }  # fmt: skip
+    counts = {"smoothed_layers": 2, "folded_layers": 1}
+    assert count_smoothing(assignment, tmp_path / "unet.onnx") == counts | {"multiplications": 0}  # without a graph
+    onnx.save(make_model(make_graph(nodes, "unet", [], [])), tmp_path / "unet.onnx")
+    assert count_smoothing(assignment, tmp_path / "unet.onnx") == counts | {"multiplications": 1}
 
 
 def test_latents_of_other_steps_are_compared_behind_the_last():
