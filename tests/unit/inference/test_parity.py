@@ -30,6 +30,10 @@ from sd_quant.simulation.rewrite import IntegerProducts
 pytestmark = pytest.mark.commit
 
 
+def layer(name: str, fmt: str) -> LayerAssignment:
+    return LayerAssignment(name, "linear", (1, 1), format=fmt, activation_format=fmt)
+
+
 @pytest.mark.parametrize("error", [2e-3, math.nan, math.inf])
 def test_an_error_beyond_its_tolerance_fails_the_job(error):
     assert checked_entry("vae", 1e-4, 1e-3) == {"relative_error": 1e-4, "tolerance": 1e-3}
@@ -60,20 +64,15 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
     monkeypatch.setattr(parity, "CROP_PIXELS", 2)
     unet = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3, padding=1), torch.nn.Flatten(2), torch.nn.Linear(36, 7))
     layers = {
-        name: LayerAssignment(
-            name, "linear", tuple(unet.get_submodule(name).weight.shape), format="int8", weight_amax=torch.ones(1)
-        )
+        name: replace(layer(name, "int8"), weight_shape=tuple(unet.get_submodule(name).weight.shape),
+                      activation_format=None, weight_amax=torch.ones(1))
         for name in ("0", "2")
-    }
+    }  # fmt: skip
     simulate(unet, layers)
-
-    class Engine:
-        def __call__(self, x):
-            return {"out": unet(x)}
 
     x = torch.cat([torch.zeros(1, 3, 6, 6), torch.rand(1, 3, 6, 6)])
     with torch.no_grad():
-        found = run_simulation(Engine(), unet, {"x": x}, layers)
+        found = run_simulation(lambda x: {"out": unet(x)}, unet, {"x": x}, layers)
         assert torch.equal(found.output, unet(x).flatten())
     assert found.inputs["0"].shape == (1, 3, 2, 2) and found.inputs["2"].shape == (1, 4, 36)
     assert all(inputs.any() for inputs in found.inputs.values())
@@ -85,10 +84,6 @@ def test_tokens_of_image_and_text_are_compared(monkeypatch):
     heads = torch.arange(10.0).view(1, 1, 10, 1).expand(2, 3, 10, 2)
     assert parity.some_tokens(heads)[0, 0, :, 0].tolist() == [0, 3, 6, 9]
     assert torch.equal(parity.some_tokens(heads[:, :, :4]), heads[-1:, :, :4])
-
-
-def layer(name: str, fmt: str) -> LayerAssignment:
-    return LayerAssignment(name, "linear", (1, 1), format=fmt, activation_format=fmt)
 
 
 LAYERS = {"narrow": layer("narrow", "int8"), "wide": layer("wide", "fp8")}  # tolerances of 3e-3 and 1e-2

@@ -136,7 +136,7 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
         )
         for part in parts:
             onnx.checker.check_model(run / f"onnx/{part}/{part}.onnx", full_check=True)
-    links: dict[Path, int] = {path.relative_to(tmp_path): path.stat().st_nlink for path in tmp_path.rglob("*.data")}
+    links = {path.relative_to(tmp_path): path.stat().st_nlink for path in tmp_path.rglob("*.data")}
     assert {str(path): names for path, names in links.items() if names > 1 and path.parts[0] != "cache"} == {
         f"{run}/full_precision/onnx/unet/unet.onnx.data": 3 for run in ("one", "two")
     }

@@ -43,18 +43,15 @@ def tracer(monkeypatch, two_cores) -> Asked:
     return Asked()
 
 
-def test_the_denoiser_is_traced_first(tracer, tmp_path):
-    trace_meanwhile(tracer, job().model, CHECKPOINT, "", Cache(tmp_path))
-    assert [request["parts"] for request in tracer.requests] == [["unet", "vae", "clip"]] and not tracer.ended
-
-
-def test_graphs_that_the_cache_has_are_not_traced_again(tracer, tmp_path):
+def test_the_denoiser_is_traced_first_and_what_the_cache_has_is_not_traced_again(tracer, tmp_path):
     cache = Cache(tmp_path, 1e9)
+    trace_meanwhile(tracer, job().model, CHECKPOINT, "", cache)
+    assert not tracer.ended
     for part in ("unet", "vae"):
         made = tmp_path / part
         cache.provide("graph", {"part": part}, made, lambda folder: (folder / "graph.onnx").write_text("x"))
     trace_meanwhile(tracer, job().model, CHECKPOINT, "", cache)
-    assert [request["parts"] for request in tracer.requests] == [["clip"]]
+    assert [request["parts"] for request in tracer.requests] == [["unet", "vae", "clip"], ["clip"]]
 
 
 @pytest.mark.slow
