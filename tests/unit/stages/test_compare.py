@@ -39,7 +39,8 @@ def faked(monkeypatch):
             return {}
 
         by_batch([[number] for number in range(len(prompts))], denoise, ())
-        engines["vae"](x=torch.tensor([50.0]))
+        for pixel in (50.0, 60.0):  # of which the first is seen
+            engines["vae"](x=torch.tensor([pixel]))
 
     monkeypatch.setattr(compare, "generate", generate)
     monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps, batches=list))

@@ -1,7 +1,7 @@
 """Every check is made when a session is opened, in an order in which what takes long comes last."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -41,14 +41,14 @@ def session(monkeypatch) -> stage.Session:
 
 @pytest.mark.parametrize(("simulated", "stages"), [(True, {"images", "the simulation"}), (False, {"images"})])
 def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypatch, simulated, stages):
-    machine, request, structure = Mock(), Mock(), Mock()
-    monkeypatch.setattr(stage, "check_machine", machine)
-    monkeypatch.setattr(stage, "check_request", request)
-    monkeypatch.setattr(stage.Session, "check", structure)
+    checks = Mock()
+    monkeypatch.setattr(stage, "check_request", checks.request)
+    monkeypatch.setattr(stage.Session, "check", checks.structure)
+    monkeypatch.setattr(stage, "check_machine", checks.machine)
     session.check_images(None, INFER, simulated)
-    request.assert_called_once_with(None, INFER)
-    structure.assert_called_once_with(None, INFER)
-    assert [call.args[0].gpu.keys() for call in machine.call_args_list] == [stages]
+    request, structure, (name, (needs, _), _) = checks.mock_calls
+    assert (request, structure, name) == (call.request(None, INFER), call.structure(None, INFER), "machine")
+    assert needs.gpu.keys() == stages
 
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
