@@ -11,7 +11,7 @@ NAMES = ("commit", "nightly", "release")
 
 
 def cadence_of(item: pytest.Item) -> str | None:
-    """What a mark of the case, or of its file, states; of several marks the rarest cadence counts."""
+    """The cadence that a mark of the case, or of its file, states: of several marks the rarest."""
     return next((cadence for mark, cadence in CADENCES.items() if item.get_closest_marker(mark)), None)
 
 

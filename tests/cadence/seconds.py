@@ -53,7 +53,7 @@ def file_of(classname: str) -> str:
 
 
 def sums(part: str, cases: Collection[Case]) -> Seconds:
-    """Of the files whose cases have all run."""
+    """Seconds by part and file. A file of which a case was left out for time is missing."""
     total: Counter = Counter()
     for case in cases:
         total[part, case.file] += case.seconds
@@ -61,7 +61,7 @@ def sums(part: str, cases: Collection[Case]) -> Seconds:
 
 
 def read(path: Path) -> Seconds:
-    """What ``write`` has written; nothing where there is no such file."""
+    """Seconds of a file that ``write`` made; empty where there is no such file."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
     return {(part, file): float(seconds) for part, file, seconds in (line.split("\t") for line in lines)}
 

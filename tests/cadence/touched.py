@@ -1,7 +1,6 @@
-"""Which long cases a change touches: a table from folders to files of cases, the longest folder that fits counts.
+"""The long cases that a change touches: a table from folders to test files, of which the longest match counts.
 
-A test that states a finer dependency than a folder would have to be kept by hand for each, or measured: a record of
-which lines each case runs is gone with the next move of code. A folder is coarse, and stays right.
+The road not taken is a record of the lines that each case runs: it is finer, and wrong after the next move of code.
 """
 
 from collections.abc import Iterable

@@ -231,7 +231,7 @@ def commands(start) -> Iterator[Callable]:
 
 @pytest.fixture
 def sweep(launcher, commands, sweep_arguments, unbroken_sweep, tmp_path) -> Sweep:
-    """Of two jobs in the test's folder, with what the unbroken one has left in its cache."""
+    """A sweep of two jobs in the test's folder; its cache has what the undisturbed sweep left."""
     link_cache(unbroken_sweep / "cache", tmp_path / "cache")
     undisturbed = without_times(unbroken_sweep / "table.csv")[:2]
     two = lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)  # noqa: E731

@@ -1,4 +1,4 @@
-"""What several files here share: a job that is soon done, what jobs and sweeps leave, a cache to start with."""
+"""Helpers of the command-line tests: a short job, readers of what jobs and sweeps leave, a cache to start with."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def rows_of(table: Path) -> list[dict]:
 
 
 def pixels(path: Path) -> np.ndarray:
-    """Of an image, as numbers whose differences may be negative."""
+    """Pixels of an image as signed numbers, so that they can be subtracted."""
     with Image.open(path) as image:
         return np.asarray(image).astype(int)
 

@@ -87,6 +87,20 @@ def test_a_change_runs_what_its_folder_touches(changed, among, not_among):
     assert among in files and not_among not in files
 
 
+def test_a_file_keeps_its_day_whatever_a_change_touches(monkeypatch, capsys):
+    """Else it could wait for ever: each change would move it to another day."""
+    nightly, ran = [piece for piece in PIECES if piece[0].startswith("soak")], []
+    record = {piece: 10.0 * (index % 7 + 1) for index, piece in enumerate(nightly)}
+    monkeypatch.setattr(ci, "read", lambda path: record)
+    for changed in ([], [nightly[0][1]], [nightly[-1][1]]):
+        monkeypatch.setattr(ci, "changed_since", lambda base, changed=changed: changed)
+        assert ci.main(["--plan", "--base", "HEAD", "--day", "3"]) == 0
+        ran.append(
+            set(capsys.readouterr().out.split()) & {file for _, file in nightly} - {nightly[0][1], nightly[-1][1]}
+        )
+    assert ran[0] == ran[1] == ran[2] and len(ran[0]) > 3
+
+
 def test_within_six_days_every_nightly_file_runs_once():
     rest = [piece for piece in PIECES if piece[0].startswith("soak")]
     record = {piece: SECONDS_OF_ONE * (index % 7 + 1) for index, piece in enumerate(rest)}
