@@ -396,7 +396,7 @@ def record_calls(model: LoadedModel, prompts: list[str], size: int) -> list[Call
     )
     engines = {name: engine for name, engine in model.torch_engines().items() if name != "vae"}
     sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, size, size, batch_size=1, seed=SEED)
-    pipeline_of(model.checkpoint, engines)(prompts, sampling, decode=False)
+    pipeline_of(model.checkpoint, engines)(prompts, sampling, decode=())
     hook.remove()
     # copies made here are ordinary tensors; those of inference mode cannot be changed in place outside it
     return [{name: tensor.clone() for name, tensor in call.items()} for call in seen]

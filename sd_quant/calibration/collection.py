@@ -33,6 +33,7 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
+from sd_quant.models.observed import Observed
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
@@ -90,7 +91,7 @@ def calibrate(
     ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
     prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
     ``between_calls`` is called before each call of the denoiser, if the calls are made in this process. ``on_latent``
-    gets the number and the final latent of each prompt that does not come from the cache.
+    gets the number and what is decoded of each prompt that does not come from the cache, fp32 [C, h, w].
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than ``devices``.
     """
@@ -196,14 +197,14 @@ def collect_segment(
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
 
-    The first prompt's image is decoded too, for the decoder's peak; an observed pipeline's would be denoised again.
+    The images of the first batch are decoded too, for the decoder's peak, but not those of an observed pipeline.
     """
     mine = segment[subset]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
     unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
-    decoder = "vae" if 0 in mine and checkpoint.pipeline is None and "vae" in model.parts else None
+    decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
     used = [part for part in model.parts if part not in unused or part == decoder]
     for part in used:
         fabric.to_device(model.parts[part])
@@ -244,14 +245,12 @@ def collect_segment(
             prompts,
             sampling,
             numbers=mine,
-            decode=False,
+            decode=[0] if decoder else (),
             on_batch=lambda numbers: now.update(batch=numbers),
             on_step=on_step,
         )
-        for number, latents in zip(mine, made.latents, strict=True):
-            on_latent(number, latents[-1])
-        if decoder:
-            pipeline.decode([0], made.latents[list(mine).index(0)][-1:], sampling.of_image(0))
+        for number, latent in zip(mine, made.decoded or (), strict=made.decoded is not None):
+            on_latent(number, latent)
     statistics.peaks |= peaks
     for part in used:
         model.parts[part].to("cpu")

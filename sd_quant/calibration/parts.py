@@ -30,6 +30,7 @@ from sd_quant.inference.loading import LoadedModel, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models import VAE_ENCODER
+from sd_quant.models.observed import Observed
 from sd_quant.models.parts import network_in
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics
@@ -57,9 +58,8 @@ def calibrate_parts(
 ) -> dict[str, Statistics]:
     """The statistics of the layers ``names``, by part, over all ``prompts``, from the cache where it has them.
 
-    ``latents`` are final latents of prompts by number, as far as they are known, ``hessians`` what is summed besides,
-    by part. Raises SdQuantError naming layer and
-    text when an input of a layer is not finite.
+    ``latents`` are what is decoded of prompts by number, as far as it is known, ``hessians`` what is summed besides, by
+    part. Raises SdQuantError naming layer and text when an input of a layer is not finite.
     """
     fabric, everything, found = fabric_for(accelerator, 1), range(len(prompts)), dict[str, Statistics]()
     inputs = digest(repr(model.contracts))
@@ -94,7 +94,7 @@ def collect_parts(
 ) -> dict[str, Statistics]:
     """The statistics of the layers ``names``, by part. ``latents`` and ``hessians`` as for ``calibrate_parts``."""
     checkpoint, everything = model.checkpoint, range(len(prompts))
-    observed = checkpoint.pipeline is not None
+    observed = isinstance(checkpoint.family, Observed)
     known = not observed and all(number in latents for number in everything)
     denoised = observed or (DECODER in names and not known)
     left_out = set() if denoised else {checkpoint.family.DENOISER, DECODER}
@@ -136,11 +136,10 @@ def collect_parts(
                 raise Encoded
 
         with suppress(Encoded):
-            pipeline(prompts, sampling, decode=denoised, on_batch=encoded)
+            pipeline(prompts, sampling, on_batch=encoded)
         if DECODER in names and not denoised:
             for numbers in sampling.batches(everything):
-                final = torch.stack([latents[each] for each in numbers])
-                pipeline.decode(numbers, final, sampling.of_image(numbers[0]))
+                engines[DECODER](z=torch.stack([latents[each] for each in numbers]))
     for part, found in statistics.items():
         found.peaks |= {part: peaks[part]} if part in peaks else {}
         for layer in found.layers.values():

@@ -7,7 +7,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
-from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
-from sd_quant.models.family import Family, PipelineAdapter, family_named
+from sd_quant.models.checkpoint import Checkpoint, empty_modules
+from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, TIED, plain_name
 
@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer_config.json"
 AGAIN = "fetch the folder again"
 DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
 UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
-NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}
+NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # they black images out, or mark them
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
@@ -88,10 +88,6 @@ class DiffusersCheckpoint:
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
 
     @property
-    def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
-        return None
-
-    @property
     def family(self) -> Family:
         return family_named(self.name)
 
@@ -108,30 +104,16 @@ class DiffusersCheckpoint:
         """Pickles how the folder was opened; another process opens it again."""
         return self.reopen, ()
 
-    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
+    def called(self, stand_in: StandIn) -> PipelineCall:
         import diffusers
 
-        kind, family = getattr(diffusers, self.index["_class_name"]), self.family
-        known: dict[str, Any] = {**networks, "scheduler": self.scheduler(), **self.tokenizers()} | NOT_WANTED
-        plain = {name: value for name, value in self.index.items() if isinstance(value, bool | int | float | str)}
-        options = plain | known
-        pipe = kind(**{
-            name: options.get(name)
-            for name, parameter in inspect.signature(kind).parameters.items()
-            if name in options or parameter.default is parameter.empty
-        })  # fmt: skip
-
-        def encode(
-            batches: Sequence[list[str]], negatives: Sequence[list[str] | None], guided: bool
-        ) -> list[dict[str, Any]]:
-            return [
-                family.encode(pipe, prompts, negative, guided, self.tokens)
-                for prompts, negative in zip(batches, negatives, strict=True)
-            ]
-
-        denoiser = networks[self.parts()[family.DENOISER].component]
-        shortest = min(self.tokenizers().values(), key=lambda tokenizer: tokenizer.model_max_length)
-        return PipelineAdapter(family, pipe, denoiser, shortest, encode)
+        networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
+        tokenizers, family = self.tokenizers(), self.family
+        components = {**networks, "scheduler": self.scheduler(), **tokenizers}
+        pipe = pipeline_of_components(getattr(diffusers, self.index["_class_name"]), self.index, components)
+        shortest = min(tokenizers.values(), key=lambda tokenizer: tokenizer.model_max_length)
+        arguments = family.call_arguments(self.tokens)
+        return PipelineCall(family, pipe, [family.DENOISER], arguments, tokenizer=shortest)
 
     def scheduler(self):
         """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""
@@ -199,6 +181,27 @@ def check_entries(folder: Path, schema: type, config: Mapping, usual: Mapping = 
     with refusing(f"{folder} has a wrong config", ConfigError, advice=AGAIN):
         check_schema(schema, config, whole=False)
         check_like(usual, config)
+
+
+def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
+    """Builds the pipeline of these components; others than these it has to do without.
+
+    Raises ArtifactError where that cannot be.
+    """
+    plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
+    known = {**plain, **components, **NOT_WANTED}
+    arguments = {
+        name: known.get(name)
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if name in known or (parameter.default is parameter.empty and name != "self")
+    }
+    with refusing(f"the folder describes no {kind.__name__} that can be built here", advice="check its index"):
+        return kind(**arguments)
+
+
+def names_a_class(value: object) -> bool:
+    """Whether an entry of an index describes a component: a library and a class, or two nulls."""
+    return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)
 
 
 def class_in(index: Mapping, name: str) -> Any:

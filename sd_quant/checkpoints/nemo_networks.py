@@ -20,8 +20,8 @@ from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
 from sd_quant.models import Dtypes
-from sd_quant.models.checkpoint import Checkpoint, MakesPipeline
-from sd_quant.models.family import Family, PipelineAdapter, family_named
+from sd_quant.models.checkpoint import Checkpoint, empty_modules
+from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
@@ -29,8 +29,8 @@ from sd_quant.models.sdxl_nemo import (
     NemoEmbedder,
     TextShape,
     build_modules,
+    called,
     embedder,
-    pipeline_adapter,
     scheduler,
     tokenizers,
     unet_config,
@@ -57,10 +57,6 @@ class NemoCheckpoint:
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
 
     @property
-    def pipeline(self) -> MakesPipeline | None:  # ``adapter`` makes it
-        return None
-
-    @property
     def family(self) -> Family:
         return family_named("sdxl")
 
@@ -72,8 +68,9 @@ class NemoCheckpoint:
     def build(self) -> dict[str, torch.nn.Module]:
         return build_modules(self.model_config, self.clip1, self.clip2)
 
-    def adapter(self, networks: Mapping[str, torch.nn.Module]) -> PipelineAdapter:
-        return pipeline_adapter(networks, tokenizers(self.clip1, self.clip2), scheduler())
+    def called(self, stand_in: StandIn) -> PipelineCall:
+        networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
+        return called(networks, tokenizers(self.clip1, self.clip2), scheduler())
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.pipeline import EncodingNetwork, EngineNetwork, Pipeline
-from sd_quant.models import VAE_ENCODER
-from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part, empty_modules
+from sd_quant.inference.pipeline import Pipeline
+from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
+from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part
 from sd_quant.models.parts import Contract
 
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
@@ -76,24 +76,24 @@ def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
 
 def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
     """The class of the checkpoint's sampler and the settings that decide its timesteps."""
-    sampler = pipeline_of(checkpoint, {}).pipe.scheduler
+    sampler = pipeline_of(checkpoint, {}).own_sampler
     config = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {"class": type(sampler).__name__, **config}
 
 
 def most_steps(checkpoint: Checkpoint) -> int:
     """The largest number of denoising steps for which the checkpoint's sampler has noise levels."""
-    config = pipeline_of(checkpoint, {}).pipe.scheduler.config
+    config = pipeline_of(checkpoint, {}).own_sampler.config
     return config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
     """The checkpoint's pipeline with ``engines``, by part, in place of its networks."""
-    if checkpoint.pipeline is not None:
-        return checkpoint.pipeline(engines)
-    modules, networks = empty_modules(checkpoint), dict[str, nn.Module]()
-    for name, part in checkpoint.parts().items():
-        kind = EncodingNetwork if name == VAE_ENCODER else EngineNetwork
-        # the encoder comes last and replaces the decoder of the same component, which no pipeline calls
-        networks[part.component] = kind(engines, name, part, modules[part.component])
-    return Pipeline(engines, checkpoint.adapter(networks))
+    parts = {name: AnsweredPart(engines, name, part) for name, part in checkpoint.parts().items()}
+
+    def stand_in(component: str, network: nn.Module) -> nn.Module:
+        """What a pipeline gets in the place of this network: the network itself where no part computes it."""
+        methods = {each.part.method: each for each in parts.values() if each.part.component == component}
+        return EngineNetwork(network, methods) if methods else network
+
+    return Pipeline(checkpoint.called(stand_in), parts)

@@ -1,36 +1,35 @@
-"""Makes images with engines: a diffusers pipeline whose networks are replaced by engines.
+"""Makes images with engines: a diffusers pipeline of any class, whose networks are replaced by engines.
 
-Scheduler, guidance, text encoding and image processing stay diffusers' own, and a ``PipelineAdapter`` supplies what is
-special about a family. All prompts are encoded first, then all images are denoised, then all are decoded, so that
-engines can be opened one at a time. Images from images are made by diffusers' own pipelines for them, with the same
-networks; the autoencoder's encoder computes their inputs beforehand, in a phase of its own.
-The road not taken is a pipeline of our own, which would have to agree with diffusers for every family and scheduler.
+A pipeline is called as a whole: it encodes, denoises and decodes in one call, and nobody but its class knows what it
+does between. To encode all prompts first and to decode all images last, so that engines can be open one at a time, it
+is called several times for each batch, and answers that were computed before are given again: each call before the
+last ends in front of the next part, the last one returns the images. What lies between networks is computed again, a
+few operations on latents a step. The roads not taken are a loop of our own, which would have to agree with diffusers
+for every family, scheduler and autoencoder, and to cut each class into its phases, which takes a file for each family.
 """
 
-import hashlib
-import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
+from sd_quant.inference.requests import DrawsByImage, Run, latents_of, request, seeded, told_steps
 from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
+from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
 from sd_quant.inference.tiles import decode
 from sd_quant.metrics.images import Images, joined
-from sd_quant.models.family import PipelineAdapter, remade
-from sd_quant.models.parts import Part
+from sd_quant.models.family import PipelineCall, remade
 
 LOG = logging.getLogger(__name__)
-Tensors = dict[str, Tensor]
 # ``by_batch(batches, make, also)`` returns what ``make(place)`` makes of each of the batches, which are numbers of
 # prompts, in their order; ``also`` says of each what else that depends on.
 ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[Any]], list[Tensors]]
@@ -41,78 +40,6 @@ def in_turn(
 ) -> list[Tensors]:
     """Make all batches here, one after the other."""
     return [make(place) for place in range(len(batches))]
-
-
-class EngineNetwork(nn.Module):
-    """A network of a pipeline, computed by an engine. Other attributes are those of the ``network`` that it replaces.
-
-    ``network`` may be on the meta device: only its configuration and the signature of its ``forward`` are used.
-    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides which are computed.
-    """
-
-    dtype, device = torch.float32, torch.device("cpu")
-
-    def __init__(self, engines: Mapping[str, Engine], name: str, part: Part, network: nn.Module):
-        super().__init__()
-        self.engines, self.name, self.part = engines, name, part
-        self.network = [network]  # in a list, so that it does not become a submodule: it may be on the meta device
-        self.signature = inspect.signature(network.forward)
-        self.on_call: Callable[[], object] = lambda: None
-        self.through: Calls | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.network[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.on_call()
-        arguments = self.signature.bind(*args, **kwargs).arguments
-        for nested in ("added_cond_kwargs", "kwargs"):
-            arguments |= arguments.pop(nested, None) or {}
-        sample = next((value for value in arguments.values() if isinstance(value, Tensor)), torch.empty(0))
-        given = self.part.arguments(self.part.contract, arguments)
-        outputs = self.computed(given) if self.through is None else self.through(self.computed, given)
-        dtype = torch.float32 if not sample.is_floating_point() else sample.dtype
-        return self.part.answer({name: output.to(sample.device, dtype) for name, output in outputs.items()})
-
-    def computed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The engine's outputs."""
-        return self.engines[self.name](**inputs)
-
-
-class EncodingNetwork(EngineNetwork):
-    """A pipeline's autoencoder, whose encoder an engine computes and which keeps what it computed for each image.
-
-    ``encode_images`` encodes all images while that engine is open; the pipeline takes them from here as it denoises.
-    """
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.moments: dict[bytes, Tensor] = {}  # by the bytes of an image
-
-    def encode(self, x: Tensor, return_dict: bool = True) -> Any:
-        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-        from diffusers.models.modeling_outputs import AutoencoderKLOutput
-
-        key = hashlib.sha256(x.numpy().tobytes()).digest()
-        if key not in self.moments:
-            self.moments[key] = self.engines[self.name](x=x)["moments"].to(x)
-        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(self.moments[key]))
-
-
-def encode_images(pipe: Any, source: SourceImages, numbers: Sequence[int]) -> None:
-    """Let the autoencoder of ``pipe`` encode the source images of these prompts, and the unmasked rest of them.
-
-    It forgets the images of an earlier call, so that every call takes the same time.
-    """
-    pipe.vae.moments.clear()
-    for number in {number % len(source.images) for number in numbers}:
-        image = pipe.image_processor.preprocess(source.images_of([number]))
-        pipe.vae.encode(image)
-        if source.masks is not None:
-            pipe.vae.encode(image * (pipe.mask_processor.preprocess(source.masks_of([number])) < 0.5))
 
 
 @dataclass(slots=True)
@@ -187,6 +114,7 @@ class Generated:
 
     images: Images | None  # None when only latents were asked for
     latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
+    decoded: list[Tensor] | None = None  # the decoder's first input of each image, fp32; None where none is for images
 
 
 def made_with(sampling: Sampling, own: Any) -> Any:
@@ -207,27 +135,30 @@ def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Co
 
 
 class Pipeline:
-    """A text-to-image pipeline of ``engines`` by part.
+    """A pipeline of any class, whose networks are computed by engines.
 
-    The mapping may open an engine when it is asked for and close the one before.
+    ``parts`` are the calls of its parts by name. Their engines may be a mapping that opens one when it is asked for and
+    closes the one before.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], adapter: PipelineAdapter):
-        self.engines, self.adapter, self.pipe = engines, adapter, adapter.pipe
-        self.own_sampler = adapter.pipe.scheduler
+    def __init__(self, call: PipelineCall, parts: Mapping[str, AnsweredPart]):
+        self.call, self.parts = call, parts
+        self.own_sampler = call.pipe.scheduler
+        self.decoders = [name for name, each in parts.items() if each.part.method == "decode"]
 
-    def pipe_for(self, sampling: Sampling) -> Any:
+    def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
-        source, pipe = sampling.source, self.adapter.pipe
-        pipe.scheduler = made_with(sampling, self.own_sampler)
+        source, pipe = sampling.source, self.call.pipe
+        pipe.scheduler = seeded(made_with(sampling, self.own_sampler), seeds)
         if source is not None:
-            pipe = remade(self.adapter.family.FROM_IMAGES[source.masks is not None], pipe)
+            pipe = remade(self.call.family.FROM_IMAGES[source.masks is not None], pipe)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         """Log how many prompts are longer than the text encoders read."""
-        tokenizer = self.adapter.tokenizer
+        if (tokenizer := self.call.tokenizer) is None:
+            return
         lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
         if longer := sum(length > tokenizer.model_max_length for length in lengths):
             LOG.warning(
@@ -235,135 +166,225 @@ class Pipeline:
                 "out", longer, len(prompts), tokenizer.model_max_length, max(lengths),
             )  # fmt: skip
 
-    def decode(self, numbers: Sequence[int], latents: Tensor, sampling: Sampling) -> np.ndarray:
-        """The images, uint8 [B, H, W, 3], of ``latents`` in the pipeline's layout, made for these ``numbers``.
-
-        Raises SdQuantError when an image has a pixel that is NaN or infinite, naming the prompt.
-        """
-        config = self.adapter.pipe.vae.config
-        latents = self.adapter.unpack(latents, sampling.height, sampling.width)
-        z = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0)
-        decoded = decode(self.engines["vae"], z, sampling.vae_tile).float().cpu()
-        broken = [number for number, image in zip(numbers, decoded, strict=True) if not torch.isfinite(image).all()]
-        if broken:
-            raise SdQuantError(
-                f"{self.engines['vae'].name} gave an image that is not finite for prompt {broken[0]}, of latents that "
-                "are; the weights of the VAE may be stored in fewer bits than it needs: export them in fp32"
-            )
-        images = self.adapter.pipe.image_processor.postprocess(decoded, output_type="np")
-        return (images * 255).round().astype(np.uint8)
-
-    def noise(self, numbers: Sequence[int], sampling: Sampling) -> Tensor:
-        """The start noise of the prompts of these ``numbers``, fp32 and packed, the same on every device."""
-        if sampling.latents is not None:
-            return self.adapter.pack(sampling.latents[[number % len(sampling.latents) for number in numbers]])
-        factor, channels = self.adapter.pipe.vae_scale_factor, self.adapter.pipe.vae.config.latent_channels
-        shape = (channels, sampling.height // factor, sampling.width // factor)
-        seeded = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
-        return self.adapter.pack(torch.stack([torch.randn(shape, generator=generator) for generator in seeded]))
-
     def __call__(
         self,
         prompts: Sequence[str],
         sampling: Sampling,
         *,
         numbers: Sequence[int] | None = None,
-        decode: bool = True,
+        decode: Collection[int] | None = None,
         on_batch: Callable[[Sequence[int]], object] = lambda numbers: None,
         on_step: Callable[[int], object] = lambda step: None,
         by_batch: ByBatch = in_turn,
     ) -> Generated:
         """An image for each of the ``prompts``, or for those whose ``numbers`` are given; the number decides its noise.
 
-        ``decode=False`` returns latents alone. ``on_batch`` is called with the numbers of the prompts that are denoised
-        next, ``on_step`` with the step. ``by_batch`` lets batches be denoised, here or elsewhere.
+        A video's frames stand side by side in its image. ``decode`` are the numbers whose batches are decoded, by
+        default all; with fewer, latents alone are returned. ``on_batch`` is called with the numbers of the prompts that
+        are denoised next, ``on_step`` with the step. ``by_batch`` lets batches be denoised, here or elsewhere.
         Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
         """
         self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
+        wanted = set(numbers if decode is None else decode)
         batches = sampling.batches(numbers)
-        texts = [[prompts[number] for number in batch] for batch in batches]
-        negatives = [sampling.negatives_of(batch) for batch in batches]
-        encoded = self.adapter.encode(texts, negatives, sampling.guidance_scale > 1)
-        pipe = self.pipe_for(sampling)
-        if sampling.source is not None:
-            encode_images(pipe, sampling.source, numbers)
-        of_batch = [sampling.of_image(batch[0]) for batch in batches]
+        calls = [partial(self.run, [prompts[number] for number in batch], batch, sampling) for batch in batches]
+        answers: list[dict[str, list[Tensors]]] = [{name: [] for name in self.parts} for _ in batches]
+        self.prepare(calls, answers)
 
         def denoised(place: int) -> Tensors:
-            on_batch(batches[place])
-            steps, final = self.denoise(pipe, batches[place], encoded[place], of_batch[place], on_step)
-            return {"steps": torch.stack(steps, dim=1), "final": final}
+            batch, known = batches[place], answers[place]
+            on_batch(batch)
+            steps, result = calls[place](known, self.parts.keys() - self.decoders, on_step)
+            made = {"steps": by_image(steps, len(batch))} | packed(known)
+            if not isinstance(result, Reached):  # nothing is decoded by a network
+                return made | {"images": torch.from_numpy(self.pixels(batch, result))}
+            z = next(iter(result.inputs.values()))
+            return made | ({"decoded": z.float().cpu()} if len(z) == len(batch) else {})
 
         made = by_batch(batches, denoised, ())
         latents: dict[int, Tensor] = {}
+        decoded: dict[int, Tensor] = {}
         images: dict[int, np.ndarray] = {}
-        for batch, each in zip(batches, made, strict=True):
+        for place, (batch, each) in enumerate(zip(batches, made, strict=True)):
+            answers[place].clear()
             latents |= zip(batch, each["steps"], strict=True)
-        if decode:
-            for batch, each, sampled in zip(batches, made, of_batch, strict=True):
-                images |= zip(batch, self.decode(batch, each["final"], sampled), strict=True)
+            decoded |= zip(batch, each["decoded"], strict=True) if "decoded" in each else ()
+            if wanted.intersection(batch):
+                if "images" not in each:
+                    _, result = calls[place](unpacked(each, self.parts), self.parts)
+                    each["images"] = torch.from_numpy(self.pixels(batch, result))
+                images |= zip(batch, each["images"].numpy(), strict=True)
+            each.clear()
         in_order = [latents[number] for number in numbers]
         one_shape = len({each.shape for each in in_order}) == 1
         return Generated(
-            joined([images[number] for number in numbers]) if decode else None,
+            joined([images[each] for each in numbers]) if wanted.issuperset(numbers) else None,
             torch.stack(in_order) if one_shape else in_order,
+            [decoded[number] for number in numbers] if len(decoded) == len(latents) else None,
         )
 
-    def start(self, numbers: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        """The arguments of the pipeline that give the noise, or the images, that these prompts start from."""
-        size, source = {"height": sampling.height, "width": sampling.width}, sampling.source
-        if source is None:
-            return {"latents": self.noise(numbers, sampling), **size}
-        generators = [torch.Generator().manual_seed(sampling.seed + number) for number in numbers]
-        start = {"image": source.images_of(numbers), "strength": source.strength, "generator": generators}
-        return start if source.masks is None else start | {"mask_image": source.masks_of(numbers), **size}
+    def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
+        """Compute what comes before denoising, one part at a time for all batches."""
+        waiting, turn = list(range(len(calls))), list[str]()
+        last = {*self.call.denoisers, *self.decoders}
+        while waiting:
+            ends = {place: calls[place](answers[place], turn)[1] for place in waiting}
+            before = {
+                place: end.part for place, end in ends.items() if isinstance(end, Reached) and end.part not in last
+            }
+            waiting, turn = list(before), list(before.values())[:1]
 
-    def denoise(
+    def image_of(self, prompts: Sequence[str], sampling: Sampling) -> np.ndarray:
+        """The images of one batch of ``prompts`` by one call of the pipeline, as an application makes them."""
+        numbers, known = range(len(prompts)), {name: list[Tensors]() for name in self.parts}
+        return self.pixels(numbers, self.run(prompts, numbers, sampling, known, self.parts)[1])
+
+    def run(
         self,
-        pipe: Any,
+        prompts: Sequence[str],
         numbers: Sequence[int],
-        text: Mapping[str, Any],
         sampling: Sampling,
-        on_step: Callable[[int], object],
-    ) -> tuple[list[Tensor], Tensor]:
-        """The latents of a batch after every step, fp32 on the CPU, and the final latents as ``pipe`` returns them."""
-        calls, steps = 0, list[Tensor]()
+        known: Mapping[str, list[Tensors]],
+        computing: Collection[str],
+        on_step: Callable[[int], object] | None = None,
+    ) -> tuple[list[Tensor], Any]:
+        """Call the pipeline with the answers that are ``known``, until another part than those would be computed.
+
+        Returns the latents behind each step of the scheduler, fp32 on the CPU, and the pipeline's result, or the
+        ``Reached`` that has ended the call.
+        """
+        call, steps = self.call, list[Tensor]()
+        seeds = [sampling.seed + number for number in numbers]
+        pipe = self.pipe_for(sampling, seeds)
+        run = Run("", list(prompts), *sampling.size_of(numbers[0]))
+        arguments = {**call.arguments, **start_of(sampling, numbers)}
+        given = request(pipe, run, sampling.guidance_scale, sampling.steps, arguments, seeds, call.style)
+        if sampling.latents is not None:
+            rows = sampling.latents[[number % len(sampling.latents) for number in numbers]]
+            given["latents"] = call.family.pack(pipe, rows)
 
         def count() -> None:
-            """Report the step: second-order samplers call the network 2n - 1 times for n steps, some others n + 1."""
-            nonlocal calls
-            on_step(min(calls * sampling.steps // len(pipe.scheduler.timesteps), sampling.steps_taken - 1))
-            calls += 1
+            """Report the step: some samplers make several in one."""
+            if on_step is not None:
+                done = len(steps) * sampling.steps // max(1, len(pipe.scheduler.timesteps))
+                on_step(min(done, sampling.steps_taken - 1))
 
-        def remember(step: int, values: Tensor) -> None:
-            finite = torch.isfinite(values).flatten(1).all(dim=1)
-            if not finite.all():
-                prompt = numbers[int((~finite).nonzero()[0])]
-                raise SdQuantError(
-                    f"{self.engines[self.adapter.denoiser.name].name} gave a latent that is not finite for prompt "
-                    f"{prompt} at step {step}; a lower quant_level or a calibration with more prompts may keep it in "
-                    "range"
-                )
-            steps.append(values.float().cpu().clone())
+        def keep(result: Any) -> None:
+            steps.append(latents_of(result))
+            if on_step is not None:
+                self.check_finite(numbers, steps)
 
-        def on_step_end(pipeline, step: int, timestep, values: dict) -> dict:
-            remember(step, values["latents"])
+        def settled(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
+            """Keep the latents as they are after the step: outside of a mask the image is put back."""
+            steps[-1] = latents_of((values["latents"],))
             return values
 
-        hook: dict[str, Any] = {"callback_on_step_end": on_step_end}
-        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
-            hook = {"callback": lambda step, timestep, values: remember(step, values)}
-        self.adapter.denoiser.on_call = count
-        self.adapter.denoiser.through = calls_of(
-            sampling, pipe, lambda: len(steps), self.adapter.denoiser.part.contract.batched
-        )
-        final = pipe(
-            **text,
-            num_inference_steps=sampling.steps,
-            guidance_scale=sampling.guidance_scale,
-            output_type="latent",
-            **self.start(numbers, sampling),
-            **hook,
-        )[0]
-        return steps, final
+        if sampling.source is not None:
+            given["callback_on_step_end"] = settled
+        batched = self.parts[call.denoisers[0]].part.contract.batched
+        calls = calls_of(sampling, pipe, lambda: len(steps), batched)
+        for name, part in self.parts.items():
+            part.begin(known[name], name not in computing)
+            if name in call.denoisers:
+                part.through, part.on_call = calls, count
+            elif name in self.decoders:
+                part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
+        draws = DrawsByImage(seeds) if len(seeds) > 1 else None
+        with torch.random.fork_rng(devices=[]), told_steps(pipe, keep, draws):
+            torch.manual_seed(seeds[0])
+            try:
+                return steps, pipe(**given)
+            except Reached as end:
+                return steps, end
+
+    def check_finite(self, numbers: Sequence[int], steps: Sequence[Tensor]) -> None:
+        """Raise SdQuantError where the latents behind the last of the ``steps`` are not finite."""
+        if not torch.isfinite(steps[-1]).all():
+            broken = ~torch.isfinite(by_image(steps[-1:], len(numbers))).flatten(1).all(dim=1)
+            raise SdQuantError(
+                f"{self.engine_of(self.call.denoisers[0])} gave a latent that is not finite for prompt "
+                f"{numbers[int(broken.nonzero()[0])]} at step {len(steps) - 1}; a lower quant_level or a calibration "
+                "with more prompts may keep it in range"
+            )
+
+    def finite_images(
+        self,
+        part: AnsweredPart,
+        numbers: Sequence[int],
+        tile: int | None,
+        compute: Callable[[Outputs], Outputs],
+        inputs: Outputs,
+    ) -> Outputs:
+        """Decode, in tiles of that side in pixels if there is one. Raise SdQuantError for what is not finite."""
+        if tile is None:
+            outputs = compute(inputs)
+        else:  # of a decoder whose input and output are known
+            outputs = {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
+        image = next(iter(outputs.values()))
+        if not torch.isfinite(image).all():
+            broken = ~torch.isfinite(by_image([image], len(numbers))).flatten(1).all(dim=1)
+            raise SdQuantError(
+                f"{self.engine_of(part.name)} gave an image that is not finite for prompt "
+                f"{numbers[int(broken.nonzero()[0])]}, of latents that are; its weights may be stored in fewer "
+                "bits than it needs: export them in fp32"
+            )
+        return outputs
+
+    def engine_of(self, part: str) -> str:
+        """The name of the engine that computes this part."""
+        return self.parts[part].engines[part].name
+
+    def pixels(self, numbers: Sequence[int], result: Any) -> np.ndarray:
+        """The images of a result, uint8 [B, H, W, 3]; a video's frames side by side."""
+        values = np.asarray(getattr(result, self.call.outputs))
+        if self.call.outputs == "video":  # of one prompt, without an axis for it
+            values = values[None]
+        if values.ndim == 5:  # [B, F, H, W, C]
+            values = np.concatenate(np.moveaxis(values, 1, 0), axis=2)
+        if values.ndim == 3:
+            values = values[..., None]
+        return np.repeat((values * 255).round().astype(np.uint8), 3 if values.shape[-1] == 1 else 1, axis=-1)
+
+
+def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
+    """The arguments of a pipeline by which these images begin with source images, and are led away from texts."""
+    negative, source = sampling.negatives_of(numbers), sampling.source
+    given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
+    if source is not None:
+        given |= {"image": source.images_of(numbers), "strength": source.strength}
+        given |= {} if source.masks is None else {"mask_image": source.masks_of(numbers)}
+    return given
+
+
+def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
+    """Parts' answers under names that ``unpacked`` reads: ``answer/<part>/<call>/<output>``."""
+    return {
+        f"answer/{part}/{call}/{name}": output
+        for part, calls in answers.items()
+        for call, outputs in enumerate(calls)
+        for name, output in outputs.items()
+    }
+
+
+def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]:
+    """Reverse ``packed`` of what these ``parts`` answered."""
+    answers: dict[str, list[Tensors]] = {part: [] for part in parts}
+    calls = sorted(
+        (path.split("/", 3)[1:] for path in tensors if path.startswith("answer/")), key=lambda at: int(at[1])
+    )
+    for part, call, name in calls:
+        if len(answers[part]) == int(call):
+            answers[part].append({})
+        answers[part][int(call)][name] = tensors[f"answer/{part}/{call}/{name}"]
+    return answers
+
+
+def by_image(steps: Sequence[Tensor], images: int) -> Tensor:
+    """Return latents [images, steps, ...] of latents [samples, ...] after each step.
+
+    Where no axis counts images they are given to each image as a whole.
+    """
+    alike = [each for each in steps if each.shape == steps[-1].shape]  # some pipelines begin with smaller latents
+    stacked = torch.stack(alike) if alike else torch.zeros(1, images, 1)
+    return stacked.movedim(1, 0) if stacked.shape[1] == images else stacked[None].expand(images, *stacked.shape)

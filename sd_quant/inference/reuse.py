@@ -179,7 +179,7 @@ def final_latents(
     checkpoint: Checkpoint, variant: Variant, prompts: Sequence[str], numbers: Sequence[int], sampling: Sampling
 ) -> Tensor:
     """The last latents [N, ...] of the prompts of these ``numbers``."""
-    latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=False).latents
+    latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=()).latents
     return torch.stack([each[-1] for each in latents])
 
 

@@ -10,18 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sd_quant.engines.base import Engine
 from sd_quant.models import LATENT_FACTOR
 
 SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and in the corner
 STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
-def decode(engine: Engine, z: Tensor, tile: int | None) -> Tensor:
-    """The images [B, 3, H, W] by the autoencoder's ``engine``; as a whole where ``tile``, a side in pixels, is null."""
+def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int | None) -> Tensor:
+    """The images [B, 3, H, W] by the ``decoder``; as a whole where ``tile``, a side in pixels, is null."""
     if tile is None or max(z.shape[2:]) <= tile // LATENT_FACTOR:
-        return engine(z=z)["dec"]
-    return in_tiles(lambda part: engine(z=part)["dec"], z, tile // LATENT_FACTOR)
+        return decoder(z)
+    return in_tiles(decoder, z, tile // LATENT_FACTOR)
 
 
 def in_tiles(decode_tile: Callable[[Tensor], Tensor], z: Tensor, side: int) -> Tensor:

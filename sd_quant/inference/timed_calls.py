@@ -45,7 +45,7 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
         inputs[name] = torch.randn(shape, generator=generator).to(dtype) if floating else filled(name, shape, dtype)
     on_device = cast_inputs(engine.inputs, inputs, engine.device)
     if sampling.vae_tile is not None and "z" in on_device:  # of the decoder: as many calls as an image takes
-        return lambda: decode(engine, on_device["z"], sampling.vae_tile)
+        return lambda: decode(lambda z: engine(z=z)["dec"], on_device["z"], sampling.vae_tile)
     return lambda: engine(**on_device)
 
 
@@ -55,7 +55,7 @@ def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -
     Prompts are repeated to fill the batch.
     """
     batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
-    return lambda: pipeline(batch, one_size)
+    return lambda: pipeline.image_of(batch, one_size)
 
 
 @dataclass(frozen=True)

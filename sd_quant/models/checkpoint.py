@@ -1,18 +1,16 @@
 """An opened checkpoint of any kind of file and any family, and facts about it that need no runtime."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.family import Family, PipelineCall, StandIn
 from sd_quant.models.parts import Contract, Part, network_in, wrapped
 from sd_quant.models.roles import roles_of
-
-MakesPipeline = Callable[[Mapping[str, Any]], Any]  # of engines by part
 
 
 class Checkpoint(Protocol):
@@ -38,13 +36,8 @@ class Checkpoint(Protocol):
         """Builds the networks by component, with fresh weights, or on the meta device with none."""
         ...
 
-    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
-        """Returns the family's pipeline with these networks, by component."""
-        ...
-
-    @property
-    def pipeline(self) -> MakesPipeline | None:
-        """Makes the pipeline with engines by part, where that is observed; None where ``adapter`` says it."""
+    def called(self, stand_in: StandIn) -> PipelineCall:
+        """Returns the pipeline with what stands in for each of its networks, and how it is called."""
         ...
 
 
@@ -71,12 +64,8 @@ class OtherNetwork:
     def build(self) -> dict[str, nn.Module]:
         return self.checkpoint.build()
 
-    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
-        return self.checkpoint.adapter(networks)
-
-    @property
-    def pipeline(self) -> MakesPipeline | None:
-        return self.checkpoint.pipeline
+    def called(self, stand_in: StandIn) -> PipelineCall:
+        return self.checkpoint.called(stand_in)
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
@@ -162,4 +151,5 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
 
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:
     """Returns the samples in the denoiser's batch for each image: 2 with classifier-free guidance, else 1."""
-    return 2 if checkpoint.family.GUIDES and guidance_scale > 1 else 1
+    embedded = "timestep_cond" in denoiser_part(checkpoint).contract.inputs  # then guidance is an input of the network
+    return 2 if checkpoint.family.GUIDES and guidance_scale > 1 and not embedded else 1

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -24,11 +24,6 @@ class Family:
     EXCLUDED: tuple[str, ...]  # its layers that no level quantizes, as in ``roles.layer_role``
     GUIDES: bool = True  # whether classifier-free guidance doubles the denoiser's batch
     TOKENS: int | None = None  # longest text that its T5 reads by default, in tokens; None without a T5
-    # keyword arguments of the pipeline's call, in the order in which its ``encode_prompt`` returns them
-    EMBEDDINGS: tuple[str, ...] = (
-        "prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"
-    )  # fmt: skip
-
     PADDED: bool = False  # whether a text may be trained with zeros behind CLIP's tokens, which NeMo adds
     OWN_NOISE: bool = False  # whether the pipeline alone knows the layout of its noise, so that none can be given
     MOVES: bool = False  # whether it makes videos, whose frames stand side by side in an image
@@ -61,33 +56,12 @@ class Family:
         """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
         return self.GUIDES or "guidance" in contract.inputs
 
-    def encode(
-        self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None
-    ) -> dict[str, Any]:
-        """Returns keyword arguments for a call of ``pipe`` that replace the prompts: their embeddings.
-
-        ``guided`` asks for the negative embeddings too: those of the ``negative`` prompts, one for each of the prompts,
-        or with None those of the model's own unconditional half. ``tokens`` as in ``parts``.
-        """
-        known = inspect.signature(pipe.encode_prompt).parameters
-        given = {
-            "prompt": prompts, "device": "cpu", "num_images_per_prompt": 1, "do_classifier_free_guidance": guided,
-            "negative_prompt": negative, "max_sequence_length": tokens or self.TOKENS,
-        }  # fmt: skip
-        arguments = {
-            name: given.get(name)
-            for name, parameter in known.items()
-            if given.get(name) is not None
-            or (parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD)
-        }
-        return dict(zip(self.EMBEDDINGS, pipe.encode_prompt(**arguments), strict=False))
+    def call_arguments(self, tokens: int | None) -> dict[str, Any]:
+        """Returns further arguments of the pipeline's call; ``tokens`` as in ``parts``."""
+        return {} if self.TOKENS is None else {"max_sequence_length": tokens or self.TOKENS}
 
     def pack(self, pipe, latents: Tensor) -> Tensor:
         """Returns latents [B, C, h, w] in the layout that the pipeline's call takes."""
-        return latents
-
-    def unpack(self, pipe, latents: Tensor, height: int, width: int) -> Tensor:
-        """The inverse of ``pack``: latents [B, C, h, w] of an image of ``height`` by ``width`` pixels."""
         return latents
 
 
@@ -97,24 +71,28 @@ def family_named(name: str) -> Family:
 
 
 @dataclass(frozen=True)
-class PipelineAdapter:
-    """A family's diffusers pipeline, with engines for networks, and how to call it."""
+class Style:
+    """How a pipeline takes prompts and noise."""
+
+    batched: bool = True  # a list of prompts; False: one prompt
+    each: bool = True  # a generator for each image; False: one for all
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """A diffusers pipeline with stand-ins for its networks, and how it is called."""
 
     family: Family
     pipe: Any
-    denoiser: Any  # the pipeline's network that is quantized
-    tokenizer: Any  # of the text encoder that reads the shortest prompts
-    # (batches of prompts, their negative prompts or None for the model's own unconditional embedding, whether guidance
-    # needs negative embeddings) -> for each batch what ``pipe`` takes instead
-    encode: Callable[[Sequence[list[str]], Sequence[list[str] | None], bool], list[dict[str, Any]]]
+    denoisers: Sequence[str]  # parts that are called in the denoising steps, the quantized one first
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of its call, beside prompts, sizes, steps and seeds
+    style: Style = Style()
+    outputs: str = "images"  # the name of the images among its results
+    tokenizer: Any = None  # of the text encoder that reads the shortest prompts; None where that is not known
 
-    def pack(self, latents: Tensor) -> Tensor:
-        """Returns latents [B, C, h, w] as ``pipe`` takes them."""
-        return self.family.pack(self.pipe, latents)
 
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """The inverse of ``pack``, for an image's height and width in pixels."""
-        return self.family.unpack(self.pipe, latents, height, width)
+# (component, network) -> what a pipeline gets in the place of that network, which may be on the meta device
+StandIn = Callable[[str, nn.Module], Any]
 
 
 def remade(name: str, pipe: Any) -> Any:
@@ -122,4 +100,7 @@ def remade(name: str, pipe: Any) -> Any:
     import diffusers
 
     kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
-    return kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
+    made = kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
+    if "encode_prompt" in vars(pipe):  # an author's own way to encode texts
+        made.encode_prompt = pipe.encode_prompt
+    return made

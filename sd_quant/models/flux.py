@@ -63,7 +63,6 @@ class Flux(Family):
     # What ModelOpt's filter for Flux excludes (its proj_out is LAST), and the modulations that Quark excludes.
     EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
                 "norm.linear")  # fmt: skip
-    EMBEDDINGS = ("prompt_embeds", "pooled_prompt_embeds")
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         transformer, tokens = configs["transformer"], tokens or self.TOKENS
@@ -96,9 +95,6 @@ class Flux(Family):
     def pack(self, pipe, latents: Tensor) -> Tensor:
         """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""
         return pipe._pack_latents(latents, *latents.shape)
-
-    def unpack(self, pipe, latents: Tensor, height: int, width: int) -> Tensor:
-        return pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
 
 
 FAMILY = Flux()

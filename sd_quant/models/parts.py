@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd_quant.errors import SdQuantError
 from sd_quant.models import EXPORTED, LATENT_FACTOR, STORED, VAE_ENCODER, Dtypes, stated_dtype
 
 
@@ -88,12 +89,29 @@ def axes(batch: int, width: int, height: int) -> dict[str, int]:
     return latents | {"image_height": height, "image_width": width}
 
 
+def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns the arguments ``names`` of a pipeline's call of its network, nested ones too.
+
+    Raises SdQuantError for any other that is a tensor, a number, a text or holds such: nothing computes it.
+    """
+    flat = {**given, **(given.get("added_cond_kwargs") or {}), "added_cond_kwargs": None}
+    for name in flat.keys() - set(names):
+        value = flat[name]
+        if isinstance(value, Tensor) or (value and value is not True):
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+            raise SdQuantError(
+                f"the pipeline calls a network with {name} ({shown}), expected {', '.join(names)} alone: the exported "
+                "graph has no such input; open the folder with model=diffusers, which observes all inputs"
+            )
+    return {name: flat[name] for name in names}
+
+
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the contract's inputs from the arguments of a pipeline's call of its network.
+    """Returns the contract's inputs from the arguments of a pipeline's call of its network; raises as ``taken`` does.
 
     A scalar is repeated for every sample where the input has a batch axis, and becomes [1] where it has none.
     """
-    tensors = {name: torch.as_tensor(given[name]) for name in contract.inputs}
+    tensors = {name: torch.as_tensor(value) for name, value in taken(given, contract.inputs).items()}
     samples = len(next(iter(tensors.values())))
     for name, shape in contract.inputs.items():
         if tensors[name].ndim < len(shape):
@@ -120,6 +138,7 @@ class Part:
     identity: str = ""  # of the graph, where the contract does not decide it
     refused: str | None = None  # why it is not exported, so that torch computes it; None: it is exported
     excluded: tuple[str, ...] = ()  # layers that stay as they are where its weights are quantized, see ``layer_role``
+    method: str = "forward"  # of the network, which the pipeline calls
 
 
 def exported(parts: Mapping[str, Part]) -> list[str]:
@@ -168,13 +187,11 @@ class VaePart(nn.Module):
 
 
 def vae_part(channels: int) -> Part:
-    """Returns the decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W]. SDXL's overflows in fp16, so fp32.
-
-    ``inference.pipeline`` calls it; diffusers' pipelines stop before decoding.
-    """
+    """Returns the decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W], in fp32: SDXL overflows in fp16."""
     single = torch.float32
     contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
-    return Part("vae", "", contract, VaePart, excluded=("conv_in", "conv_out", "post_quant_conv"))
+    excluded = ("conv_in", "conv_out", "post_quant_conv")
+    return Part("vae", "", contract, VaePart, method="decode", excluded=excluded)
 
 
 class VaeEncoderPart(nn.Module):
@@ -189,6 +206,14 @@ class VaeEncoderPart(nn.Module):
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
 
+def encoded(outputs: Mapping[str, Tensor]) -> Any:
+    """Returns what diffusers' autoencoder returns: the distribution of the latents of an image."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+    return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(outputs["moments"]))
+
+
 def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
     """Returns the parts, and the autoencoder's encoder as the last one if it is wanted.
 
@@ -196,7 +221,8 @@ def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
     """
     single = torch.float32
     contract = Contract({"x": ("batch", 3, "image_height", "image_width")}, ("moments",), {"x": single}, single)
-    return parts | {VAE_ENCODER: Part("vae", "", contract, VaeEncoderPart)} if wanted else parts
+    encoder = Part("vae", "", contract, VaeEncoderPart, encoded, method="encode")
+    return parts | {VAE_ENCODER: encoder} if wanted else parts
 
 
 @dataclass(frozen=True, slots=True)

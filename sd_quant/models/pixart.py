@@ -87,9 +87,6 @@ class PixArt(Family):
     # Neither ModelOpt nor Quark has a list for PixArt. These are the layers that both exclude in other transformers:
     # the embeddings of patches, time and text, and the last projection.
     EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
-    EMBEDDINGS = (
-        "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"
-    )  # fmt: skip
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         transformer, tokens = configs["transformer"], tokens or self.TOKENS
@@ -115,11 +112,9 @@ class PixArt(Family):
         """Returns all attentions."""
         return attention_heads(denoiser)
 
-    def encode(
-        self, pipe, prompts: list[str], negative: list[str] | None, guided: bool, tokens: int | None
-    ) -> dict[str, object]:
-        embeddings = super().encode(pipe, prompts, negative, guided, tokens)
-        return embeddings | {"negative_prompt": None, "use_resolution_binning": False}
+    def call_arguments(self, tokens: int | None) -> dict[str, Any]:
+        """Returns also that captions stay as they are: they are cleaned where two more packages are installed."""
+        return super().call_arguments(tokens) | {"clean_caption": False}
 
 
 FAMILY = PixArt()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Part, half_contract, vae_part
 from sd_quant.models.text_encoders import clip_part
-from sd_quant.models.unet import UnetFamily, UnetPart
+from sd_quant.models.unet import UnetFamily, UnetPart, guidance_embedding
 
 
 class StableDiffusion(UnetFamily):
@@ -27,6 +27,7 @@ class StableDiffusion(UnetFamily):
             "sample": ("batch", unet["in_channels"], "height", "width"),
             "timestep": (1,),
             "encoder_hidden_states": ("batch", CONTEXT_LENGTH, unet["cross_attention_dim"]),
+            **guidance_embedding(unet),
         }
         contract = half_contract(shapes, "out_sample", single=("timestep",))
         return {

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part, half_contract, vae_part
+from sd_quant.models.parts import Contract, Part, half_contract, taken, vae_part
 from sd_quant.models.text_encoders import clip_part
-from sd_quant.models.unet import UnetFamily, UnetPart
+from sd_quant.models.unet import UnetFamily, UnetPart, guidance_embedding
 
 TIME_IDS = 6  # of time_ids: original height and width, top and left of the crop, target height and width
 
@@ -55,6 +55,7 @@ def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tenso
 
 def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns NeMo's inputs from the arguments of a pipeline's call; ``width`` as in ``vector_condition``."""
+    given = taken(given, ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"))
     return {
         "x": given["sample"],
         "timesteps": torch.as_tensor(given["timestep"], dtype=torch.float32).expand(len(given["sample"])),
@@ -83,6 +84,7 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
         "encoder_hidden_states": context,
         "text_embeds": ("batch", pooled),
         "time_ids": ("batch", TIME_IDS),
+        **guidance_embedding(unet),
     }
     return Part("unet", "unet.", half_contract(shapes, "out_sample", single=("timestep", "time_ids")), UnetPart)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from sd_quant.knobs import between
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
-from sd_quant.models.family import PipelineAdapter
+from sd_quant.models.family import PipelineCall
 from sd_quant.models.sdxl import FAMILY
 
 CONTEXT_TOKENS = 80  # CLIP's 77 and three of zeros, in training and inference alike
@@ -186,11 +186,11 @@ def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
-def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineAdapter:
+def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
     """Returns ``StableDiffusionXLPipeline`` with ``networks`` (by component) and NeMo's conditioning.
 
     Without negative prompts NeMo's unconditional embedding is all zeros. Its context is padded to 80 tokens inside the
-    text engines. Each text engine encodes all texts before the next is called, because opening one may close the last.
+    text engines.
     """
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -202,26 +202,22 @@ def pipeline_adapter(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
         add_watermarker=False,
     )  # fmt: skip
 
-    def embedded(batches: Sequence[list[str]]) -> list[tuple]:
-        """Returns context [B, S, C] and pooled vector [B, P] of each batch of texts."""
-        encoded = []
-        for tokenizer, name in zip(tokenizers, names, strict=True):
-            options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}
-            encoded.append(
-                [networks[name](torch.tensor(tokenizer(texts, **options)["input_ids"])) for texts in batches]
-            )
-        return [
-            (torch.cat([first.z, second.z], dim=-1), second.z_pooled) for first, second in zip(*encoded, strict=True)
-        ]
+    def embedded(texts: list[str]) -> tuple:
+        """Returns context [B, S, C] and pooled vector [B, P]."""
+        options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}
+        first, second = (
+            networks[name](torch.tensor(tokenizer(texts, **options)["input_ids"]))
+            for tokenizer, name in zip(tokenizers, names, strict=True)
+        )
+        return torch.cat([first.z, second.z], dim=-1), second.z_pooled
 
-    def encode(batches: Sequence[list[str]], negatives: Sequence[list[str] | None], guided: bool) -> list[dict]:
-        given = [negative for negative in negatives if negative is not None]
-        both = embedded([*batches, *given])  # negative prompts are given for all batches or for none
-        positive = both[: len(batches)]
-        unconditional = both[len(batches) :] or [tuple(map(torch.zeros_like, each)) for each in positive]
-        return [
-            dict(zip(FAMILY.EMBEDDINGS, (context, no_context, pooled, no_pooled), strict=True))
-            for (context, pooled), (no_context, no_pooled) in zip(positive, unconditional, strict=True)
-        ]
+    def encode_prompt(prompt: list[str], negative_prompt: list[str] | None = None, **_) -> tuple:
+        """Returns context and unconditional context, pooled vector and unconditional one, as diffusers' method does."""
+        context, pooled = embedded(prompt)
+        if negative_prompt is None:
+            return context, torch.zeros_like(context), pooled, torch.zeros_like(pooled)
+        no_context, no_pooled = embedded(negative_prompt)
+        return context, no_context, pooled, no_pooled
 
-    return PipelineAdapter(FAMILY, pipe, networks["unet"], tokenizers[0], encode)
+    pipe.encode_prompt = encode_prompt
+    return PipelineCall(FAMILY, pipe, [FAMILY.DENOISER], tokenizer=tokenizers[0])

@@ -1,6 +1,6 @@
 """diffusers' UNet2DConditionModel (Stable Diffusion 1, 2 and XL) as a part, and its layers' roles and inputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -59,6 +59,11 @@ def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
     return inputs
 
 
+def guidance_embedding(unet: Mapping) -> dict[str, tuple]:
+    """Returns the input of a UNet of this config that was distilled to read the guidance scale, if it is one (LCM)."""
+    return {"timestep_cond": ("batch", unet["time_cond_proj_dim"])} if unet.get("time_cond_proj_dim") else {}
+
+
 class UnetFamily(Family):
     """A family whose denoiser is such a UNet."""
 
@@ -85,8 +90,11 @@ class UnetPart(nn.Module):
         encoder_hidden_states: Tensor,
         text_embeds: Tensor | None = None,
         time_ids: Tensor | None = None,
+        timestep_cond: Tensor | None = None,
     ) -> Tensor:
         added = None
         if text_embeds is not None and time_ids is not None:  # diffusers concatenates the two, so they need one dtype
             added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
-        return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
+        return self.unet(
+            sample, timestep, encoder_hidden_states, None, timestep_cond, added_cond_kwargs=added, return_dict=False
+        )[0]

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.files.tensors import Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineAdapter
+from sd_quant.models.family import Family, PipelineCall, StandIn, Style
 from sd_quant.models.observed import Observed
 from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature
@@ -22,9 +23,8 @@ from sd_quant.observed.ladder import IN_FP32, Rung, part_of
 from sd_quant.observed.layers import ObservedLayers
 from sd_quant.observed.layers import as_json as layers_json
 from sd_quant.observed.layers import from_json as layers_from_json
-from sd_quant.observed.opening import Component, network_of, open_other, pipeline_of_components
-from sd_quant.observed.pipeline import ObservedPipeline, ReplayedNetwork
-from sd_quant.observed.watching import MOVING, Style
+from sd_quant.observed.opening import Component, network_of, open_other
+from sd_quant.observed.watching import MOVING
 
 OBSERVED_JSON = "observed.json"  # the file of an observation, in a run and in the cache
 SMALL_WEIGHT = 65_536  # numbers of a weight that a pipeline may read itself, such as a mean of latents
@@ -173,27 +173,13 @@ class ObservedCheckpoint:
         prepared = self.observation.prepared.get(component, [])
         return network_of(self.described[component].kind, self.configs[component], prepared)
 
-    def adapter(self, networks: Mapping[str, nn.Module]) -> PipelineAdapter:
-        raise NotImplementedError("an observed pipeline is made by ``pipeline``")
-
-    def pipeline(self, engines: Mapping[str, Any]) -> ObservedPipeline:
-        """Returns the pipeline with engines by part in the place of its networks."""
-        parts, networks = self.parts(), self.build()
+    def called(self, stand_in: StandIn) -> PipelineCall:
+        parts, networks, observed = self.parts(), self.build(), self.observation
         called = {part.component for part in parts.values()}
         for name, network in networks.items():  # a pipeline may call a layer of one, or read a small table
             with_small_weights(network, self.components[name], math.inf if name not in called else SMALL_WEIGHT)
-        stands = {
-            name: ReplayedNetwork(
-                engines, name, part, networks[part.component], self.observation.parts[name].rung.method
-            )
-            for name, part in parts.items()
-        }
-        by_component = {**networks, **{parts[name].component: stand for name, stand in stands.items()}}
-        pipe = self.pipe(by_component)
-        observed = self.observation
-        return ObservedPipeline(
-            engines, pipe, stands, observed.denoisers, self.arguments, observed.style, observed.outputs
-        )
+        pipe = self.pipe({name: stand_in(name, network) for name, network in networks.items()})
+        return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
 
     def pipe(self, networks: Mapping[str, nn.Module]) -> Any:
         """Returns diffusers' pipeline with these networks, by component."""

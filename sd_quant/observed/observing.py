@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.accepted import check_kind
+from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, SdQuantError
@@ -36,7 +37,6 @@ from sd_quant.observed.opening import (
     network_of,
     open_networks,
     open_other,
-    pipeline_of_components,
     read_index,
 )
 from sd_quant.observed.watching import Watched, runs_of, watch

@@ -19,7 +19,13 @@ import torch
 from torch import nn
 
 from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.diffusers_pipeline import AGAIN, TOKENIZER, TokenizerEntries, check_depths, check_entries
+from sd_quant.checkpoints.diffusers_pipeline import (
+    AGAIN,
+    TOKENIZER,
+    TokenizerEntries,
+    check_depths,
+    check_entries,
+)
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import refusing
 from sd_quant.files.checks import bounded_modules, check_tensors, renamed
@@ -361,24 +367,6 @@ def check_classes(file: Path, config: Any) -> None:
                 "published folder"
             )
         check_classes(file, value)
-
-
-def names_a_class(value: object) -> bool:
-    """Whether an entry of an index describes a component: a library and a class, or two nulls."""
-    return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)
-
-
-def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
-    """Builds the pipeline of these components; others than these it has to do without."""
-    plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
-    known = {**plain, **components, "requires_safety_checker": False, "add_watermarker": False}
-    arguments = {
-        name: known.get(name)
-        for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if name in known or (parameter.default is parameter.empty and name != "self")
-    }
-    with refusing(f"the folder describes no {kind.__name__} that can be built here", advice="check its index"):
-        return kind(**arguments)
 
 
 __all__ = ["WEIGHTS", "Component", "components_of", "network_of", "open_networks", "open_other", "read_index"]

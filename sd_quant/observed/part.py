@@ -155,4 +155,5 @@ def observed_part(
         partial(ObservedNetwork, signature=signature, method=method, remedies=tuple(remedies), weights=weights),
         partial(answer_of, signature),
         partial(inputs_of, signature, outside),
+        method=method,
     )

@@ -10,20 +10,20 @@ Five runs tell what follows what: ``base``, another size (``larger``), another b
 (``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them.
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.inference.requests import Run, request, told_steps
+from sd_quant.inference.stand_ins import bound
+from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call, structure_of
 from sd_quant.observed.sizes import WithoutNumbers
 from sd_quant.observed.tape import autocast_of_meta
@@ -33,33 +33,11 @@ STEPS = 2
 BATCH = 5  # images of the run with several, a number that no other axis is likely to have
 MOVING = ("frames", "video")  # kinds of results that have an axis of frames
 KINDS = ("images", "image", *MOVING)
-DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
-    "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
-    "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
-}  # fmt: skip
 SHORT, LONG = "a red cat", "a red bicycle in front of a blue door, and a cat that looks at both of them"
 PIECEWISE = ("enable_slicing", "enable_tiling")  # methods of autoencoders that decode in pieces
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a pipeline takes prompts and noise."""
-
-    batched: bool = True  # a list of prompts; False: one prompt
-    each: bool = True  # a generator for each image; False: one for all
-
-
 STYLES = (Style(), Style(each=False), Style(batched=False, each=False))
-
-
-@dataclass(frozen=True)
-class Run:
-    """The request for images of one run."""
-
-    name: str
-    prompts: list[str]
-    width: int
-    height: int
 
 
 @dataclass
@@ -144,25 +122,6 @@ class Stand(nn.Module):
         return output
 
 
-def bound(method: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by parameter name; those of ``**kwargs`` among them."""
-    signature = inspect.signature(method)
-    found = signature.bind(*args, **kwargs)
-    found.apply_defaults()  # one call may state what another leaves out
-    arguments = dict(found.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    arguments = {name: value for name, value in arguments.items() if not has_generator(value)}
-    return {name: pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
-            for name, value in arguments.items()}  # fmt: skip
-
-
-def has_generator(value: Any) -> bool:
-    """Whether an argument draws numbers, which a decoder is offered and none that decodes a given latent does."""
-    return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))
-
-
 def shapes_of_output(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Returns the output of a network without weights, on the meta device.
 
@@ -204,53 +163,6 @@ def on_meta(network: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in places:
             module._buffers[name] = buffer
-
-
-def request(
-    pipe: Any,
-    run: Run,
-    scale: float,
-    steps: int,
-    arguments: Mapping[str, Any],
-    seeds: Sequence[int],
-    style: Style = STYLES[0],
-) -> dict[str, Any]:
-    """Returns the keyword arguments of a pipeline's call, of those that its class knows.
-
-    Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
-    """
-    known = inspect.signature(type(pipe).__call__).parameters
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    given = {
-        "prompt": list(run.prompts) if style.batched else run.prompts[0], "width": run.width, "height": run.height,
-        "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
-        "generator": generators if style.each else generators[0],
-    }  # fmt: skip
-    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
-        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
-    if "prompt" not in known:
-        given["batch_size"] = len(run.prompts)
-    if unknown := sorted(arguments.keys() - known.keys()):
-        raise ConfigError(
-            f"model.arguments has {unknown[0]}, which {type(pipe).__name__} does not take; it takes "
-            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
-        )
-    if decided := sorted(arguments.keys() & DECIDED):
-        raise ConfigError(
-            f"model.arguments has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number "
-            "of images have knobs of their own; leave it out"
-        )
-    taken = {name: value for name, value in {**given, **arguments}.items() if name in known}
-    missing = [
-        name for name, each in known.items()
-        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in {"self", *taken}
-    ]  # fmt: skip
-    if missing:
-        raise ConfigError(
-            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, expected a pipeline that makes images "
-            "of a prompt or of nothing; give values of it in model.arguments, if they are numbers or texts"
-        )
-    return taken
 
 
 def watch(
@@ -387,25 +299,6 @@ def counted_steps(pipe: Any, log: Log) -> Iterator[None]:
         log.step += 1
 
     with told_steps(pipe, count):
-        yield
-
-
-@contextmanager
-def told_steps(pipe: Any, tell: Callable[[Any], None]) -> Iterator[None]:
-    """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
-
-    Its class is changed, because some pipelines copy their scheduler, for each frame for one.
-    """
-    kind = type(pipe.scheduler)
-    step = kind.step
-
-    @wraps(step)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        tell(result)
-        return result
-
-    with mock.patch.object(kind, "step", told):
         yield
 
 

@@ -27,6 +27,7 @@ from sd_quant.inference.samplers import (
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
+from sd_quant.models.observed import Observed
 from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs
@@ -54,7 +55,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         )
     if infer.guidance_until is None:
         return
-    if checkpoint.pipeline is not None or samples_per_image(checkpoint, infer.scale) < 2:
+    if isinstance(checkpoint.family, Observed) or samples_per_image(checkpoint, infer.scale) < 2:
         raise ConfigError(
             f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
             "unguided half in one batch whose order is known"

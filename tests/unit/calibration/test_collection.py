@@ -98,7 +98,7 @@ def hooked(model, names, see: Callable[[str, nn.Module, torch.Tensor], object]) 
         layer.register_forward_pre_hook(lambda layer, inputs, name=name: see(name, layer, inputs[0]))
         for name, layer in ((name, model.modules["unet"].get_submodule(name)) for name in names)
     ]
-    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=False)
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())
     for hook in hooks:
         hook.remove()
 
@@ -248,16 +248,14 @@ def test_of_several_that_want_the_same_each_makes_what_nobody_makes(model, names
 def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
     model, names, whole, calls, caplog, tmp_path, monkeypatch
 ):
-    noise = loading.Pipeline.noise
+    run, noise = loading.Pipeline.run, torch.full((1, 4, SAMPLING.height // 8, SAMPLING.width // 8), torch.nan)
 
-    def spoiled(pipeline, indices, sampling):
-        latents = noise(pipeline, indices, sampling)
-        latents[[index == 2 for index in indices]] = torch.nan
-        return latents
+    def spoiled(pipeline, prompts, numbers, sampling, *others):
+        return run(pipeline, prompts, numbers, replace(sampling, latents=noise if 2 in numbers else None), *others)
 
     broken = r"^the input of layer \S*resnets.0.conv1 is not finite at prompt 2, step 0$"
     with monkeypatch.context() as patch, pytest.raises(SdQuantError, match=broken):
-        patch.setattr(loading.Pipeline, "noise", spoiled)
+        patch.setattr(loading.Pipeline, "run", spoiled)
         collected(model, names, cache=tmp_path, snapshots=[1, 2])
     entry = next(tmp_path.rglob("00001-00002.safetensors"))
     sound = entry.read_bytes()

@@ -49,8 +49,8 @@ def test_ranges_are_those_of_the_encoders_own_texts(model, whole):
     name, seen = "encoder.layers.0.mlp.fc2", []
     layer = model.modules["text_encoder"].get_submodule(name)
     hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].abs().flatten(0, -2).amax(0)))
-    adapter = pipeline_of(model.checkpoint, model.torch_engines()).adapter
-    adapter.encode([[prompt] for prompt in PROMPTS], [["rain"], ["rain"]], True)
+    for prompt in PROMPTS:
+        pipeline_of(model.checkpoint, model.torch_engines()).call.pipe.encode_prompt([prompt], ["rain"])
     hook.remove()
     assert torch.equal(whole["clip1"].layers[name].amax[0], torch.stack(seen).amax(0))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints import diffusers_pipeline
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline, pipeline_of_components
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files.archive import Member
 from sd_quant.files.tensors import StoredTensor
@@ -38,7 +38,6 @@ from sd_quant.observed.opening import (
     network_of,
     open_networks,
     open_other,
-    pipeline_of_components,
     read_index,
 )
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sd_quant.inference.pipeline import EngineNetwork, Pipeline
+from sd_quant.inference.pipeline import Pipeline
+from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
 from sd_quant.models import sdxl
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, pipeline_adapter, scheduler, unet_config
+from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, called, scheduler, unet_config
 
 from .sampling import Function
 
@@ -53,10 +54,12 @@ def build(engines, modules):
     parts = sdxl.FAMILY.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
 
     def built(scheduler):
+        answered = {name: AnsweredPart(engines, name, part) for name, part in parts.items()}
         networks = {
-            part.component: EngineNetwork(engines, name, part, modules[part.component]) for name, part in parts.items()
+            part.component: EngineNetwork(modules[part.component], {part.method: answered[name]})
+            for name, part in parts.items()
         }
-        return Pipeline(engines, pipeline_adapter(networks, (Tokenizer(), Tokenizer()), scheduler))
+        return Pipeline(called(networks, (Tokenizer(), Tokenizer()), scheduler), answered)
 
     return built
 

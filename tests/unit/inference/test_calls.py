@@ -132,7 +132,7 @@ def test_calls_of_one_step_are_told_apart():
 def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):
     """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
     guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
-    levels = pipeline.pipe.scheduler.sigmas.tolist()
+    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
     engines["unet_xl"].calls.clear()
     half = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, guidance_until=(levels[1] + levels[2]) / 2))
     calls = engines["unet_xl"].calls
@@ -157,7 +157,7 @@ def test_another_image_begins_anew(pipeline, engines):
 def test_another_sampler_is_taken_and_put_back(pipeline):
     own = pipeline(PROMPTS, SAMPLING).latents
     other = pipeline(PROMPTS, replace(SAMPLING, sampler="dpmpp_2m", steps=5)).latents
-    assert other.shape[1] == 5 and type(pipeline.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    assert other.shape[1] == 5 and type(pipeline.call.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
     torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, own)
     described = replace(SAMPLING, sampler="euler", schedule="crc").described()
     assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()

@@ -68,9 +68,7 @@ def theirs(checkpoint: DiffusersCheckpoint) -> diffusers.DiffusionPipeline:
     return found
 
 
-def drawn_by_diffusers(
-    theirs: diffusers.DiffusionPipeline, sampling: Sampling, noise: torch.Tensor
-) -> tuple[torch.Tensor, np.ndarray]:
+def drawn_by_diffusers(ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling) -> tuple:
     """Latents after every step, and images, as ``Generated`` has them."""
     latents: list[torch.Tensor] = []
 
@@ -83,6 +81,7 @@ def drawn_by_diffusers(
         "negative_prompt": sampling.negative_prompts,
         "use_resolution_binning": False,  # PixArt would draw another size than is asked for
         "clean_caption": False,  # which PixArt does where two more packages are installed
+        "latents": None if sampling.latents is None else ours.call.family.pack(theirs, repeated(sampling.latents)),
         "callback_on_step_end": remember,
         "callback": lambda step, timestep, values: remember(None, step, timestep, {"latents": values}),
     }
@@ -95,16 +94,20 @@ def drawn_by_diffusers(
         guidance_scale=sampling.guidance_scale,
         height=sampling.height,
         width=sampling.width,
-        latents=noise,
+        generator=[torch.Generator().manual_seed(sampling.seed + number) for number in range(len(PROMPTS))],
         output_type="np",
         **{name: value for name, value in options.items() if name in known and value is not None},
     ).images
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
 
 
+def repeated(latents: torch.Tensor) -> torch.Tensor:
+    return latents.expand(len(PROMPTS), -1, -1, -1)
+
+
 def assert_drawn_alike(ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling) -> torch.Tensor:
     generated = ours(PROMPTS, sampling)
-    latents, images = drawn_by_diffusers(theirs, sampling, ours.noise(range(len(PROMPTS)), sampling))
+    latents, images = drawn_by_diffusers(ours, theirs, sampling)
     assert generated.latents.shape == latents.shape
     for step in range(latents.shape[1]):
         difference = generated.latents[:, step] - latents[:, step]
@@ -121,15 +124,13 @@ def test_an_image_is_diffusers_own(opened, name):
     """With guidance and without; and with negative prompts, from a noise that is given, as ``latents`` of diffusers."""
     checkpoint, samples = opened(name), []
     ours, diffusers_own, denoiser = pipeline(checkpoint), theirs(checkpoint), checkpoint.family.DENOISER
-    engine = ours.engines[denoiser]
-    ours.engines[denoiser] = lambda **inputs: samples.append(len(next(iter(inputs.values())))) or engine(**inputs)
+    engines = ours.parts[denoiser].engines
+    engine = engines[denoiser]
+    engines[denoiser] = lambda **inputs: samples.append(len(next(iter(inputs.values())))) or engine(**inputs)
     strong = assert_drawn_alike(ours, diffusers_own, SAMPLING)
     assert set(samples) == {len(PROMPTS) * samples_per_image(checkpoint, SAMPLING.guidance_scale)}
     noise = torch.randn(1, checkpoint.parts()["vae"].contract.inputs["z"][1], 8, 16)
     given = replace(SAMPLING, latents=noise)
-    assert torch.equal(
-        ours.noise(range(len(PROMPTS)), given), ours.adapter.pack(noise.expand(len(PROMPTS), -1, -1, -1))
-    )
     if not checkpoint.family.GUIDES:
         assert_drawn_alike(ours, diffusers_own, given)
         return
@@ -139,7 +140,7 @@ def test_an_image_is_diffusers_own(opened, name):
     assert (strong - plain).norm() > 1e-2 * plain.norm(), "guidance would show nothing"
     negative = replace(given, negative_prompts=["blurry, nude", "rain"])
     led_away = assert_drawn_alike(ours, diffusers_own, negative)
-    without = ours(PROMPTS, given, decode=False).latents
+    without = ours(PROMPTS, given, decode=()).latents
     assert (led_away - without).norm() > 1e-3 * without.norm(), "the negative prompts would show nothing"
 
 
@@ -176,9 +177,9 @@ def test_t5_can_be_left_out_of_a_folder_that_has_it(opened):
     """And then the images are those of a folder that was saved without it, from the same weights."""
     whole = opened("sd3")
     lean = open_pipeline(whole.path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
-    latents = pipeline(lean)(PROMPTS, SAMPLING, decode=False).latents
-    assert torch.equal(latents, pipeline(opened("sd3_no_t5"))(PROMPTS, SAMPLING, decode=False).latents)
-    with_t5 = pipeline(whole)(PROMPTS, SAMPLING, decode=False).latents
+    latents = pipeline(lean)(PROMPTS, SAMPLING, decode=()).latents
+    assert torch.equal(latents, pipeline(opened("sd3_no_t5"))(PROMPTS, SAMPLING, decode=()).latents)
+    with_t5 = pipeline(whole)(PROMPTS, SAMPLING, decode=()).latents
     assert (latents - with_t5).norm() > 1e-2 * with_t5.norm(), "T5 would show nothing"
     again = pickle.loads(pickle.dumps(lean))
     assert again.parts().keys() == lean.parts().keys() and "text_encoder_3" not in again.parts()

@@ -18,12 +18,10 @@ from diffusers import (
 )
 
 from sd_quant.errors import SdQuantError
-from sd_quant.inference.pipeline import Pipeline
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.timed_calls import image_call
-from sd_quant.models.sdxl_nemo import scheduler
 
-from .sampling import PROMPTS, SAMPLING, Function
+from .sampling import PROMPTS, SAMPLING
 
 pytestmark = pytest.mark.commit
 
@@ -57,14 +55,13 @@ def test_an_image_that_is_timed_has_the_size_of_the_calls_that_are(pipeline, eng
     assert [tuple(call["z"].shape) for call in engines["vae"].calls] == [(2, 4, 8, 8)]
 
 
-def test_each_image_has_noise_of_its_own_seed(pipeline):
-    noise = pipeline.noise(range(0, 3), SAMPLING)
-    assert not torch.equal(noise[0], noise[1])
-    assert torch.equal(noise[2], pipeline.noise(range(2, 3), SAMPLING)[0])
-    source = SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5)
-    for number, generator in enumerate(pipeline.start(range(3), replace(SAMPLING, source=source))["generator"]):
-        assert torch.equal(noise[number], torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(5 + number)))
-        assert generator.initial_seed() == 5 + number
+def test_each_image_has_noise_of_its_own_seed(pipeline, engines):
+    """At NeMo's first noise level the network is given the very numbers."""
+    pipeline(PROMPTS, SAMPLING, decode=())
+    noise = torch.cat([call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]])
+    for number in range(3):
+        own = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(5 + number))
+        torch.testing.assert_close(noise[number], own)
 
 
 def test_batches_may_be_made_in_any_order(pipeline):
@@ -89,22 +86,11 @@ def test_an_image_takes_the_steps_that_diffusers_takes(kind):
         assert sampling.steps_taken == taken == len(timesteps)
 
 
-def test_latents_are_shifted_before_they_are_decoded():
-    """As in ``StableDiffusion3Pipeline``: ``latents / scaling_factor + shift_factor``, with the two numbers of SD3."""
-    config = SimpleNamespace(scaling_factor=1.5305, shift_factor=0.0609)
-    processor = SimpleNamespace(postprocess=lambda decoded, output_type: decoded.numpy())
-    pipe = SimpleNamespace(vae=SimpleNamespace(config=config), image_processor=processor, scheduler=None)
-    adapter = SimpleNamespace(pipe=pipe, unpack=lambda latents, height, width: latents)
-    vae = Function("vae", lambda z: {"dec": torch.zeros(1)})
-    Pipeline({"vae": vae}, adapter).decode([0], torch.tensor([[-1.5305, 0.0, 3.061]]), SAMPLING)
-    torch.testing.assert_close(vae.calls[0]["z"], torch.tensor([[-0.9391, 0.0609, 2.0609]]))
-
-
 @pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (3, 1), (3, 2)])
 def test_images_start_from_the_noise_that_is_given(pipeline, engines, number, batch_size):
     """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
     given = torch.randn(number, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=given), decode=False)
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=given), decode=())
     starts = [call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]]
     torch.testing.assert_close(torch.cat(starts), given.expand(3, -1, -1, -1) if number == 1 else given)
 
@@ -123,7 +109,7 @@ def test_what_decides_the_images_is_described(pipeline):
 def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
     """Whatever the batch: the third image gets the first of two again."""
     negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
-    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=False)
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=())
     contexts, vectors = [], []
     for call in engines["unet_xl"].calls[:: SAMPLING.steps]:
         images = len(call["x"]) // 2
@@ -142,7 +128,7 @@ ONCE, TWICE = (EulerDiscreteScheduler, DPMSolverMultistepScheduler), (HeunDiscre
 @pytest.mark.parametrize("kind", ONCE + TWICE)
 def test_steps_are_counted_by_the_samplers_calls(build, engines, kind, steps):
     counted = []
-    generated = build(kind())(PROMPTS, replace(SAMPLING, steps=steps), decode=False, on_step=counted.append)
+    generated = build(kind())(PROMPTS, replace(SAMPLING, steps=steps), decode=(), on_step=counted.append)
     calls = [[step] * (2 if kind in TWICE and step < steps - 1 else 1) for step in range(steps)]
     assert counted == sum(calls, []) * 2  # for the next batch from 0 again
     assert len(engines["unet_xl"].calls) == len(counted) == 2 * generated.latents.shape[1]
@@ -151,7 +137,7 @@ def test_steps_are_counted_by_the_samplers_calls(build, engines, kind, steps):
 def test_a_sampler_with_a_call_too_many_stays_in_its_steps(build):
     """PNDM calls the network once more than it has steps."""
     counted = []
-    build(PNDMScheduler(skip_prk_steps=True))(PROMPTS[:1], SAMPLING, decode=False, on_step=counted.append)
+    build(PNDMScheduler(skip_prk_steps=True))(PROMPTS[:1], SAMPLING, decode=(), on_step=counted.append)
     assert counted == [0, 0, 1, 2]
 
 
@@ -184,18 +170,7 @@ def test_an_image_that_is_not_finite_is_named(pipeline, engines):
 
 
 def test_long_prompts_are_told_of(pipeline, caplog):
-    pipeline.adapter.tokenizer.unpadded = 90
+    pipeline.call.tokenizer.unpadded = 90
     with caplog.at_level("WARNING"):
-        pipeline.warn_of_long_prompts(["long"])
+        pipeline(["long"], SAMPLING, decode=())
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
-
-
-@pytest.mark.parametrize("scale, guided", [(1.0, False), (1.1, True)])
-def test_text_is_encoded_for_guidance_where_there_is_any(build, monkeypatch, scale, guided):
-    pipeline, asked = build(scheduler()), []
-    encode = pipeline.adapter.encode
-    told = replace(
-        pipeline.adapter, encode=lambda texts, negatives, half: asked.append(half) or encode(texts, negatives, half)
-    )
-    Pipeline(pipeline.engines, told)(PROMPTS, replace(SAMPLING, guidance_scale=scale), decode=False)
-    assert asked == [guided]

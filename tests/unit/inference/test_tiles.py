@@ -19,15 +19,15 @@ def test_tiles_are_those_of_diffusers(height, width):
     vae.enable_tiling()
     part, sizes = VaePart(vae), []
 
-    def engine(z):
+    def decoder(z):
         sizes.append(tuple(z.shape[2:]))
-        return {"dec": part(z)}
+        return part(z)
 
     z = torch.randn(2, 4, height, width)
     with torch.no_grad():
         expected = vae.decode(z).sample
-        torch.testing.assert_close(decode(engine, z, 64), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(decode(decoder, z, 64), expected, rtol=0, atol=1e-5)
         assert max(map(max, sizes)) == 8
-        whole = decode(engine, z, None)
+        whole = decode(decoder, z, None)
     assert sizes[-1] == (height, width)
     assert ((whole - expected).abs().max() > 1e-3) == (max(height, width) > 8)

@@ -126,10 +126,12 @@ def test_y_is_nemos(width):
 @pytest.mark.parametrize("given", [SDXL], indirect=True)
 def test_images_are_nemos(given):
     pipeline = pipeline_of(given.model.checkpoint, given.model.torch_engines())
-    ours = pipeline(PROMPTS, SAMPLING, decode=False).latents
-    noise, size = pipeline.noise(range(len(PROMPTS)), SAMPLING), (SAMPLING.height, SAMPLING.width)
-    [text] = pipeline.adapter.encode([PROMPTS], [None], True)
-    context, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
+    ours = pipeline(PROMPTS, SAMPLING, decode=()).latents
+    size = (SAMPLING.height, SAMPLING.width)
+    seeded = [torch.Generator().manual_seed(SAMPLING.seed + number) for number in range(len(PROMPTS))]
+    noise = torch.stack([torch.randn(4, size[0] // 8, size[1] // 8, generator=each) for each in seeded])
+    again = pipeline_of(given.model.checkpoint, given.model.torch_engines())
+    context, _, pooled, _ = again.call.pipe.encode_prompt(PROMPTS)
     nemos = nemo_euler(
         given.nemo_unet, noise, context[:, :77], pooled, (size, (0, 0), size), SIZE_FEATURES,
         SAMPLING.steps, SAMPLING.guidance_scale,

@@ -14,6 +14,7 @@ from sd_quant.config import Model
 from sd_quant.errors import ConfigError
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
+from sd_quant.models.family import Style
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call, signature_of
@@ -26,7 +27,6 @@ from sd_quant.observed.checkpoint import (
 )
 from sd_quant.observed.ladder import IN_FP32, Rung
 from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
-from sd_quant.observed.watching import Style
 from sd_quant.stages.checks import check_latents
 from tests.presets import job
 

@@ -15,9 +15,8 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.pipeline import Pipeline, Sampling, by_image
 from sd_quant.observed.checkpoint import ObservedCheckpoint
-from sd_quant.observed.pipeline import ObservedPipeline, by_image
 from tests.zoo import CASES, build
 
 pytestmark = pytest.mark.commit
@@ -54,7 +53,7 @@ def sampling(case: str, **changes) -> Sampling:
     return Sampling(**usual | {"width": known.width, "height": known.height} | changes)
 
 
-def counted(checkpoint: ObservedCheckpoint, **changes: Callable) -> tuple[ObservedPipeline, list[str]]:
+def counted(checkpoint: ObservedCheckpoint, **changes: Callable) -> tuple[Pipeline, list[str]]:
     """The pipeline with torch in its networks' place, and a list that gets the name of each network that is called."""
     calls: list[str] = []
     engines = {
@@ -137,7 +136,7 @@ def test_what_another_process_denoised_is_decoded_here(observe, case, tmp_path):
     pipeline, calls = counted(checkpoint)
     files = [load_file(tmp_path / str(place)) for place in range(2)]
     made = pipeline(PROMPTS[:2], settings, by_batch=lambda batches, make, also: files)
-    assert np.array_equal(made.images, expected.images) and not set(calls) & set(pipeline.denoisers)
+    assert np.array_equal(made.images, expected.images) and not set(calls) & set(pipeline.call.denoisers)
     assert np.array_equal(made.images, counted(checkpoint)[0](PROMPTS[:2], settings).images)
     assert all(torch.equal(*pair) for pair in zip(made.latents, expected.latents, strict=True))
 
@@ -177,7 +176,7 @@ def test_images_that_nobody_wants_are_not_decoded(observe):
     pipeline, calls = counted(observe("PixArtSigmaPipeline"))
     whole = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
     calls.clear()
-    latents = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"), decode=False)
+    latents = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"), decode=())
     assert latents.images is None and "vae" not in calls and calls
     assert torch.equal(latents.latents, whole.latents)
 
@@ -231,24 +230,24 @@ def test_calls_of_a_schedule_are_saved(observe):
     checkpoint = observe("AuraFlowPipeline")
     pipeline, calls = counted(checkpoint)
     settings = sampling("AuraFlowPipeline", steps=4)
-    whole = pipeline(PROMPTS[:1], settings, decode=False).latents[0]
+    whole = pipeline(PROMPTS[:1], settings, decode=()).latents[0]
     every = Counter(calls)["transformer"]
     calls.clear()
-    saved = pipeline(PROMPTS[:1], sampling("AuraFlowPipeline", steps=4, schedule="crrc"), decode=False).latents[0]
+    saved = pipeline(PROMPTS[:1], sampling("AuraFlowPipeline", steps=4, schedule="crrc"), decode=()).latents[0]
     assert Counter(calls)["transformer"] == every // 2
     torch.testing.assert_close(saved[0], whole[0])
-    levels = pipeline.pipe.scheduler.sigmas
+    levels = pipeline.call.pipe.scheduler.sigmas
     ahead = (saved[1] - saved[0]) / (levels[2] - levels[1])
     torch.testing.assert_close((saved[2] - saved[1]) / (levels[3] - levels[2]), ahead, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(saved[2], whole[2], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(pipeline(PROMPTS[:1], settings, decode=False).latents[0], whole)
+    torch.testing.assert_close(pipeline(PROMPTS[:1], settings, decode=()).latents[0], whole)
 
 
 def test_steps_and_batches_are_told(observe):
     pipeline, calls = counted(observe("PixArtSigmaPipeline"))
     told: list = []
     pipeline(
-        PROMPTS, sampling("PixArtSigmaPipeline", batch_size=2), decode=False,
+        PROMPTS, sampling("PixArtSigmaPipeline", batch_size=2), decode=(),
         on_batch=lambda numbers: told.append(list(numbers)), on_step=told.append,
     )  # fmt: skip
     assert told == [[0, 1], 0, 1, [2], 0, 1]
@@ -280,7 +279,7 @@ def test_a_latent_that_is_not_finite_is_refused_with_its_prompt_and_step(observe
 
 def test_an_image_that_is_not_finite_is_refused_with_its_prompt(observe):
     pipeline, _ = counted(observe("PixArtSigmaPipeline"), vae=broken_at(2, float("nan")))
-    with pytest.raises(SdQuantError, match="the decoder gave an image that is not finite for prompt 1, of latents"):
+    with pytest.raises(SdQuantError, match="vae in torch gave an image that is not finite for prompt 1, of latents"):
         pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
 
 
@@ -288,16 +287,15 @@ def test_another_call_than_was_observed_is_refused(observe):
     """Never answered with a graph of another call."""
     checkpoint = observe("PixArtSigmaPipeline")
     pipeline, _ = counted(checkpoint)
-    stand = pipeline.stands["transformer"]
-    stand.answers, stand.given = [], 0
+    stand = pipeline.call.pipe.transformer
     with pytest.raises(SdQuantError, match="observe|observed"):
         stand(torch.ones(2, 4, 6, 8), encoder_hidden_states=torch.ones(2, 32, 32), timestep=None)
 
 
 def test_what_a_pipeline_asks_of_a_network_is_the_networks(observe):
     pipeline, _ = counted(observe("PixArtSigmaPipeline"))
-    stand = pipeline.stands["vae"]
-    assert stand.config.scaling_factor == pipeline.pipe.vae.config.scaling_factor
+    stand = pipeline.call.pipe.vae
+    assert stand.config.scaling_factor == observe("PixArtSigmaPipeline").configs["vae"]["scaling_factor"]
     assert stand.dtype == torch.float32 and pipeline.decoders == ["vae"]
     with pytest.raises(AttributeError):
         stand.nothing  # noqa: B018

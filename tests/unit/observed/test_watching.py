@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.inference.requests import Run, request
+from sd_quant.inference.stand_ins import bound
+from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
 from sd_quant.observed.opening import (
@@ -17,21 +21,16 @@ from sd_quant.observed.opening import (
     network_of,
     open_networks,
     open_other,
-    pipeline_of_components,
     read_index,
 )
 from sd_quant.observed.watching import (
     BATCH,
     STYLES,
     Log,
-    Run,
-    Style,
     Watched,
     batch_of,
-    bound,
     denoisers_of,
     partial_random,
-    request,
     runs_of,
     shapes_of_output,
     unlike,
@@ -192,8 +191,12 @@ class Needs:
 def test_a_pipeline_that_wants_an_image_is_refused():
     run = Run("base", ["a"], 64, 64)
     with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, expected a pipeline that makes"):
-        request(Needs(), run, 5.0, 2, {}, [0])
-    assert request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0]).keys() == {"prompt", "image", "ratio"}
+        request(Needs(), run, 5.0, 2, {}, [0], Style())
+    assert request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style()).keys() == {
+        "prompt",
+        "image",
+        "ratio",
+    }
 
 
 class Sizes:
@@ -201,7 +204,7 @@ class Sizes:
 
 
 def test_a_pipeline_without_prompts_is_asked_for_a_number_of_images():
-    given = request(Sizes(), Run("batch", ["a"] * 3, 64, 64), 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5])
+    given = request(Sizes(), Run("batch", ["a"] * 3, 64, 64), 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5], Style())
     assert given["batch_size"] == 3 and given["num_inference_steps"] == 4 and given["negative_prompt"] == ["b"] * 3
     assert [each.initial_seed() for each in given["generator"]] == [3, 4, 5]
 

@@ -1,0 +1,142 @@
+"""The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sd_quant.errors import ConfigError
+from sd_quant.models.family import Style
+
+DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
+    "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
+    "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """The request for images of one run."""
+
+    name: str
+    prompts: list[str]
+    width: int
+    height: int
+
+
+def request(
+    pipe: Any,
+    run: Run,
+    scale: float,
+    steps: int,
+    arguments: Mapping[str, Any],
+    seeds: Sequence[int],
+    style: Style,
+) -> dict[str, Any]:
+    """Return the keyword arguments of a pipeline's call, of those that its class knows.
+
+    Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
+    """
+    known = inspect.signature(type(pipe).__call__).parameters
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    given = {
+        "prompt": list(run.prompts) if style.batched else run.prompts[0], "width": run.width, "height": run.height,
+        "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
+        "generator": generators if style.each else generators[0],
+    }  # fmt: skip
+    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
+        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
+    if "prompt" not in known:
+        given["batch_size"] = len(run.prompts)
+    if unknown := sorted(arguments.keys() - known.keys()):
+        raise ConfigError(
+            f"model.arguments has {unknown[0]}, which {type(pipe).__name__} does not take; it takes "
+            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
+        )
+    if decided := sorted(arguments.keys() & DECIDED):
+        raise ConfigError(
+            f"model.arguments has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number "
+            "of images have knobs of their own; leave it out"
+        )
+    taken = {name: value for name, value in {**given, **arguments}.items() if name in known}
+    missing = [
+        name for name, each in known.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in {"self", *taken}
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(
+            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, expected a pipeline that makes images "
+            "of a prompt or of nothing; give values of it in model.arguments, if they are numbers or texts"
+        )
+    return taken
+
+
+@contextmanager
+def told_steps(
+    pipe: Any, tell: Callable[[Any], None], draws: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
+
+    Its class is changed, because some pipelines copy their scheduler, for each frame for one. Steps are taken within
+    ``draws``.
+    """
+    kind = type(pipe.scheduler)
+    step = kind.step
+
+    @wraps(step)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with draws or nullcontext():
+            result = step(self, *args, **kwargs)
+        tell(result)
+        return result
+
+    with mock.patch.object(kind, "step", told):
+        yield
+
+
+class DrawsByImage(TorchFunctionMode):
+    """Draws of a batch without a generator, each image's from one of its own: those of this image made alone.
+
+    Some pipelines give their scheduler no generator, so that it draws from torch's own, which the batch would share.
+    """
+
+    def __init__(self, seeds: Sequence[int]):
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        if func not in (torch.randn, torch.randn_like) or (kwargs or {}).get("generator") is not None:
+            return drawn
+        if len(drawn) != len(self.generators):
+            return drawn
+        return torch.cat([
+            torch.randn(each.shape, generator=generator, dtype=drawn.dtype)
+            for each, generator in zip(drawn.split(1), self.generators, strict=True)
+        ]).to(drawn.device)  # fmt: skip
+
+
+def seeded(scheduler: Any, seeds: Sequence[int]) -> Any:
+    """Return the ``scheduler`` with a seed for the noise of each image, where it draws by seeds of its own.
+
+    ``DPMSolverSDEScheduler`` else draws one seed for the whole batch from torch's generator.
+    """
+    if scheduler.config.get("noise_sampler_seed", 0) is None:
+        drawn = [torch.randint(0, 2**63 - 1, [], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        scheduler.noise_sampler_seed = [int(seed) for seed in drawn]
+    return scheduler
+
+
+def latents_of(result: Any) -> Tensor:
+    """Return a copy of the latents behind a step of a scheduler, fp32 on the CPU."""
+    latents = result[0] if isinstance(result, tuple) else result.prev_sample
+    return latents.detach().float().cpu().clone()

@@ -1,0 +1,115 @@
+"""Stand-ins for a pipeline's networks: engines compute their outputs, and answers that are known are given again."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sd_quant.engines.base import Engine
+from sd_quant.models.parts import Part
+
+Tensors = dict[str, Tensor]
+Outputs = Mapping[str, Tensor]
+Through = Callable[[Callable[[Outputs], Outputs], Outputs], Outputs]  # (compute, inputs) -> outputs
+
+
+class Reached(BaseException):
+    """Ends a pipeline's call in front of a part that is not to be computed yet; no ``Exception``, which some catch."""
+
+    def __init__(self, part: str, inputs: Tensors):
+        super().__init__(part)
+        self.part, self.inputs = part, inputs
+
+
+class AnsweredPart:
+    """The calls of one part by its pipeline, for one batch of images.
+
+    ``answers`` are the outputs in order; a call beyond them is computed, or ends the pipeline's call where ``waits``.
+    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides what is computed.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], name: str, part: Part):
+        self.engines, self.name, self.part = engines, name, part
+        self.begin([], waits=False)
+
+    def begin(
+        self,
+        answers: list[Tensors],
+        waits: bool,
+        through: Through | None = None,
+        on_call: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Begin a call of the pipeline, whose first ``answers`` are known."""
+        self.answers, self.waits, self.through, self.on_call, self.given = answers, waits, through, on_call, 0
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        if self.given == len(self.answers):
+            inputs = self.part.arguments(self.part.contract, arguments)
+            if self.waits:
+                raise Reached(self.name, inputs)
+            self.on_call()
+            outputs = self.computed(inputs) if self.through is None else self.through(self.computed, inputs)
+            self.answers.append({
+                name: output.cpu().float() if output.is_floating_point() else output.cpu()
+                for name, output in outputs.items()
+            })  # fmt: skip
+        answer = self.answers[self.given]
+        self.given += 1
+        return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
+
+    def computed(self, inputs: Outputs) -> Outputs:
+        """Return the engine's outputs."""
+        return self.engines[self.name](**inputs)
+
+
+class EngineNetwork(nn.Module):
+    """A network of a pipeline, of which parts compute some methods. Everything else is the ``network``'s own.
+
+    ``network`` may be on the meta device: its configuration and the signatures of its methods are used.
+    """
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, network: nn.Module, parts: Mapping[str, AnsweredPart]):
+        """``parts`` are given by method."""
+        super().__init__()
+        self.network, self.parts = [network], parts  # in a list, so that it is no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("parts", ()):
+            return partial(self.call, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.network[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call("forward", *args, **kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self.parts[method](bound(getattr(self.network[0], method), args, kwargs))
+
+
+def bound(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by parameter name; those of ``**kwargs`` among them."""
+    signature = inspect.signature(method)
+    found = signature.bind(*args, **kwargs)
+    found.apply_defaults()  # one call may state what another leaves out
+    arguments = dict(found.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return {
+        name: pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
+        for name, value in arguments.items()
+        if not has_generator(value)
+    }
+
+
+def has_generator(value: Any) -> bool:
+    """Whether an argument draws numbers, which a decoder is offered and none that decodes a given latent does."""
+    return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))
