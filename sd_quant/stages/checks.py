@@ -9,7 +9,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import most_steps
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
 
@@ -72,14 +72,17 @@ def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
         )
 
 
-def check_guidance(checkpoint: Checkpoint, scale: float) -> None:
-    """Raises ConfigError for a guidance scale above 1 where no input of the checkpoint's networks depends on it."""
+def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
+    """Raises ConfigError for guidance that the checkpoint's networks do not read: a scale above 1, a second text."""
+    distilled = checkpoint.family.GUIDES and samples_per_image(checkpoint, 2) == 1
+    expected = "null, because this checkpoint was distilled to read the guidance scale and reads no second text"
+    check(not distilled or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
     expected = (
         "at most 1, because this checkpoint was distilled to do without guidance and takes no scale; for Flux schnell "
         "model=flux_schnell has the knobs"
     )
     reads = checkpoint.family.reads_guidance(denoiser_part(checkpoint).contract)
-    check(scale <= 1 or reads, "infer.scale", scale, expected)
+    check(infer.scale <= 1 or reads, "infer.scale", infer.scale, expected)
 
 
 def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:

@@ -92,7 +92,7 @@ class Session:
         check_mask(self.checkpoint, "infer.", infer.mask)
         check_latents(self.checkpoint, infer)
         check_tile(self.checkpoint, infer)
-        check_guidance(self.checkpoint, infer.scale)
+        check_guidance(self.checkpoint, infer)
         check_steps(self.checkpoint, "infer.steps", infer.steps)
         check_sizes(self.checkpoint, "infer", infer)
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)

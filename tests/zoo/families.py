@@ -177,6 +177,16 @@ def sdxl_wide(folder: Path) -> None:
     wide.save_pretrained(folder / "unet")
 
 
+def sdxl_lcm(folder: Path) -> None:
+    """The one that was distilled to read the guidance scale, with its own scheduler (arXiv:2310.04378)."""
+    sdxl(folder)
+    base = diffusers.StableDiffusionXLPipeline.from_pretrained(folder)
+    denoiser = diffusers.UNet2DConditionModel.from_config(base.unet.config, time_cond_proj_dim=32)
+    redraw(denoiser)
+    components = {**base.components, "unet": denoiser, "scheduler": diffusers.LCMScheduler(**SD_NOISE)}
+    diffusers.StableDiffusionXLPipeline(**components, add_watermarker=False).save_pretrained(folder)
+
+
 def sd3(folder: Path) -> None:
     denoiser = diffusers.SD3Transformer2DModel(
         sample_size=16, in_channels=16, out_channels=16, num_layers=2, caption_projection_dim=128,
@@ -246,6 +256,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "sd15": sd15, "sd21": sd21, "sdxl": sdxl, "sd3": sd3, "flux": flux, "pixart": pixart,
 }  # fmt: skip
 VARIANTS: dict[str, Callable[[Path], None]] = {  # by the family's name and what is special
+    "sdxl_lcm": sdxl_lcm,
     "sd3_no_t5": sd3_no_t5,
     "flux_schnell": flux_schnell,
     "pixart_alpha": pixart_alpha,

@@ -138,6 +138,8 @@ def test_an_image_is_diffusers_own(opened, name):
     plain = assert_drawn_alike(ours, diffusers_own, replace(SAMPLING, guidance_scale=1.0))
     assert set(samples) == {len(PROMPTS)} and samples_per_image(checkpoint, 1.0) == 1
     assert (strong - plain).norm() > 1e-2 * plain.norm(), "guidance would show nothing"
+    if samples_per_image(checkpoint, 2) == 1:  # guidance is an input of the network
+        return
     negative = replace(given, negative_prompts=["blurry, nude", "rain"])
     led_away = assert_drawn_alike(ours, diffusers_own, negative)
     without = ours(PROMPTS, given, decode=()).latents

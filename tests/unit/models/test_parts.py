@@ -5,6 +5,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from sd_quant.errors import SdQuantError
 from sd_quant.files.tensors import lazy
 from sd_quant.models import STORED
 from sd_quant.models.parts import Axis, Contract, Part, as_inputs, axes, exported, filled, with_dtypes, wrapped
@@ -52,6 +53,19 @@ def test_contracts_are_nemos_at_full_size():
         "unet_xl": ("out",), "vae": ("dec",), "clip1": ("z",), "clip2": ("z", "z_pooled"),
     }  # fmt: skip
     assert {name for name, contract in full.items() if contract.weights == torch.float32} == {"vae"}
+
+
+def test_an_argument_that_a_graph_lacks_is_refused():
+    """Flags, and what is empty, say nothing that a graph could lack."""
+    contract = Contract({"sample": ("batch", 4), "ids": ("batch", 6)}, ("out",), {}, torch.float16)
+    sample, ids = torch.ones(2, 4), torch.ones(2, 6)
+    given = {"sample": sample, "added_cond_kwargs": {"ids": ids}, "return_dict": False, "mask": None, "more": {}}
+    assert as_inputs(contract, given).keys() == {"sample", "ids"}
+    for name, value, shown in (("class_labels", ids, r"a tensor \[2, 6\]"), ("scale", {"lora": 0.5}, "{'lora': 0.5}")):
+        with pytest.raises(SdQuantError, match=f"calls a network with {name} .{shown}., expected sample, ids alone"):
+            as_inputs(contract, {**given, name: value})
+        with pytest.raises(SdQuantError, match=name):
+            as_inputs(contract, {**given, "added_cond_kwargs": {"ids": ids, name: value}})
 
 
 def test_stated_dtypes_are_those_of_weights_and_of_inputs_that_had_the_familys():

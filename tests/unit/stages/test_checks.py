@@ -161,12 +161,22 @@ def test_guidance_that_nothing_reads_is_refused(tmp_path):
         (TINY | VARIANTS)[name](tmp_path / name)
     dev, schnell = (open_pipeline(tmp_path / name, "flux", 32) for name in ("flux", "flux_schnell"))
     for each in asked:
-        check_guidance(dev, each.infer.scale)
+        check_guidance(dev, each.infer)
     for each in asked[1:]:
-        check_guidance(schnell, each.infer.scale)
+        check_guidance(schnell, each.infer)
     sentence = "^infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"
     with pytest.raises(ConfigError, match=sentence):
-        check_guidance(schnell, asked[0].infer.scale)
+        check_guidance(schnell, asked[0].infer)
+
+
+def test_a_second_text_is_refused_where_guidance_is_an_input_of_the_network(tmp_path):
+    VARIANTS["sdxl_lcm"](tmp_path)
+    checkpoint = open_pipeline(tmp_path, "sdxl")
+    check_guidance(checkpoint, job().infer)
+    with pytest.raises(
+        ConfigError, match="^infer.negative_prompt is rain, expected null, because this checkpoint was dis"
+    ):
+        check_guidance(checkpoint, job("infer.negative_prompt=rain").infer)
 
 
 def test_noise_that_is_not_there_is_refused_with_the_knobs():
