@@ -98,6 +98,7 @@ class ForeignFormat:
     # whether what is not quantized may be bf16 in place of fp16, or the denoisers' classes where it may
     bf16: bool | frozenset[str] = False
     others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
+    marks: bool = False  # whether tensors say how the model samples; False: a pipeline's folder does
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     encoder: str = ""  # the step by which a person opens a quantized text encoder, with {component}
     networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized

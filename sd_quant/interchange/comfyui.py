@@ -46,7 +46,7 @@ from sd_quant.interchange.comfyui_marks import (
     check_codes,
     unpacked,
 )
-from sd_quant.interchange.comfyui_written import tensors_of
+from sd_quant.interchange.comfyui_written import Tensors, tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.interchange.stored import FP8, LayerTensors, finite
@@ -65,6 +65,7 @@ from sd_quant.names.authors import (
     joined,
     places_in,
     rows_of,
+    sampling_marks,
     told_family,
 )
 from sd_quant.names.nemo import PREFIX as NETWORKS
@@ -96,17 +97,10 @@ FACTS = ForeignFormat(
                 f"Copy `{part}.safetensors` to `ComfyUI/models/diffusion_models`.",
                 "Open it with the node Load Diffusion Model.",
                 f"Text encoders and VAE are not in it: open the model's own with {text} and Load VAE.",
-                *more,
             )
-            for family, part, text, *more in (
+            for family, part, text in (
                 ("sd15", "unet", "Load CLIP, type stable_diffusion,"),
-                (
-                    "sd21",
-                    "unet",
-                    "Load CLIP, type stable_diffusion,",
-                    "Where images are noise, add the node ModelSamplingDiscrete with v_prediction: ComfyUI guesses "
-                    "what the model predicts by the spread of a norm's bias, which smoothing=folded changes.",
-                ),
+                ("sd21", "unet", "Load CLIP, type stable_diffusion,"),
                 ("sd3", "transformer", "TripleCLIPLoader, or DualCLIPLoader, type sd3, where it has no T5,"),
                 ("flux", "transformer", "DualCLIPLoader, type flux,"),
                 ("pixart", "transformer", "Load CLIP, type pixart,"),
@@ -138,6 +132,7 @@ FACTS = ForeignFormat(
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
     others=None,
+    marks=True,
     networks=("T5EncoderModel",),
     traps={
         "": (
@@ -236,7 +231,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         else:
             parameters[name] = cast(stored, path, first.name)
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
-    denoiser = QuantizedDenoiser(path, FACTS.name, "ComfyUI", layers, parameters, size_of(found.values()))
+    denoiser = QuantizedDenoiser(
+        path, FACTS.name, "ComfyUI", layers, parameters, size_of(found.values()), sampling_marks(tensors)
+    )
     check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
     return denoiser
 
@@ -373,7 +370,7 @@ def marked_tensors(
 # Writing
 
 
-def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Tensors | None = None) -> Path:
     """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns.
 
     One tensor of the file is in memory at a time. Raises ResourceError when the disk is full.
@@ -394,7 +391,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             others = to_nemo(component, checkpoint.components[component].parameters)
             (dtype,) = {sixteen_bits(part) for part in checkpoint.parts().values() if part.component == component}
             state |= {sgm_key(key): in_dtype(each, dtype) for key, each in others.items()}
-    return write_file(folder / name, state)
+    return write_file(folder / name, {**state, **(marks or {})})
 
 
 def in_dtype(parameter: Readable, dtype: torch.dtype) -> LazyTensor:

@@ -71,6 +71,7 @@ class QuantizedDenoiser:
     layers: Mapping[str, QuantizedLayer]
     parameters: Mapping[str, Readable] = field(repr=False)  # all others
     stored_bytes: int = 0  # of all parameters
+    marks: tuple[str, ...] = ()  # tensors that say how it samples, see ``sampling``
     # how inputs are rounded of modules that are no quantized layers, such as norms
     rounded: Mapping[str, Inputs] = field(default_factory=dict, repr=False)
     # Opens the network with the tool's own library; None where that is not installed or cannot compute on a processor.

@@ -45,7 +45,7 @@ from sd_quant.interchange.weights import (
     write_file,
 )
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
-from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of
+from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 
@@ -114,7 +114,13 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     if not layers:
         raise ArtifactError(f"{path} holds no quantized layer of the full-precision model; check the path")
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size_of(found.values())
+        path,
+        FACTS.name,
+        "Black Forest Labs' layout",
+        layers,
+        parameters,
+        size_of(found.values()),
+        sampling_marks(stored),
     )
     check_whole(denoiser, checkpoint, [*unknown, *others])
     return denoiser

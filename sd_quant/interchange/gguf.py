@@ -48,7 +48,7 @@ from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, che
 from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of
+from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
 from sd_quant.names.t5 import llama_name
 from sd_quant.quantization.assignment import LayerAssignment
 
@@ -97,6 +97,7 @@ FACTS = ForeignFormat(
     networks=("T5EncoderModel",),
     families=UNETS | {"sd3", "flux"},
     others=None,
+    marks=True,
 )
 MAGIC, T5 = b"GGUF", "T5EncoderModel"
 VERSIONS = (2, 3)
@@ -221,6 +222,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         layers,
         {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
         sum(map(size_of, found.values())),
+        sampling_marks(tensors),
         # diffusers asks for ggml's package too
         runtime=partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None,
     )
@@ -451,14 +453,16 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+def write(
+    checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
+) -> Path:
     """Writes the denoiser to ``<part>.gguf`` in ``folder``, one tensor in memory at a time.
 
     Raises ResourceError when the disk is full.
     """
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-    tensors = tensors_of(checkpoint, assignment)
+    tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}
     architecture, prefix = next((name, prefix) for name, (key, prefix) in ARCHITECTURES.items() if key in tensors)
     assert max(map(len, tensors)) + len(prefix) <= LONGEST_NAME  # they have 100 characters at most
     kinds = [kind for kind, _ in tensors.values()]

@@ -10,7 +10,7 @@ count blocks by the file's names, end in a KeyError where one is missing, and kn
 that. Writers go the same table's other way: ``pieces_of`` says of which rows of diffusers' an authors' tensor is made.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -34,6 +34,8 @@ OTHER_NETWORKS = (
     "posterior_", "logvar", "scale_factor", "global_step", "model_sampling.",
     "v_pred", "ztsnr", "edm_",
 )  # fmt: skip
+# tensors whose presence says how an SDXL samples, with the denoiser's prefix or without any
+MARKS = ("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
 Shape = tuple[int, ...]
 
 
@@ -97,13 +99,18 @@ def told_family(names: Iterable[str]) -> str | None:
 def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """The names of a file's denoiser, without its prefix, with what they are in the file; and names that are unknown.
 
-    Where any name has the prefix, all of the denoiser's do, and tensors of other networks are left out.
+    Where any name has the prefix, all of the denoiser's do, and tensors of other networks are left out; so are marks.
     """
-    names = list(names)
+    names = [name for name in names if name.removeprefix(PREFIX) not in MARKS]
     if not any(name.startswith(PREFIX) for name in names):
         return {name: name for name in names}, []
     found = {name.removeprefix(PREFIX): name for name in names if name.startswith(PREFIX)}
     return found, [name for name in names if not name.startswith((PREFIX, *OTHER_NETWORKS))]
+
+
+def sampling_marks(names: Collection[str]) -> tuple[str, ...]:
+    """The ``MARKS`` among the names in a file."""
+    return tuple(mark for mark in MARKS if mark in names or PREFIX + mark in names)
 
 
 def places_in(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.cache import locked
-from sd_quant.checkpoints.diffusers_pipeline import with_tokenizers
+from sd_quant.checkpoints.diffusers_pipeline import defaults_of, with_tokenizers
 from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
@@ -39,6 +40,7 @@ from sd_quant.files import (
     write_json,
     write_text,
 )
+from sd_quant.files.tensors import Readable
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import with_denoiser
@@ -46,12 +48,13 @@ from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.other_parts import adapted_part, in_place
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
+from sd_quant.interchange.sampling import Sampled, for_files, for_folders, written_marks
 from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.interchange.weights import sixteen_bits
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images, joined
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
@@ -241,7 +244,8 @@ def write_target(
         "bytes": {},
     }
     with atomic_path(folder) as place:
-        result = write_folder(place, target, loaded.checkpoint, held)
+        own = sampled(loaded.checkpoint, job.model.family)
+        result = write_folder(place, target, loaded.checkpoint, held, written_marks(own))
         written["fidelity"] = measure(result) if measure is not None else None
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
@@ -259,6 +263,7 @@ def write_target(
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
             "absent": absent(loaded.checkpoint),
             "servers": servers_of(target, loaded.checkpoint, rows),
+            "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
@@ -339,8 +344,22 @@ def absent(checkpoint: Checkpoint) -> list[str]:
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
-def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, held: Assignments) -> dict[str, Path]:
-    """Write what the target's consumer opens into ``folder``.
+def sampled(checkpoint: Checkpoint, family: str = "") -> Sampled:
+    """How the ``checkpoint`` samples: its own scheduler, and its networks' configs."""
+    scheduler, modules = pipeline_of(checkpoint, {}).own_sampler, empty_modules(checkpoint)
+    kind = next(each for each in type(scheduler).__mro__ if each.__module__.startswith("diffusers."))
+    vae, denoiser = (getattr(modules.get(name), "config", {}) for name in ("vae", denoiser_part(checkpoint).component))
+    return Sampled(family, kind.__name__, scheduler.config, defaults_of(kind), vae, denoiser)
+
+
+def write_folder(
+    folder: Path,
+    target: ForeignFormat,
+    checkpoint: Checkpoint,
+    held: Assignments,
+    marks: Mapping[str, Readable] = MappingProxyType({}),
+) -> dict[str, Path]:
+    """Write what the target's consumer opens into ``folder``, with ``marks`` of how the checkpoint samples.
 
     Returns the path that the format's reader opens, of each part that is quantized in it.
     """
@@ -357,7 +376,11 @@ def write_folder(folder: Path, target: ForeignFormat, checkpoint: Checkpoint, he
         own = rows.pop(quantized[denoiser])
         return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
     places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}
-    written = {component: target.module.write(places[component], own, folder) for component, own in rows.items()}
+    marked = {quantized[denoiser]: {"marks": marks}} if target.marks else {}
+    written = {
+        component: target.module.write(places[component], own, folder, **marked.get(component, {}))
+        for component, own in rows.items()
+    }
     paths = {part: written[component] for part, component in quantized.items()}
     return {  # in a pipeline's folder a reader looks for the denoiser
         part: path / quantized[part] if path == folder and part != denoiser else path for part, path in paths.items()

@@ -28,6 +28,7 @@ from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.folding import plain_weight, unfolded
 from sd_quant.interchange.other_parts import in_place, read_parts
+from sd_quant.interchange.sampling import check_marks
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.roles import roles_of
@@ -37,7 +38,7 @@ from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
 from sd_quant.stages.assign import with_loras_beside
-from sd_quant.stages.hand_over import assignment_of, record_of_run
+from sd_quant.stages.hand_over import assignment_of, record_of_run, sampled
 from sd_quant.stages.open_parts import open_file, open_simulated
 from sd_quant.stages.session import Session
 
@@ -115,6 +116,8 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     checkpoint = session.checkpoint
     parts = read_parts(path, checkpoint)
     denoiser = parts.pop(session.denoiser)
+    if denoiser.marks:
+        check_marks(path, denoiser.marks, sampled(checkpoint))
     rows = rows_of(denoiser, checkpoint.family.layer_roles(empty_denoiser(checkpoint)))
     layers, loras = unfolded(denoiser, checkpoint), None
     if adapted_of(checkpoint):

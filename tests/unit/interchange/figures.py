@@ -10,7 +10,7 @@ FIGURES = {
     "fidelity": {"psnr": {"values": [*VALUES, None]}}, "licence": "openrail++", "dtype": "fp16",
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
-    "bytes": {"unet/weights.safetensors": 12_345_678}, "servers": {},
+    "sampling": ["Add a node.", "Keep a folder."], "bytes": {"unet/weights.safetensors": 12_345_678}, "servers": {},
     "parts": {"clip1": {"quantized": 12, "of": 12, "lost": {}}, "vae": {"quantized": 0, "of": 29, "lost": {"it": 29}}},
     "components": {"clip1": "text_encoder", "vae": "vae"},
 }  # fmt: skip

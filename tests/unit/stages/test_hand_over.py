@@ -106,6 +106,7 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(hand_over, "write_folder", write)
     answering(hand_over, left_out=[], absent=[], versions={})
+    answering(hand_over, sampled=None, written_marks={}, for_files=["Add a node."])
     family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
     contract = SimpleNamespace(weights=torch.float16)
     parts = lambda: {"unet_xl": SimpleNamespace(component="unet", contract=contract)}  # noqa: E731
