@@ -15,6 +15,7 @@ from sd_quant.names.authors import (
     denoiser_tensors,
     pieces_of,
     places_in,
+    sampling_marks,
     told_family,
 )
 from sd_quant.names.transformers import LAYOUTS, layout_of
@@ -185,4 +186,7 @@ def test_another_family_and_another_size_are_refused(tmp_path):
 def test_other_networks_are_left_out_only_beside_a_prefix():
     names = [f"{PREFIX}a.weight", "first_stage_model.x", "model_ema.y", "odd"]
     assert denoiser_tensors(names) == ({"a.weight": f"{PREFIX}a.weight"}, ["odd"])
+    assert denoiser_tensors([*names, f"{PREFIX}v_pred", "ztsnr"]) == denoiser_tensors(names)
+    assert denoiser_tensors(["a.weight", "v_pred"]) == ({"a.weight": "a.weight"}, [])
+    assert sampling_marks([*names, f"{PREFIX}v_pred", "ztsnr", "edm"]) == ("v_pred", "ztsnr")
     assert denoiser_tensors(["a.weight", "vae.x"]) == ({"a.weight": "a.weight", "vae.x": "vae.x"}, [])
