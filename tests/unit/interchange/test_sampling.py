@@ -104,6 +104,8 @@ def told_by(names: set[str]) -> str:
     ],
 )
 def test_a_file_tells_comfyui_how_it_samples_and_judge_too(tiny, tmp_path, target, name, config, networks, kind):
+    if TARGETS[target].package:
+        pytest.importorskip(TARGETS[target].package)
     plain, of = tiny("sdxl").checkpoint, tmp_path / "of"
     shutil.copytree(plain.path, of, ignore=lambda _, names: [each for each in names if "safetensors" in each])
     (of / "scheduler/scheduler_config.json").write_text(json.dumps(config))
