@@ -17,34 +17,23 @@ import torch
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import LazyTensor, lazy
 
-# what both tools take a family for; of Flux without guidance
-SCALING = {"sd15": 0.18215, "sd21": 0.18215, "sdxl": 0.13025, "sd3": 1.5305, "flux": 0.3611, "pixart": 0.13025}
-SHIFT_FACTORS, FLOW_SHIFTS = {"sd3": 0.0609, "flux": 0.1159}, {"sd3": 3.0, "flux": 1.0}
+# What both tools have: how a family's latents are scaled, a flow's shift (Flux's without guidance), noise of others
+LATENTS = {
+    **dict.fromkeys(("sd15", "sd21"), {"scaling_factor": 0.18215}), "sdxl": {"scaling_factor": 0.13025},
+    "sd3": {"scaling_factor": 1.5305, "shift_factor": 0.0609},
+    "flux": {"scaling_factor": 0.3611, "shift_factor": 0.1159},
+}  # fmt: skip
+SHIFTS = {"sd3": 3.0, "flux": 1.0}
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-NOISE_OF_PIXART = {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
-UNSET = {  # settings of a scheduler that both lack, with the values that both have
-    "num_train_timesteps": 1000, "trained_betas": None, "thresholding": False, "clip_sample": False,
-    "shift_terminal": None, "invert_sigmas": False, "stochastic_sampling": False, "snr_shift_scale": 1.0,
-    "original_inference_steps": 50, "timestep_scaling": 10.0, "base_image_seq_len": 256, "max_image_seq_len": 4096,
-}  # fmt: skip
-SAMPLERS = {  # ComfyUI's, by diffusers' classes without Discrete, Multistep and Scheduler
-    "Euler": "euler", "EDMEuler": "euler", "FlowMatchEuler": "euler", "EulerAncestral": "euler_ancestral",
-    "Heun": "heun", "FlowMatchHeun": "heun", "DPMSolver": "dpmpp_2m", "EDMDPMSolver": "dpmpp_2m", "LMS": "lms",
-    "DPMSolverSDE": "dpmpp_sde", "UniPC": "uni_pc_bh2", "DEIS": "deis", "DDIM": "ddim", "DDPM": "ddpm", "LCM": "lcm",
-    "KDPM2": "dpm_2", "KDPM2Ancestral": "dpm_2_ancestral",
-}  # fmt: skip
-SPACINGS = {"trailing": "sgm_uniform", "leading": "ddim_uniform", "linspace": "normal"}  # ComfyUI's by diffusers'
+NOISE_OF = {"pixart": {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}}
 EDM, EDM_V = "EDM's epsilon with sigma_data 0.5", "EDM's v_prediction with sigma_data 1"
-NODES = {  # ComfyUI's by what is predicted, and what they choose
-    "epsilon": ("Discrete", "eps"), "v_prediction": ("Discrete", "v_prediction"), "sample": ("Discrete", "x0"),
-    EDM: ("ContinuousEDM", "edm"), EDM_V: ("ContinuousEDM", "v_prediction"),
-}  # fmt: skip
+PLAIN = {"epsilon": "eps", "v_prediction": "v_prediction", "sample": "x0"}
+CHOICES = PLAIN | {EDM: "edm", EDM_V: "v_prediction"}  # in ComfyUI's nodes
 FLAGS = {"epsilon": "eps", "v_prediction": "v", "flow": "sd3_flow", EDM_V: "edm_v"}  # of --prediction
-PLAYGROUND: dict[str, Any] = {
-    "scaling_factor": 0.5,
-    "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
+PLAYGROUND: dict[str, Any] = {  # v2.5
+    "scaling_factor": 0.5, "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
     "latents_std": [8.4927, 5.9022, 6.5498, 5.2299],
-}  # Playground v2.5's
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,90 +104,80 @@ def check_marks(path: Path, found: Collection[str], own: Sampled) -> None:
         )
 
 
+def own_scheduler(own: Sampled) -> str:
+    named = {
+        name: each for name, each in own.config.items()
+        if own.defaults.get(name, each) != each or name == "timestep_spacing"
+    }  # fmt: skip
+    return f"{own.kind} with {words(named) or 'its defaults'}"
+
+
 def for_folders(own: Sampled) -> list[str]:
     """The sentence for whoever opens a pipeline's folder."""
-    config = {name: each for name, each in own.config.items() if own.defaults.get(name, each) != each}
     return [
-        f"The pipeline's `scheduler/` has to be the checkpoint's, {own.kind} with {words(config) or 'its defaults'}, "
-        f"and so its `vae/config.json`, with {words(own.latents) or 'latents as they are'}."
+        f"The pipeline's `scheduler/` has to be the checkpoint's, {own_scheduler(own)}, and so its `vae/config.json`, "
+        f"with {words(own.latents) or 'latents as they are'}."
     ]
 
 
 def for_files(own: Sampled) -> list[str]:
     """The sentences for whoever opens a file in ComfyUI or stable-diffusion.cpp, and what neither can be told."""
-    told = [node_for(own), flags_for(own), sampler_for(own)]
-    noise = {"pixart": NOISE_OF_PIXART}.get(own.family, NOISE) if "Discrete" in NODES.get(own.prediction, ()) else {}
-    usual = UNSET | noise
-    if unset := {name: each for name, each in own.config.items() if name in usual and each != usual[name]}:
-        told.append(f"No node and no flag sets what the checkpoint's scheduler has: {words(unset)}.")
-    sizes = own.denoiser.get("use_additional_conditions")  # by which ComfyUI tells PixArt-alpha
-    sizes = own.denoiser.get("sample_size") == 128 if sizes is None else sizes
-    scaled = {"scaling_factor": SCALING["sd15" if own.family == "pixart" and sizes else own.family]}
-    scaled |= {"shift_factor": SHIFT_FACTORS[own.family]} if own.family in SHIFT_FACTORS else {}
-    if own.latents != scaled and not {"edm_mean", "edm_playground_v2.5,"} & {*told[0].split()}:
+    node = node_for(own)
+    told = [
+        f"The checkpoint has {own_scheduler(own)}: choose the nearest in KSampler, whose scheduler sgm_uniform is "
+        "trailing, ddim_uniform leading, normal linspace, and simple that of most flows.",
+        *filter(None, [node, flags_for(own)]),
+    ]
+    noise = NOISE_OF.get(own.family, NOISE) | {"trained_betas": None, "num_train_timesteps": 1000}
+    if own.prediction in PLAIN and any(own.config.get(name, each) != each for name, each in noise.items()):
+        told.append(f"No node and no flag sets other noise levels than those of {words(noise)}: images will differ.")
+    scaled = LATENTS.get(own.family, own.latents)
+    if own.latents != scaled and not {"edm_mean", "edm_playground_v2.5,"} & {*node.split()}:
         told.append(f"No node and no flag scales latents by {words(own.latents)}: images are made by {words(scaled)}.")
-    return [each for each in told if each]
+    return told
 
 
 def node_for(own: Sampled) -> str:
     """The node that ComfyUI needs behind the one that opens the file."""
-    dynamic, guided = own.config.get("use_dynamic_shifting"), own.denoiser.get("guidance_embeds")
-    if own.prediction == "flow" and own.family == "flux" and dynamic:
-        ends = {name: own.config.get(name, usual) for name, usual in (("max_shift", 1.15), ("base_shift", 0.5))}
-        return f"Add the node ModelSamplingFlux with {words(ends)} and the image's size: ComfyUI knows one shift alone."
+    dynamic, zero = own.config.get("use_dynamic_shifting"), str(own.zero_snr).lower()
+    choice = CHOICES.get(own.prediction)
     if own.prediction == "flow":
-        if not guided and own.shift == FLOW_SHIFTS.get(own.family):
+        if own.family == "flux" and dynamic:
+            ends = {name: own.config.get(name, usual) for name, usual in (("max_shift", 1.15), ("base_shift", 0.5))}
+            return f"Add the node ModelSamplingFlux with {words(ends)} and the image's size: ComfyUI knows one alone."
+        if own.shift == SHIFTS.get(own.family) and not own.denoiser.get("guidance_embeds"):
             return ""
-        node = "AuraFlow" if own.family == "flux" else "SD3"
         size = ", that of 1024 x 1024: it changes with the size" if dynamic else ""
+        node = "AuraFlow" if own.family == "flux" else "SD3"
         return f"Add the node ModelSampling{node} with shift {own.shift:.4g}{size}."
     if own.family == "sdxl" and own.marks:
         return f"The file tells ComfyUI by the tensors {' and '.join(own.marks)} how it samples."
-    node, choice = NODES.get(own.prediction, ("", ""))
-    if not node:
+    if choice is None:
         return f"ComfyUI has no node for {own.prediction}."
-    if node == "ContinuousEDM":
+    if "EDM" in own.kind:
         choice = "edm_playground_v2.5" if choice == "edm" and own.latents == PLAYGROUND else choice
-        return f"Add the node ModelSampling{node} with {choice}, {words(own.levels)}."
+        return f"Add the node ModelSamplingContinuousEDM with {choice}, {words(own.levels)}."
     choice = "lcm" if own.kind == "LCMScheduler" and choice == "eps" else choice
     if choice == "eps" and not own.zero_snr and own.family in ("sdxl", "sd15", "pixart"):
         return ""
-    why = ": ComfyUI guesses it by the spread of a norm's bias, which smoothing=folded changes"
-    zero = str(own.zero_snr).lower()
-    return f"Add the node ModelSampling{node} with {choice}, zsnr {zero}{why if own.family == 'sd21' else ''}."
+    guess = ": ComfyUI guesses it by the spread of a norm's bias, which smoothing=folded changes"
+    return f"Add the node ModelSamplingDiscrete with {choice}, zsnr {zero}{guess if own.family == 'sd21' else ''}."
 
 
 def flags_for(own: Sampled) -> str:
     """The flags of stable-diffusion.cpp, which has no PixArt."""
-    flow, usual, flags = own.prediction == "flow", FLOW_SHIFTS.get(own.family), []
+    flow, usual, shift = own.prediction == "flow", SHIFTS.get(own.family), own.shift
     lacks = [] if own.prediction in FLAGS else [own.prediction]
     lacks += ["zero terminal SNR"] if own.zero_snr else []
     lacks += [words(own.levels)] if own.prediction == EDM_V and own.levels["sigma_max"] != 120 else []
-    if own.prediction in FLAGS and (flow != (usual is not None) or own.prediction not in ("flow", "epsilon")):
-        flags.append(f"--prediction {FLAGS[own.prediction]}")
-    shift = own.shift
-    if flow and own.family == "flux":  # as a logarithm
-        shift, usual = math.log(own.shift), 1.15 if own.denoiser.get("guidance_embeds") else 1.0
-    if flow and (usual is None or not math.isclose(shift, usual)):
-        flags.append(f"--flow-shift {shift:.4g}")
+    known = own.prediction == ("epsilon" if usual is None else "flow")
+    flags = [] if known or own.prediction not in FLAGS else [f"--prediction {FLAGS[own.prediction]}"]
+    if own.family == "flux":  # as a logarithm
+        shift, usual = math.log(shift), 1.15 if own.denoiser.get("guidance_embeds") else 1.0
+    flags += [f"--flow-shift {shift:.4g}"] if flow and (usual is None or not math.isclose(shift, usual)) else []
     told = [f"`{' '.join(flags)}`"] if flags else []
     told += [f"it has no {' and no '.join(lacks)}"] if lacks else []
     return f"stable-diffusion.cpp: {'; '.join(told)}." if told and own.family != "pixart" else ""
-
-
-def sampler_for(own: Sampled) -> str:
-    """The nearest choice in ComfyUI's node KSampler."""
-    name = own.kind.removesuffix("Scheduler").replace("Discrete", "").replace("Multistep", "")
-    sampler, config = SAMPLERS.get(name), own.config
-    if sampler is None:
-        return f"The checkpoint samples by {own.kind}, which ComfyUI's KSampler has not."
-    stochastic = "_sde" if sampler == "dpmpp_2m" and "sde" in config.get("algorithm_type", "") else ""
-    usual = "simple" if own.prediction == "flow" else SPACINGS[config.get("timestep_spacing", "leading")]
-    usual = (
-        "sgm_uniform" if sampler == "lcm" else config.get("sigma_schedule", "karras") if "EDM" in own.kind else usual
-    )
-    levels = next((each for each in ("karras", "exponential", "beta") if config.get(f"use_{each}_sigmas")), usual)
-    return f"In KSampler {sampler}{stochastic} with {levels} is nearest to the checkpoint's {own.kind}."
 
 
 def words(settings: Mapping[str, Any]) -> str:

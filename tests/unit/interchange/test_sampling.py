@@ -14,10 +14,8 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS, gguf
 from sd_quant.interchange.sampling import (
+    LATENTS,
     PLAYGROUND,
-    SAMPLERS,
-    SCALING,
-    SHIFT_FACTORS,
     Sampled,
     check_marks,
     for_files,
@@ -35,56 +33,45 @@ V, ZERO = SD | {"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": T
 COSXL = {"sigma_max": 120.0, "sigma_data": 1.0, "prediction_type": "v_prediction", "sigma_schedule": "exponential"}
 EULER, FLOW, DEV = "EulerDiscrete", "FlowMatchEulerDiscrete", {"guidance_embeds": True}
 UNIPC = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-SDE = SD | {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True}
-ALPHA = {"use_additional_conditions": True, "scaling_factor": 0.18215}
 DYNAMIC = {"use_dynamic_shifting": True}
-# family, scheduler, its config, configs of networks; choice in KSampler; tensors in SDXL's file; words of each sentence
+# family, scheduler, its config, configs of networks; tensors in SDXL's file; words of each sentence but the first
 CASES = [
-    ("sdxl", EULER, SD | {"timestep_spacing": "leading"}, {}, "euler with ddim_uniform", "", []),
-    ("sdxl", EULER, V, {}, "euler with normal", "v_pred", ["tensors v_pred how", "`--prediction v`."]),
-    ("sdxl", EULER, V | ZERO, {}, "euler with sgm", "v_pred ztsnr", ["v_pred and ztsnr how", "; it has no zero"]),
-    ("sdxl", EULER, SD | ZERO, {}, "euler with sgm_uniform", "", ["Discrete with eps, zsnr true.", "no zero terminal"]),
-    ("sd15", "DDIM", V, {}, "ddim with ddim_", "", ["with v_prediction.", "-prediction v`", "clip_sample True"]),
-    ("sd21", "PNDM", SD, {}, None, "", ["Discrete with eps, zsnr false: ComfyUI guesses"]),
-    ("sdxl", "DDPM", {"prediction_type": "sample"}, {}, "ddpm with", "", ["x0, zsnr", "no sample.", "beta_end 0.02,"]),
-    ("sdxl", FLOW, {"shift": 2.5}, {}, "euler with simple", "", ["SD3 with shift 2.5.", "sd3_flow --flow-shift 2.5`."]),
-    ("sdxl", "UniPCMultistep", UNIPC, {}, "uni_pc_bh2 with", "", ["SD3 with shift 3.", "sd3_flow --flow-shift 3"]),
-    ("sd3", FLOW, {"shift": 3.0}, {}, "euler with simple", "", []),
-    ("sd3", FLOW, DYNAMIC, {}, "euler with simple", "", ["SD3 with shift 3.158, that of", ": `--flow-shift 3.158`."]),
-    ("flux", FLOW, {}, {}, "euler with simple", "", [": `--flow-shift 0`."]),
-    ("flux", FLOW, {"shift": 3.0}, DEV, "euler with simple", "", ["AuraFlow with shift 3.", ": `--flow-shift 1.099`."]),
-    ("flux", FLOW, DYNAMIC, DEV, "euler with simple", "", ["SamplingFlux with max_shift 1.15, base_shift 0.5 and"]),
-    ("sdxl", "EDMEuler", {}, PLAYGROUND, "euler with karras", "edm_mean edm_std", ["edm_mean and edm_std", "no EDM"]),
-    ("sd15", "EDMEuler", {}, PLAYGROUND, "euler with karras", "", ["edm_playground_v2.5, sigma_max 80.0,", "no EDM"]),
-    ("sdxl", "EDMEuler", COSXL, {}, "euler with exp", "edm_vpred.sigma_max edm_vpred.sigma_min", ["how", "edm_v`."]),
-    ("sdxl", "EDMEuler", {"sigma_max": 60.0}, {}, "euler with karras", "", ["EDM with edm, sigma_max 60.0,", "no EDM"]),
-    ("sdxl", "EDMEuler", {"sigma_data": 2.0}, {}, "euler with karras", "", ["no node for EDM's", "with sigma_data 2."]),
-    ("sdxl", "LCM", {}, {}, "lcm with sgm_uniform", "", ["Discrete with lcm, zsnr false."]),
-    ("sdxl", "TCD", {}, {}, None, "", []),
-    ("sdxl", "DPMSolverMultistep", SDE, {}, "dpmpp_2m_sde with karras", "", []),
-    ("sdxl", EULER, SD, {"scaling_factor": 0.2}, "euler", "", ["factor 0.2: images are made by scaling_factor 0.13"]),
-    ("pixart", "DPMSolverMultistep", {}, ALPHA, "dpmpp_2m with normal", "", []),
+    ("sdxl", EULER, SD | {"timestep_spacing": "leading"}, {}, "", []),
+    ("sdxl", EULER, V, {}, "v_pred", ["tensors v_pred how", "stable-diffusion.cpp: `--prediction v`."]),
+    ("sdxl", EULER, V | ZERO, {}, "v_pred ztsnr", ["v_pred and ztsnr how", "`--prediction v`; it has no zero"]),
+    ("sdxl", EULER, SD | ZERO, {}, "", ["Discrete with eps, zsnr true.", "no zero terminal"]),
+    ("sd15", "DDIM", V, {}, "", ["Discrete with v_prediction, zsnr false.", "`--prediction v`."]),
+    ("sd21", "PNDM", SD, {}, "", ["Discrete with eps, zsnr false: ComfyUI guesses"]),
+    ("sdxl", "DDPM", {"prediction_type": "sample"}, {}, "", ["with x0, zsnr", "no sample.", "levels than"]),
+    ("sdxl", FLOW, {"shift": 2.5}, {}, "", ["SD3 with shift 2.5.", "`--prediction sd3_flow --flow-shift 2.5`."]),
+    ("sdxl", "UniPCMultistep", UNIPC, {}, "", ["SD3 with shift 3.", "`--prediction sd3_flow --flow-shift 3`."]),
+    ("sd3", FLOW, {"shift": 3.0}, {}, "", []),
+    ("sd3", FLOW, DYNAMIC, {}, "", ["SD3 with shift 3.158, that of", ": `--flow-shift 3.158`."]),
+    ("flux", FLOW, {}, {}, "", [": `--flow-shift 0`."]),
+    ("flux", FLOW, {"shift": 3.0}, DEV, "", ["AuraFlow with shift 3.", ": `--flow-shift 1.099`."]),
+    ("flux", FLOW, DYNAMIC, DEV, "", ["ModelSamplingFlux with max_shift 1.15, base_shift 0.5 and"]),
+    ("sdxl", "EDMEuler", {}, PLAYGROUND, "edm_mean edm_std", ["edm_mean and edm_std how", "no EDM's epsilon"]),
+    ("sd15", "EDMEuler", {}, PLAYGROUND, "", ["edm_playground_v2.5, sigma_max 80.0,", "no EDM's epsilon"]),
+    ("sdxl", "EDMEuler", COSXL, {}, "edm_vpred.sigma_max edm_vpred.sigma_min", ["sigma_min how", "edm_v`."]),
+    ("sdxl", "EDMDPMSolverMultistep", {"sigma_max": 60.0}, {}, "", ["EDM with edm, sigma_max 60.0,", "no EDM"]),
+    ("sdxl", "EDMEuler", {"sigma_data": 2.0}, {}, "", ["no node for EDM's epsilon", "with sigma_data 2."]),
+    ("sdxl", "LCM", {}, {}, "", ["Discrete with lcm, zsnr false."]),
+    ("sdxl", "TCD", {}, {}, "", []),
+    ("sdxl", EULER, SD, {"scaling_factor": 0.2}, "", ["factor 0.2: images are made by scaling_factor 0.13025"]),
+    ("pixart", "DPMSolverMultistep", {"algorithm_type": "sde-dpmsolver++"}, {}, "", []),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family, name, config, networks, choice, marks, sentences", CASES)
-def test_what_neither_tool_knows_of_a_family_is_marked_or_said(
-    family, name, config, networks, choice, marks, sentences
-):
-    kind = getattr(diffusers, f"{name}Scheduler")
-    usual = {"scaling_factor": SCALING[family], "shift_factor": SHIFT_FACTORS.get(family)}
-    own = Sampled(family, kind.__name__, kind(**config).config, defaults_of(kind), usual | networks, networks)
+@pytest.mark.parametrize("family, name, config, networks, marks, sentences", CASES)
+def test_what_neither_tool_knows_of_a_family_is_marked_or_said(family, name, config, networks, marks, sentences):
+    kind, vae = getattr(diffusers, f"{name}Scheduler"), LATENTS.get(family, {}) | networks
+    own = Sampled(family, kind.__name__, kind(**config).config, defaults_of(kind), vae, networks)
     assert " ".join(written_marks(own)) == marks
-    *told, sampler = sorted(for_files(own), key=lambda each: kind.__name__ in each)
+    own_scheduler, *told = for_files(own)
     assert len(told) == len(sentences) and all(map(str.__contains__, told, sentences)), told
-    assert (f"In KSampler {choice}" in sampler) if choice else ("KSampler has not" in sampler)
-    (folder,) = for_folders(own)
-    assert all(f"{each} {value}" in folder for each, value in config.items() if defaults_of(kind)[each] != value)
-
-
-def test_samplers_are_diffusers_own():
-    ends = ("Scheduler", "DiscreteScheduler", "MultistepScheduler")
-    assert [name for name in SAMPLERS if not any(hasattr(diffusers, name + end) for end in ends)] == []
+    changed = {each: value for each, value in config.items() if defaults_of(kind)[each] != value}
+    for sentence in (own_scheduler, *for_folders(own)):
+        assert all(f"{each} {value}" in sentence for each, value in ({kind.__name__: "with"} | changed).items())
 
 
 def told_by(names: set[str]) -> str:
