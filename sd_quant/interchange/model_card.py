@@ -16,12 +16,8 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         f"{name} with inputs {'as the recipe quantizes them' if how == AS_ASSIGNED else how}"
         for name, how in figures["inputs"].items()
     )
-    lost = [f"- {count} in high precision: {reason}" for reason, count in figures["lost"].items()]
-    lost += [
-        f"- {count} of {name} in high precision: {reason}"
-        for name, part in figures["parts"].items()
-        for reason, count in part["lost"].items()
-    ]
+    counted = [("", figures), *((f" of {name}", part) for name, part in figures["parts"].items())]
+    lost = [f"- {n}{of} in high precision: {reason}" for of, each in counted for reason, n in each["lost"].items()]
     lost += [f"- {what}" for what in figures["left_out"]]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",

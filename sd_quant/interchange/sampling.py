@@ -43,7 +43,7 @@ class Sampled:
     family: str
     kind: str  # class of the scheduler
     config: Mapping[str, Any]  # of the scheduler
-    defaults: Mapping[str, Any]  # of its class
+    defaults: dict[str, Any]  # of its class
     vae: Mapping[str, Any]
     denoiser: Mapping[str, Any]
 
@@ -105,11 +105,9 @@ def check_marks(path: Path, found: Collection[str], own: Sampled) -> None:
 
 
 def own_scheduler(own: Sampled) -> str:
-    named = {
-        name: each for name, each in own.config.items()
-        if own.defaults.get(name, each) != each or name == "timestep_spacing"
-    }  # fmt: skip
-    return f"{own.kind} with {words(named) or 'its defaults'}"
+    defaults = own.defaults | {"timestep_spacing": ""}  # said always
+    changed = {name: each for name, each in own.config.items() if defaults.get(name, each) != each}
+    return f"{own.kind} with {words(changed) or 'its defaults'}"
 
 
 def for_folders(own: Sampled) -> list[str]:
@@ -181,4 +179,4 @@ def flags_for(own: Sampled) -> str:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {each}" for name, each in settings.items())
+    return ", ".join(f"{name} {str(each)[:200]}" for name, each in settings.items())

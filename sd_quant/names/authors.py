@@ -32,7 +32,6 @@ OTHER_NETWORKS = (
     "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.", "model_ema.",
     "embedding_manager.", "safety_checker.", "denoiser.", "betas", "alphas_cumprod", "sqrt_", "log_one_minus_",
     "posterior_", "logvar", "scale_factor", "global_step", "model_sampling.",
-    "v_pred", "ztsnr", "edm_",
 )  # fmt: skip
 # tensors whose presence says how an SDXL samples, with the denoiser's prefix or without any
 MARKS = ("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -357,7 +356,7 @@ def write_folder(
     target: ForeignFormat,
     checkpoint: Checkpoint,
     held: Assignments,
-    marks: Mapping[str, Readable] = MappingProxyType({}),
+    marks: Mapping[str, Readable] | None = None,
 ) -> dict[str, Path]:
     """Write what the target's consumer opens into ``folder``, with ``marks`` of how the checkpoint samples.
 
