@@ -7,9 +7,11 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -18,7 +20,8 @@ import torch
 from torch import nn
 
 from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.checkpoints.entries import check_known, check_served
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
@@ -27,11 +30,13 @@ from sd_quant.files.tensors import Weights
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
-from sd_quant.names.diffusers import FORMER_CLASSES, TIED, plain_name
+from sd_quant.names.diffusers import FORMER_CLASSES, plain_name
 
 TOKENIZER = "tokenizer_config.json"
+TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
 AGAIN = "fetch the folder again"
 DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
 UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
@@ -42,8 +47,8 @@ MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerEntries:
-    """Optional entries of a scheduler's config that cause an exception or NaN where they are wrong."""
+class Entries:
+    """Optional entries that cause an exception or NaN where they are wrong: of schedulers, networks and tokenizers."""
 
     num_train_timesteps: Annotated[int, between(1, 100_000)]
     beta_start: Annotated[float | None, between(0, 1)]
@@ -53,22 +58,10 @@ class SchedulerEntries:
     timestep_spacing: Annotated[str, one_of(["linspace", "leading", "trailing"])]
     steps_offset: Annotated[int, between(0, 1000)]
     shift: Annotated[float | None, between(1e-3, 1e3)]
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkEntries:
-    """Such entries of the networks' configs."""
-
     scaling_factor: Annotated[float, between(1e-6, 1e6)]
     shift_factor: Annotated[float | None, between(-1e6, 1e6)]
     relative_attention_num_buckets: Annotated[int, between(4, 10_000)]
     relative_attention_max_distance: Annotated[int, between(4, 1_000_000)]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerEntries:
-    """Such entries of a tokenizer's config."""
-
     extra_ids: Annotated[int, between(0, 1000)]
 
 
@@ -122,13 +115,15 @@ class DiffusersCheckpoint:
         name = class_in(self.index, "scheduler")
         config = read_json(self.path / "scheduler", "scheduler_config.json")
         kind = getattr(diffusers, str(name), None)
+        check_packages(self.path / INDEX, str(name), kind)
         bases = (diffusers.SchedulerMixin, diffusers.ConfigMixin)
         if not (inspect.isclass(kind) and all(issubclass(kind, base) for base in bases)):
             raise ArtifactError(
                 f"{self.path / INDEX}: its scheduler is {str(name)[:100]!r}, expected one of diffusers' schedulers; "
                 "fetch the folder again"
             )
-        check_entries(self.path / "scheduler", SchedulerEntries, config, defaults_of(kind))
+        check_entries(self.path / "scheduler", config, defaults_of(kind))
+        check_known(self.path / "scheduler/scheduler_config.json", kind, config)
         with refusing(f"{self.path / 'scheduler'}: its config describes no {name} that can be built", advice=AGAIN):
             return kind.from_config(config)
 
@@ -142,44 +137,65 @@ class DiffusersCheckpoint:
         tokenizers = {}
         for name in self.index:
             if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
-                kind = transformers.CLIPTokenizer if "CLIP" in str(described) else transformers.T5TokenizerFast
-                tokenizers[name] = read_tokenizer(self.path / name, kind)
+                if described not in TOKENIZERS:
+                    raise ConfigError(
+                        f"{self.path / INDEX}: its {name} is {str(described)[:100]!r}, expected one of "
+                        f"{', '.join(TOKENIZERS)}; use model=diffusers"
+                    )
+                tokenizers[name] = read_tokenizer(self.path / name, getattr(transformers, described), MOST_TOKENS)
+                longest = tokenizers[name].model_max_length
+                if "CLIP" in described and longest != CONTEXT_LENGTH:  # to which all texts are padded
+                    raise ConfigError(
+                        f"{self.path / name}: model_max_length is {longest}, expected {CONTEXT_LENGTH}, because this "
+                        "family's graphs read as many tokens; use model=diffusers"
+                    )
         for name in with_tokenizers(self.configs):
             if name.startswith("tokenizer") and name not in tokenizers:
                 raise ArtifactError(f"{self.path / INDEX} names no {name}, expected one; fetch the folder again")
         return tokenizers
 
 
-def read_tokenizer(folder: Path, kind: type) -> Any:
+def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
     """Returns the tokenizer of this class of transformers. Raises ArtifactError when a file of it is missing or wrong.
 
-    Without its vocabulary the class itself would raise nothing, and know two words.
+    Without its vocabulary the class itself would raise nothing, and know two words. ``most`` bounds its longest text in
+    tokens, unless none is stated.
     """
     files, names = files_in(folder), dict(kind.vocab_files_names)
-    single = names.pop("tokenizer_file")
+    single = names.pop("tokenizer_file", None)
     if single not in files and not set(names.values()) <= files.keys():
         raise ArtifactError(
             f"{folder} holds neither {single} nor {' and '.join(names.values())}, so it holds no tokenizer that can be "
             "read; fetch the folder again"
         )
-    if TOKENIZER in files:
-        check_entries(folder, TokenizerEntries, read_json(folder, TOKENIZER))
+    for name in {TOKENIZER, "special_tokens_map.json"} & files.keys():
+        config = read_json(folder, name)
+        check_entries(folder, config)
+        check_known(folder / name, kind, config)
     with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN):
-        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     longest = tokenizer.model_max_length
-    unstated = longest == UNSTATED and "merges_file" not in names  # a T5 is told how many; CLIP pads to this number
-    if not unstated and (type(longest) is not int or not 1 <= longest <= MOST_TOKENS):
+    if longest != UNSTATED and (type(longest) is not int or not 1 <= longest <= most):
         raise ArtifactError(
-            f"{folder}: model_max_length is {str(longest)[:100]}, expected a number of tokens from 1 to {MOST_TOKENS}; "
+            f"{folder}: model_max_length is {str(longest)[:100]}, expected a number of tokens from 1 to {most}; "
             f"state it in {TOKENIZER}"
         )
     return tokenizer
 
 
-def check_entries(folder: Path, schema: type, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
-    """Raises ArtifactError when an entry of ``schema`` or of the ``usual`` is of another type or out of range."""
+def check_packages(file: Path, name: str, kind: Any) -> None:
+    """Raises ResourceError for a class that diffusers has only a stand-in of, because a package is not installed."""
+    if isinstance(packages := getattr(kind, "_backends", None), list):
+        missing = [package for package in packages if find_spec(package) is None] or packages
+        raise ResourceError(
+            f"{file} names {name[:100]}, which needs {' and '.join(missing)}; pip install {' '.join(missing)}"
+        )
+
+
+def check_entries(folder: Path, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
+    """Raises ArtifactError for one of ``Entries`` or of the ``usual`` that is of another type or out of range."""
     with refusing(f"{folder} has a wrong config", ConfigError, advice=AGAIN):
-        check_schema(schema, config, whole=False)
+        check_schema(Entries, config, whole=False)
         check_like(usual, config)
 
 
@@ -210,28 +226,29 @@ def class_in(index: Mapping, name: str) -> Any:
     return described[1] if isinstance(described, list) and len(described) == 2 else described
 
 
-def network(name: str, config: Mapping) -> nn.Module:
-    """Builds a network of this class of diffusers or transformers, one that a family lists, with fresh weights."""
+def network_class(name: str) -> Any:
+    """Returns the class of diffusers or transformers, one that a family lists."""
     import diffusers
     import transformers
 
+    return getattr(diffusers, name, None) or getattr(transformers, name)
+
+
+def network(name: str, config: Mapping) -> nn.Module:
+    """Builds a network of this class, one that a family lists, with fresh weights."""
+    kind = network_class(name)
     if library_of(name) == "diffusers":
-        return getattr(diffusers, name).from_config(dict(config))
-    kind = getattr(transformers, name)
+        return kind.from_config(dict(config))
     # not how it is computed, which is ours to choose: transformers would even fetch a kernel from a hub
     unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
     plain = {key: value for key, value in config.items() if key not in unused}
     return kind(kind.config_class.from_dict(plain))
 
 
-def usual_entries(name: str) -> Mapping[str, Any]:
+def usual_entries(name: str) -> dict[str, Any]:
     """Returns the default entries of a config of this class of networks."""
-    import diffusers
-    import transformers
-
-    if library_of(name) == "diffusers":
-        return defaults_of(getattr(diffusers, name))
-    return getattr(transformers, name).config_class().to_dict()
+    kind = network_class(name)
+    return defaults_of(kind) if library_of(name) == "diffusers" else kind.config_class().to_dict()
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
@@ -242,9 +259,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 def library_of(name: str) -> str:
     """Returns which library has a class, "diffusers" or "transformers"."""
-    import diffusers
-
-    return "diffusers" if hasattr(diffusers, name) else "transformers"
+    return network_class(name).__module__.partition(".")[0]
 
 
 def with_tokenizers(components: Collection[str]) -> list[str]:
@@ -270,12 +285,16 @@ def open_pipeline(
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
     index = read_json(path, INDEX)
     index |= {component: ABSENT for component in with_tokenizers(left_out) if component in index}
+    index["_class_name"] = base_of(index.get("_class_name"), family)
     check_pipeline(path, name, family, index)
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: read_json(path / component, "config.json") for component in used}
     for component, config in configs.items():
+        kind, file = family.NETWORKS[component], path / component / "config.json"
         check_depths(path / component, config)
-        check_entries(path / component, NetworkEntries, config, usual_entries(family.NETWORKS[component]))
+        check_entries(path / component, config, usual := usual_entries(kind))
+        check_known(file, network_class(kind), config)
+        check_served(file, usual | config, (kind.removesuffix("WithProjection"), name, io))
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
         with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
@@ -296,28 +315,57 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
 
     Optional networks may be absent.
     """
+    import diffusers
+    import transformers
+
     pipeline = index.get("_class_name")
+    found = getattr(diffusers, str(pipeline), None)
+    check_packages(path / INDEX, str(pipeline), found)
     if pipeline not in family.PIPELINES:
-        others = [other for other in FAMILIES if pipeline in family_named(other).PIPELINES]
-        advice = f"use model={' or model='.join(others)}" if others else "this pipeline is of no known family"
+        families = {other: family_named(other) for other in FAMILIES}
+        others = [other for other, its in families.items() if base_of(pipeline, its) in its.PIPELINES]
+        advice = f"use model={' or model='.join(others)}"
+        if not others and is_pipeline(found):
+            advice = f"what this class adds is missing in {name}: use model=diffusers"
+        elif not others:
+            advice = f"it is no class of diffusers {diffusers.__version__}: name the class of the same networks there"
         raise ConfigError(
             f"{path} is a {str(pipeline)[:100]} and model.family is {name}, expected {' or '.join(family.PIPELINES)}; "
             f"{advice}"
         )
+    check_known(path / INDEX, found, index)
+    check_served(path / INDEX, index, (name,))
     for component, expected in family.NETWORKS.items():
         kind = class_in(index, component)
         if kind is None and component in family.OPTIONAL:
             continue
         if FORMER_CLASSES.get(str(kind), kind) != expected:
+            other = getattr(diffusers, str(kind), None) or getattr(transformers, str(kind), None)
+            check_packages(path / INDEX, str(kind), other)
+            advice = "save the pipeline again with all its networks"
+            if inspect.isclass(other) and issubclass(other, nn.Module):
+                advice = f"{name} has no graph of that class: use model=diffusers"
             raise ArtifactError(
-                f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; save the pipeline again "
-                "with all its networks"
+                f"{path / INDEX}: its {component} is {str(kind)[:100]!r}, expected {expected}; {advice}"
             )
         if index[component][0] not in list(WEIGHTS):
             raise ArtifactError(
                 f"{path / INDEX}: its {component} is of the library {str(index[component][0])[:100]!r}, expected "
                 f"{' or '.join(WEIGHTS)}; fetch the folder again"
             )
+
+
+def base_of(pipeline: Any, family: Family) -> Any:
+    """Returns the family's class that makes images of text with the networks of one that changes images."""
+    base = re.sub("(Img2Img|Inpaint)Pipeline$", "Pipeline", str(pipeline))
+    return base if pipeline not in family.PIPELINES and base in family.PIPELINES else pipeline
+
+
+def is_pipeline(kind: Any) -> bool:
+    """Whether this is a class of pipelines that can be called."""
+    import diffusers
+
+    return inspect.isclass(kind) and issubclass(kind, diffusers.DiffusionPipeline) and "__call__" in dir(kind)
 
 
 def check_depths(folder: Path, config: Mapping) -> None:
@@ -344,17 +392,46 @@ def full_config(built: nn.Module) -> dict:
 def weights_of(
     folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED_TENSORS
 ) -> Weights:
-    """Returns a network's weights in the folder. Raises ArtifactError when one is missing, unknown or misshapen.
+    """Returns a network's weights in the folder; reads none. Raises ArtifactError for missing, unknown or odd ones.
 
-    Tensors with a name in ``unused`` are ignored.
+    Names are those of the network. A file may have names of another version of transformers, which states how they
+    translate, and a weight that modules share under one name. Tensors with a name in ``unused`` are ignored.
     """
-    state = built.state_dict(keep_vars=True)
-    expected = {TIED.get(name, name): tuple(tensor.shape) for name, tensor in state.items()}
-    stored = renamed(folder, stored_weights(folder, WEIGHTS[library]), plain_name)
-    for name, tied in TIED.items():
-        if name in stored:
-            copy = stored.pop(name)
-            stored.setdefault(tied, copy)
-    check_tensors(folder, stored, {plain_name(name): shape for name, shape in expected.items()}, unused)
-    tensors = {name: stored[plain_name(name)] for name in expected}
-    return Weights(folder, component, {name: tensors[TIED.get(name, name)] for name in state}, tensors)
+    state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+    same = {plain_name(name): name for name in state}
+    rename = renaming(built) if library == "transformers" else lambda name: name
+    stored = renamed(
+        folder,
+        stored_weights(folder, WEIGHTS[library]),
+        lambda name: (
+            next((found for found in (rename(name), name) if found in state), None)
+            or same.get(plain_name(rename(name)), rename(name))
+        ),
+    )
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    for names in by_tensor.values():
+        kept = next((name for name in names if name in stored), None)
+        stored |= {name: stored[kept] for name in names if kept is not None and name not in stored}
+    ignored = [re.compile(each) for each in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored_tensors = {
+        name for name, tensor in stored.items()
+        if name not in state and (
+            name in unused or not tensor.dtype.is_floating_point or any(rule.search(name) for rule in ignored)
+        )
+    }  # fmt: skip
+    check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, ignored_tensors)
+    once = {names[0]: stored[names[0]] for names in by_tensor.values()}
+    return Weights(folder, component, {name: stored[name] for name in state}, once)
+
+
+def renaming(built: nn.Module) -> Callable[[str], str]:
+    """Returns the translation of names in a file to the network's, as this version of transformers states it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(built)
+    names = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    others, state = [rule for rule in rules if not isinstance(rule, WeightRenaming)], built.state_dict()
+    return lambda name: rename_source_key(name, names, others, built.base_model_prefix, state)[0]

@@ -4,6 +4,7 @@ Weights are read from safetensors files only, and a name in an index is looked u
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,21 +38,31 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """Returns the tensors of ``stem``'s one file or of its shards; full precision wins over the fp16 variant.
+    """Returns the tensors of ``stem``'s one file or of its shards; a plain name wins over a variant such as ``.fp16``.
 
-    Raises ArtifactError when there is neither, or one is damaged.
+    Raises ArtifactError when there is neither, when there are several variants alone, or one is damaged.
     """
     files = files_in(folder)
-    for variant in ("", ".fp16"):
-        if (name := f"{stem}{variant}.safetensors") in files:
-            return read_safetensors(files[name])
-        for name in (f"{stem}.safetensors.index{variant}.json", f"{stem}.safetensors{variant}.index.json"):
-            if name in files:
-                return _shards(folder, name, files)
-    raise ArtifactError(
-        f"{folder} holds no {stem}.safetensors, no .fp16. variant and no index of shards; expected weights as "
-        "safetensors, so fetch those, or save the pipeline again with safe_serialization=True"
-    )
+    variant, end = r"(?:\.([^.]+))?", r"(?<!-of-\d{5})\.safetensors"
+    found: dict[str, list[str]] = {}  # one file, then an index of shards, by variant
+    for rule in (rf"{stem}{variant}{end}", rf"{stem}{variant}{end}{variant}\.index{variant}\.json"):
+        for name in sorted(files):
+            if match := re.fullmatch(rule, name):
+                found.setdefault(next(filter(None, match.groups()), ""), []).append(name)
+    if not found:
+        raise ArtifactError(
+            f"{folder} holds no {stem}.safetensors, no variant of it such as {stem}.fp16.safetensors and no index of "
+            "shards; expected weights as safetensors, so fetch those, or save the pipeline again with "
+            "safe_serialization=True"
+        )
+    if "" not in found and len(found) > 1:
+        several = ", ".join(ascii(names[0][:200])[1:-1] for names in found.values())
+        raise ArtifactError(
+            f"{folder} holds no {stem}.safetensors but several variants of it ({several}), expected one; move the "
+            f"others away, or give one the name {stem}.safetensors"
+        )
+    (name, *_) = found[""] if "" in found else next(iter(found.values()))
+    return _shards(folder, name, files) if name.endswith(".json") else read_safetensors(files[name])
 
 
 def _shards(folder: Path, index: str, files: Mapping[str, Member]) -> dict[str, StoredTensor]:

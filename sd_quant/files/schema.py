@@ -61,9 +61,9 @@ def kind_of(value: object) -> str | None:
 
 
 def numbers_in(value: object) -> Iterator[float]:
-    """Yields the numbers of an entry, in lists too."""
-    if isinstance(value, list | tuple):
-        for item in value:
+    """Yields the numbers of a JSON value, in lists and objects too."""
+    if isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from numbers_in(item)
-    elif isinstance(value, int | float):
+    elif not isinstance(value, bool) and isinstance(value, int | float):
         yield value

@@ -1,11 +1,14 @@
 """Samplers by name: schedulers of diffusers, made with the noise levels of the checkpoint's own, and their steps.
 
-A sampler has a class and settings for models that predict noise and for models of flow matching. The road not taken is
-to offer every scheduler of diffusers by its class: which of them a model can have, with which settings, is what a user
-would have to find out. DEIS is left out: diffusers' ends above a noise level of zero.
+A sampler has a class and settings for models that predict noise, for models of flow matching and for EDM's. Entries of
+the checkpoint's scheduler that decide noise levels or what is predicted are carried over (``DECISIVE``), or the sampler
+is refused; entries of a solver are the sampler's own (``OF_SOLVERS``). The roads not taken: every scheduler of
+diffusers by its class, with settings that a user would have to find out; and ``from_config``, which drops what the new
+class does not know. DEIS is left out: diffusers' ends above a noise level of zero.
 """
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,24 +21,60 @@ MULTISTEP_FLOW: Settings = {"use_flow_sigmas": True, "prediction_type": "flow_pr
 
 @dataclass(frozen=True)
 class Sampler:
-    """A scheduler's class and settings; None where there is none for that kind of model."""
+    """A scheduler's class for each kind of model, None where there is none, and its settings."""
 
     noise: str
-    flow: str | None
+    flow: str | None = None
+    edm: str | None = None
     settings: Settings = field(default_factory=dict)
     flow_settings: Settings = field(default_factory=dict)
 
 
+KARRAS = {"use_karras_sigmas": True}
+MULTISTEP, UNIPC = "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"
 SAMPLERS: dict[str, Sampler] = {
-    "euler": Sampler("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"),
-    "euler_karras": Sampler("EulerDiscreteScheduler", None, {"use_karras_sigmas": True}),
-    "ddim": Sampler("DDIMScheduler", None),
+    "euler": Sampler("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "EDMEulerScheduler"),
+    "euler_karras": Sampler("EulerDiscreteScheduler", settings=KARRAS),
+    "ddim": Sampler("DDIMScheduler"),
     # Lu et al. 2022, arXiv:2211.01095; Zhao et al. 2023, arXiv:2302.04867
-    "dpmpp_2m": Sampler("DPMSolverMultistepScheduler", "DPMSolverMultistepScheduler", {}, MULTISTEP_FLOW),
-    "dpmpp_2m_karras": Sampler("DPMSolverMultistepScheduler", None, {"use_karras_sigmas": True}),
-    "unipc": Sampler("UniPCMultistepScheduler", "UniPCMultistepScheduler", {}, MULTISTEP_FLOW),
-    "heun": Sampler("HeunDiscreteScheduler", None),
+    "dpmpp_2m": Sampler(MULTISTEP, MULTISTEP, "EDMDPMSolverMultistepScheduler", flow_settings=MULTISTEP_FLOW),
+    "dpmpp_2m_karras": Sampler(MULTISTEP, settings=KARRAS),
+    "unipc": Sampler(UNIPC, UNIPC, flow_settings=MULTISTEP_FLOW),
+    "heun": Sampler("HeunDiscreteScheduler"),
 }
+
+NEEDED, EITHER = object(), object()
+COMMON = {
+    "num_train_timesteps": NEEDED, "thresholding": False, "dynamic_thresholding_ratio": EITHER,
+    "sample_max_value": EITHER,
+}  # fmt: skip
+# Entries that decide noise levels or what is predicted, by kind of model, with the value at which a scheduler computes
+# as one without the entry does. NEEDED: there is none. EITHER: it has an effect only beside another entry, or at the
+# end of a schedule.
+DECISIVE: dict[str, dict[str, Any]] = {
+    "noise": COMMON | {
+        "beta_start": NEEDED, "beta_end": NEEDED, "beta_schedule": NEEDED, "trained_betas": None,
+        "prediction_type": "epsilon", "rescale_betas_zero_snr": False, "snr_shift_scale": 1.0,
+        "timestep_spacing": "linspace", "timestep_type": "discrete", "steps_offset": 0, "interpolation_type": "linear",
+        "sigma_min": None, "sigma_max": None, "lambda_min_clipped": -math.inf, "variance_type": None,
+        "clip_sample": False, "clip_sample_range": EITHER, "set_alpha_to_one": EITHER,
+    },
+    "flow": COMMON | {
+        "shift": NEEDED, "prediction_type": "flow_prediction", "use_dynamic_shifting": False,
+        "time_shift_type": "exponential", "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
+        "max_image_seq_len": 4096, "shift_terminal": None, "invert_sigmas": False, "sigma_min": None, "sigma_max": None,
+        "scale_factors": None,
+    },
+    "edm": COMMON | dict.fromkeys(
+        ("sigma_min", "sigma_max", "sigma_data", "sigma_schedule", "rho", "prediction_type"), NEEDED
+    ),
+}  # fmt: skip
+OF_SOLVERS = set(
+    "algorithm_type corrector_order disable_corrector eta euler_at_final final_sigmas_type lower_order_final "
+    "original_inference_steps predict_x0 predictor_order s_churn s_max s_min s_noise skip_prk_steps solver_order "
+    "solver_p solver_type stochastic_sampling tau_func timestep_scaling upscale_mode use_beta_sigmas "
+    "use_exponential_sigmas use_karras_sigmas use_lu_lambdas use_flow_sigmas flow_shift".split()
+)  # the last two are read as the kind of model and as its shift
 # Schedulers under which using an output again is leaving its noise level out of the schedule.
 FIRST_ORDER = ("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
 BETTER_SOLVER = "dpmpp_2m"  # that full precision with fewer steps is tried with
@@ -46,14 +85,17 @@ def most_saved(steps: int) -> int:
     return max(0, (steps - 1) // 2)
 
 
-def is_flow(own: Any) -> bool:
-    """Whether a checkpoint's ``own`` scheduler is one of flow matching."""
-    return type(own).__name__.startswith("FlowMatch") or bool(own.config.get("use_flow_sigmas"))
+def model_of(own: Any) -> str:
+    """The kind of model that a checkpoint's ``own`` scheduler is for: "noise", "flow" or "edm"."""
+    names = [kind.__name__ for kind in type(own).__mro__]
+    if any(name.startswith("FlowMatch") for name in names) or own.config.get("use_flow_sigmas"):
+        return "flow"
+    return "edm" if any(name.startswith("EDM") for name in names) else "noise"
 
 
 def samplers_for(own: Any) -> list[str]:
     """The names of the samplers that a model with this scheduler can have."""
-    return [name for name, sampler in SAMPLERS.items() if sampler.flow is not None or not is_flow(own)]
+    return [name for name in SAMPLERS if carried(name, own)[1] is None]
 
 
 def sampler_for(name: str, own: Any) -> Any:
@@ -63,18 +105,46 @@ def sampler_for(name: str, own: Any) -> Any:
     """
     import diffusers
 
-    if name not in samplers_for(own):
+    entries, reason = carried(name, own)
+    if reason is not None:
         raise ConfigError(
-            f"infer.sampler is {name}, which a model of {type(own).__name__} cannot have; it can have "
-            f"{', '.join(samplers_for(own))}"
+            f"infer.sampler is {name}, which a model of {type(own).__name__} cannot have{reason}; it can have "
+            f"{', '.join(samplers_for(own)) or 'its own alone, infer.sampler=null'}"
         )
-    sampler, flow = SAMPLERS[name], is_flow(own)
-    settings = sampler.flow_settings if flow else sampler.settings
-    if flow and settings:
-        settings = settings | {"flow_shift": own.config.get("shift") or own.config.get("flow_shift") or 1.0}
-    kind = getattr(diffusers, sampler.flow if flow and sampler.flow else sampler.noise)
+    return getattr(diffusers, getattr(SAMPLERS[name], model_of(own)))(**entries)
+
+
+def carried(name: str, own: Any) -> tuple[Settings, str | None]:
+    """The entries of the sampler of this name for the model of the ``own`` scheduler, and why it cannot have it."""
+    import diffusers
+
+    sampler, model = SAMPLERS[name], model_of(own)
+    class_name = getattr(sampler, model)
+    if class_name is None:
+        return {}, ""
+    kind = getattr(diffusers, class_name)
     known = inspect.signature(kind).parameters
-    return kind(**{key: value for key, value in {**own.config, **settings}.items() if key in known})
+    stated = {entry: own.config[entry] for entry in inspect.signature(type(own)).parameters if entry in own.config}
+    if model == "flow":
+        stated["shift"] = stated.get("shift") or stated.get("flow_shift") or 1.0
+    if not str(stated.get("variance_type")).startswith("learned"):
+        stated.pop("variance_type", None)  # of the noise that a solver adds
+    entries = dict(sampler.flow_settings if model == "flow" else sampler.settings)
+    for entry in stated.keys() - OF_SOLVERS - set().union(*DECISIVE.values()):
+        return {}, f", because {entry} is {stated[entry]!r} in its scheduler, which no sampler reads"
+    for entry, plain in DECISIVE[model].items():
+        value, place = stated.get(entry, plain), "flow_shift" if entry == "shift" and entry not in known else entry
+        if place in known and value is NEEDED:
+            return {}, f", because its scheduler states no {entry}"
+        if place in known and value is not EITHER:
+            entries[place] = value
+        elif entry in stated and plain is not EITHER and value != plain:
+            return {}, f", because {entry} is {value!r} in its scheduler, and {class_name} has no such entry"
+    try:
+        kind(**entries)
+    except (NotImplementedError, ValueError) as error:
+        return {}, f", because {class_name} cannot be made with its entries ({error})"
+    return entries, None
 
 
 def why_not_reused(scheduler: Any) -> str | None:
@@ -97,4 +167,4 @@ def noise_levels(scheduler: Any) -> list[float]:
         first = scheduler.begin_index or 0
         return [float(sigma) for sigma in scheduler.sigmas[first : first + steps]]
     alphas = [float(scheduler.alphas_cumprod[int(step)]) for step in scheduler.timesteps]
-    return [((1 - alpha) / alpha) ** 0.5 for alpha in alphas]
+    return [((1 - alpha) / alpha) ** 0.5 if alpha else math.inf for alpha in alphas]

@@ -9,8 +9,7 @@ which imports what the folder names and reads all weights.
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,32 @@ from torch import nn
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
-    TOKENIZER,
-    TokenizerEntries,
     check_depths,
-    check_entries,
+    check_packages,
+    is_pipeline,
+    read_tokenizer,
+    weights_of,
 )
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.checkpoints.entries import check_known, config_class
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
-from sd_quant.files.checks import bounded_modules, check_tensors, renamed
-from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
+from sd_quant.files.checks import bounded_modules
+from sd_quant.files.folders import files_in, read_json
+from sd_quant.files.schema import numbers_in
 from sd_quant.files.tensors import Weights
 from sd_quant.models.empty import without_weights
-from sd_quant.names.diffusers import plain_name
 from sd_quant.observed.calls import children
 
 LARGEST_NUMBER = 10_000_000  # in a configuration: more than any vocabulary or context
 MOST_NOISE_LEVELS = 100_000  # of a scheduler, which computes tables of them
 LONGEST_TEXT = 2_000_000  # tokens, to all of which a tokenizer may pad
-UNSTATED = 1e18  # tokens; larger are the numbers of tokenizers that have no longest text
 MOST_BUFFERS = 2e9  # bytes of the tables that a network computes when it is built
 NOT_WANTED = ("safety_checker", "feature_extractor", "image_encoder", "watermark")  # parts that a pipeline may lack
 OTHER_MEDIA = {"audio": ("audio", "music", "sound", "speech"), "3D": ("shape", "mesh", "3d")}
 CONFIGS = (
-    "scheduler_config.json", TOKENIZER, "preprocessor_config.json", "processor_config.json",
+    "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,13 @@ def read_index(path: Path) -> tuple[type, dict[str, Any]]:
     check_numbers(path / INDEX, index, LARGEST_NUMBER)
     kind = getattr(diffusers, name, None) if name.isidentifier() else None
     check_packages(path / INDEX, name, kind)
-    is_pipeline = inspect.isclass(kind) and issubclass(kind, diffusers.DiffusionPipeline)
-    if not (is_pipeline and "__call__" in dir(kind)):
+    if not is_pipeline(kind):
         raise ConfigError(
             f"{path} is a {name[:100]!r}, which diffusers {diffusers.__version__} does not have; expected one of its "
             f"pipelines (the folder was saved by diffusers {str(index.get('_diffusers_version'))[:20]}), so install a "
             "version that has it"
         )
+    check_known(path / INDEX, kind, index)
     return kind, index
 
 
@@ -169,30 +168,6 @@ def accepted_classes() -> dict[str, tuple[type, ...]]:
     }  # fmt: skip
 
 
-def check_packages(file: Path, name: str, kind: Any) -> None:
-    """Raises ResourceError for a class that diffusers has only a stand-in of, because a package is not installed."""
-    packages = getattr(kind, "_backends", None)
-    if isinstance(packages, list):
-        raise ResourceError(
-            f"{file} names {name[:100]}, which needs the packages {', '.join(map(str, packages))}; install those of "
-            "them that are missing"
-        )
-
-
-def numbers_in(value: object) -> Iterator[float]:
-    """Yields every number in a JSON value."""
-    if isinstance(value, bool):
-        return
-    if isinstance(value, int | float):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from numbers_in(entry)
-    elif isinstance(value, list):
-        for entry in value:
-            yield from numbers_in(entry)
-
-
 def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
     """Raises ArtifactError for NaN, infinity and whole numbers above ``most``, those of a base of angles excepted."""
     with refusing(f"{file} is nested too deeply", RecursionError):
@@ -201,17 +176,6 @@ def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
                 raise ArtifactError(
                     f"{file} holds the number {str(number)[:40]}, expected at most {most}; fetch it again"
                 )
-
-
-def check_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a configuration that would take hours or all memory to build, or is quantized."""
-    check_depths(folder, config)
-    check_numbers(folder / "config.json", config, LARGEST_NUMBER)
-    if "quantization_config" in config:
-        raise ArtifactError(
-            f"{folder / 'config.json'} describes quantized weights, expected a checkpoint as it was before; start from "
-            "that, or give this one to judge.py"
-        )
 
 
 def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = (), device: str = "cpu") -> nn.Module:
@@ -227,7 +191,7 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
             return network
         unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
         plain = {key: value for key, value in config.items() if key not in unused}
-        made = config_class(kind, config).from_dict(plain)
+        made = config_class(kind.config_class, config).from_dict(plain)  # type: ignore[attr-defined]
         if kind.__name__.endswith("Encoder"):  # one half of a network, whose file describes both
             made = getattr(made, "encoder", made)
         made._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
@@ -235,15 +199,6 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
             if hasattr(each, "use_cache"):
                 each.use_cache = False  # a cache is for texts that go on
         return kind(made).eval()
-
-
-def config_class(kind: type, config: Mapping[str, Any]) -> Any:
-    """Returns the class of a configuration of transformers: the one of its ``model_type``, else the network's own."""
-    import transformers
-
-    own, stated = kind.config_class, config.get("model_type")  # type: ignore[attr-defined]
-    known = transformers.CONFIG_MAPPING
-    return known[stated] if stated != own.model_type and isinstance(stated, str) and stated in known else own
 
 
 def check_buffers(network: nn.Module) -> None:
@@ -261,60 +216,16 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
             continue
         folder = path / name
         config = read_json(folder, "config.json")
-        check_config(folder, config)
+        check_depths(folder, config)
+        check_numbers(folder / "config.json", config, LARGEST_NUMBER)
+        check_known(folder / "config.json", component.kind, config)
         with refusing(f"{folder}: its config describes no {component.kind.__name__} that can be built", advice=AGAIN):
             with bounded_modules():
                 check_buffers(network_of(component.kind, config, device="meta"))
             built = network_of(component.kind, config)
         configs[name] = config
-        weights[name] = weights_in(folder, name, component.library, built)
+        weights[name] = weights_of(folder, name, component.library, built)
     return configs, weights
-
-
-def weights_in(folder: Path, component: str, library: str, built: nn.Module) -> Weights:
-    """Returns a network's weights in the folder; reads none. Raises ArtifactError.
-
-    Names are those of the network. A file may have names of another version of transformers, which states how they
-    translate, and a weight that modules share under one name.
-    """
-    state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
-    same = {plain_name(name): name for name in state}
-    rename = renaming(built) if library == "transformers" else lambda name: name
-    stored = renamed(
-        folder,
-        stored_weights(folder, WEIGHTS[library]),
-        lambda name: (
-            next((found for found in (rename(name), name) if found in state), None)
-            or same.get(plain_name(rename(name)), rename(name))
-        ),
-    )
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    for names in by_tensor.values():
-        kept = next((name for name in names if name in stored), None)
-        stored |= {name: stored[kept] for name in names if kept is not None and name not in stored}
-    ignored = [re.compile(each) for each in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    unused = {
-        name for name, tensor in stored.items()
-        if name not in state and (
-            name in UNUSED_TENSORS or not tensor.dtype.is_floating_point or any(rule.search(name) for rule in ignored)
-        )
-    }  # fmt: skip
-    check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, unused)
-    parameters = {name: stored[name] for name in state}
-    return Weights(folder, component, parameters, parameters)
-
-
-def renaming(built: nn.Module) -> Callable[[str], str]:
-    """Returns the translation of names in a file to the network's, as this version of transformers states it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(built)
-    names = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    others = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
-    return lambda name: rename_source_key(name, names, others, built.base_model_prefix, built.state_dict())[0]
 
 
 def open_other(path: Path, component: Component) -> Any:
@@ -328,26 +239,15 @@ def open_other(path: Path, component: Component) -> Any:
         for name, config in configs.items():
             unclipped = {key: value for key, value in config.items() if "clip" not in key}  # which may be infinite
             check_numbers(folder / name, unclipped, MOST_NOISE_LEVELS)
+            check_known(folder / name, component.kind, config)
     for name, config in configs.items():
         with refusing(f"{folder / name} is nested too deeply", RecursionError):
             check_classes(folder / name, config)
-    vocabularies = set(getattr(component.kind, "vocab_files_names", {}).values())
-    if vocabularies and not vocabularies & files_in(folder).keys():  # the class itself would know a few words then
-        raise ArtifactError(
-            f"{folder} holds no {' and no '.join(sorted(vocabularies))}, expected a vocabulary; {AGAIN}"
-        )
-    if TOKENIZER in configs:
-        check_entries(folder, TokenizerEntries, configs[TOKENIZER])
+    if hasattr(component.kind, "vocab_files_names"):
+        return read_tokenizer(folder, component.kind, LONGEST_TEXT)
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
-        found = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
-    longest = getattr(found, "model_max_length", 1)
-    if not isinstance(longest, int | float) or not (1 <= longest <= LONGEST_TEXT or longest > UNSTATED):
-        raise ArtifactError(
-            f"{folder}: model_max_length is {str(longest)[:40]}, expected a number of tokens from 1 to {LONGEST_TEXT}; "
-            f"state it in {TOKENIZER}"
-        )
-    return found
+        return component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
 
 
 def check_classes(file: Path, config: Any) -> None:
@@ -367,6 +267,3 @@ def check_classes(file: Path, config: Any) -> None:
                 "published folder"
             )
         check_classes(file, value)
-
-
-__all__ = ["WEIGHTS", "Component", "components_of", "network_of", "open_networks", "open_other", "read_index"]

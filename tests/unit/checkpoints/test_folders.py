@@ -3,14 +3,18 @@
 Both read hostile folders, so every damage is tried on both; rows that name an opener are of what it alone has.
 """
 
+import inspect
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,24 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.models.clip import modeling_clip
+from transformers.models.t5 import modeling_t5
 
 from sd_quant.cache import Cache
-from sd_quant.checkpoints import diffusers_pipeline
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline, pipeline_of_components
+from sd_quant.checkpoints import diffusers_pipeline, entries
+from sd_quant.checkpoints.diffusers_pipeline import (
+    DiffusersCheckpoint,
+    network_class,
+    open_pipeline,
+    pipeline_of_components,
+)
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files.archive import Member
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import pipeline_of
+from sd_quant.models import FAMILIES, OBSERVED
 from sd_quant.models.checkpoint import build_module
+from sd_quant.models.family import family_named
 from sd_quant.observed import observing, opening
 from sd_quant.observed.opening import (
     Component,
@@ -189,7 +202,7 @@ def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatc
     monkeypatch.setattr(StoredTensor, "read", unread)
     opened = opener(whole)
     if opener is by_family:
-        assert pipeline_of(opened, {}).adapter.pipe.scheduler
+        assert pipeline_of(opened, {}).own_sampler
     else:
         pipe, weights = opened
         assert type(pipe) is diffusers.PixArtSigmaPipeline
@@ -239,6 +252,21 @@ def test_the_table_of_tokens_is_stored_under_either_name_or_both(stored, names):
         assert torch.equal(by_observation(path)[1]["text_encoder"][SHARED], table)
 
 
+@pytest.mark.parametrize("variant", ["bf16", "non_ema"])
+def test_one_variant_of_the_weights_is_read_and_several_are_named(folder, theirs, opener, variant):
+    """Whole or in shards, as diffusers saves them."""
+    (folder / WEIGHTS).unlink()
+    size = "10GB" if variant == "bf16" else "200KB"
+    theirs.transformer.save_pretrained(folder / "transformer", variant=variant, max_shard_size=size)
+    assert (folder / "transformer" / f"diffusion_pytorch_model.{variant}.safetensors").is_file() == (variant == "bf16")
+    opened = opener(folder)
+    weights = (opened.components if opener is by_family else opened[1])["transformer"]
+    assert torch.equal(weights[BIAS], theirs.transformer.state_dict()[BIAS])
+    theirs.transformer.save_pretrained(folder / "transformer", variant="fp16")
+    said = refusal(opener, folder)
+    assert all(f"{each}." in said for each in (variant, "fp16")) and "expected one; move the others away" in said
+
+
 def test_weights_may_be_links_as_in_a_hubs_snapshot(folder, tmp_path):
     """A hub's cache keeps files beside its snapshots. A file that a link leads to is read as weights, nothing else."""
     blob = tmp_path / "blobs" / "0123abcd"
@@ -257,12 +285,15 @@ def test_how_a_text_encoder_computes_is_not_the_folders_to_say(changed):
     assert kernel not in str(by_observation(path)[0].text_encoder.config)
 
 
-def test_components_that_the_pipeline_does_not_take_are_not_looked_at(changed):
+def test_a_component_that_is_absent_or_left_out_is_not_looked_at(changed):
     path = changed(INDEX, {
-        "extra": ["os", "system"], "../../secret": ["transformers", "T5EncoderModel"], "_hidden": ["os", "system"],
-        "image_encoder": [None, None],
+        "safety_checker": ["os", "system"], "_hidden": ["os", "system"], "image_encoder": [None, None],
     })  # fmt: skip
     assert by_observation(path)[1].keys() == {"transformer", "vae", "text_encoder"}
+    for name in ("../../secret", "extra"):
+        assert f"{name} is ['os', 'system'], neither used" in refusal(
+            by_observation, changed(INDEX, {name: ["os", "system"]})
+        )
 
 
 @pytest.mark.parametrize(
@@ -304,15 +335,21 @@ def test_another_class_of_pipelines_is_refused_by_its_name(changed, nothing_runs
     assert said in refusal(by_observation, changed(INDEX, {"_class_name": found}), ConfigError)
 
 
+NO_CLASS = f"it is no class of diffusers {diffusers.__version__}: name the class of the same networks there"
+
+
 @pytest.mark.parametrize(
     ("found", "advice"),
     [
         ("FluxPipeline", "use model=flux"),
         ("StableDiffusionPipeline", "use model=sd15 or model=sd21"),
         ("StableDiffusionXLPipeline", "use model=sdxl"),
-        ("os.system", "this pipeline is of no known family"),
-        (["PixArtSigmaPipeline"], "this pipeline is of no known family"),
-        (None, "this pipeline is of no known family"),
+        ("FluxInpaintPipeline", "use model=flux"),
+        ("FluxFillPipeline", "what this class adds is missing in pixart: use model=diffusers"),
+        ("StableDiffusionXLPAGImg2ImgPipeline", "what this class adds is missing in pixart: use model=diffusers"),
+        ("os.system", NO_CLASS),
+        (["PixArtSigmaPipeline"], NO_CLASS),
+        (None, NO_CLASS),
     ],
 )
 def test_another_pipeline_is_sent_to_its_own_model(changed, found, advice):
@@ -326,13 +363,21 @@ def test_the_version_that_saved_an_unknown_pipeline_is_named(changed):
     assert "the folder was saved by diffusers 0.99.0" in refusal(by_observation, path, ConfigError)
 
 
-def test_a_class_whose_packages_are_missing_names_them(changed, monkeypatch):
+@pytest.mark.parametrize("name", ["_class_name", "transformer", "scheduler"])
+def test_a_class_whose_packages_are_missing_names_them(changed, monkeypatch, opener, name):
     class StandIn:
         _backends = ["torch", "note_seq"]
 
     monkeypatch.setattr(diffusers, "SpectrogramPipeline", StandIn, raising=False)
-    said = refusal(by_observation, changed(INDEX, {"_class_name": "SpectrogramPipeline"}), ResourceError)
-    assert "needs the packages torch, note_seq; install" in said
+    path = changed(INDEX, {name: "SpectrogramPipeline" if name[0] == "_" else ["diffusers", "SpectrogramPipeline"]})
+    assert "which needs note_seq; pip install note_seq" in refusal(opener, path, ResourceError)
+
+
+@pytest.mark.skipif(find_spec("torchsde") is not None, reason="torchsde is installed")
+@pytest.mark.parametrize("name", ["DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler"])
+def test_a_scheduler_of_another_package_names_it(changed, opener, name):
+    said = refusal(opener, changed(INDEX, {"scheduler": ["diffusers", name]}), ResourceError)
+    assert f"names {name}, which needs torchsde; pip install torchsde" in said
 
 
 @pytest.mark.parametrize(
@@ -483,6 +528,96 @@ def test_a_processors_or_tokenizers_own_code_is_not_run(folder, nothing_runs, ki
 
 
 @pytest.mark.parametrize(
+    "file", [INDEX, SCHEDULER, TRANSFORMER, VAE, TEXT, TOKENIZER, "tokenizer/special_tokens_map.json"]
+)
+def test_an_entry_that_nobody_reads_is_refused_with_its_value(folder, opener, file):
+    content = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps(content | {"frobnicated": 3, "_ours": 1, "later": None}))
+    assert f"{file}: frobnicated is 3, neither used by " in refusal(opener, folder)
+
+
+def test_an_entry_of_a_config_in_a_config_is_refused():
+    nested = {"model_type": "clip", "text_config": {"model_type": "clip_text_model", "hidden_size": 64, "odd": 1}}
+    with pytest.raises(ArtifactError, match="odd is 1, neither used by CLIPModel of the installed transformers"):
+        entries.check_known(Path("config.json"), transformers.CLIPModel, nested)
+
+
+def test_entries_of_published_files_are_known(changed, opener):
+    changed(INDEX, {"requires_safety_checker": False, "feature_extractor": [None, None]})
+    changed(SCHEDULER, {"skip_prk_steps": True, "clip_sample": False, "noise_sampler_seed": None, "max_shift": 1.15})
+    changed(
+        TRANSFORMER, {"_class_name": "Transformer2DModel", "double_self_attention": True, "num_vector_embeds": None}
+    )
+    changed(TEXT, {"n_positions": 512, "output_past": True, "max_length": 20, "task_specific_params": {"summary": {}}})
+    opener(
+        changed(TOKENIZER, {"legacy": True, "sp_model_kwargs": {}, "add_prefix_space": True, "mask_token": "<mask>"})
+    )
+
+
+def test_each_entry_of_each_class_is_used_without_effect_or_refused():
+    """Of the classes that a stated family's folder may name; nothing reads the entries that are without effect."""
+    families = [family_named(name) for name in FAMILIES if name != OBSERVED]
+    kinds = {network_class(name) for each in families for name in each.NETWORKS.values()}
+    kinds |= {getattr(diffusers, name) for each in families for name in each.PIPELINES}
+    kinds |= {getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Scheduler")}
+    counts, file = Counter(), Path("config.json")
+    for kind in {kind for kind in kinds if not hasattr(kind, "_backends")} | {
+        transformers.CLIPTokenizer,
+        transformers.T5Tokenizer,
+    }:
+        own = entries.entries_of(kind, {}) - entries.OF_NETWORKS - entries.OF_TOKENIZERS
+        served = entries.SERVED.get(kind.__name__, {})
+        entries.check_known(file, kind, dict.fromkeys(own | entries.LEFT_OUT, 1))
+        counts.update(used=len(own - served.keys()), bounded=len(served))
+        for name, values in served.items():
+            for value in values:
+                entries.check_served(file, {name: 64 if value is int else value}, [kind.__name__])
+            with pytest.raises(ConfigError, match=f"config.json: {name} is .*; use model=diffusers$"):
+                entries.check_served(file, {name: ["strange", True]}, [kind.__name__])
+        with pytest.raises(ArtifactError, match=f"strange is 1, neither used by {kind.__name__} of the installed"):
+            entries.check_known(file, kind, {"strange": 1})
+    fields = entries.parameters_of(transformers.CLIPTextConfig, transformers.T5Config)
+    derived = {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "num_labels"}  # by T5's; of classifiers
+    t5 = [getattr(modeling_t5, f"T5{name}") for name in ("EncoderModel", "Stack", "Block", "Attention", "LayerFF")]
+    read = "".join(inspect.getsource(source) for source in (modeling_clip, *t5))
+    effective = {name for name in entries.OF_NETWORKS - fields - derived if re.search(rf"config\.{name}\b", read)}
+    assert not effective and counts["bounded"] == 17 and counts["used"] > 900, (effective, counts)
+
+
+UNET, CLASS, FROM_IMAGES = "unet/config.json", "_class_name", "StableDiffusionXLImg2ImgPipeline"
+TO_OBSERVED = "use model=diffusers"
+
+
+def test_what_a_familys_graphs_do_not_serve_is_refused(tmp_path):
+    TINY["sdxl"](tmp_path)
+    for file, added, said in [
+        (INDEX, {CLASS: FROM_IMAGES, "requires_aesthetics_score": False}, None),
+        (INDEX, {CLASS: FROM_IMAGES, "requires_aesthetics_score": True}, "requires_aesthetics_score is True, expected"),
+        (INDEX, {CLASS: "StableDiffusionXLPAGPipeline"}, f"what this class adds is missing in sdxl: {TO_OBSERVED}"),
+        (INDEX, {CLASS: "MyCommunityPipeline"}, "it is no class of diffusers"),
+        (INDEX, {"vae": ["diffusers", "AutoencoderTiny"]}, f"sdxl has no graph of that class: {TO_OBSERVED}"),
+        (INDEX, {"tokenizer": ["transformers", "BertTokenizer"]}, "its tokenizer is 'BertTokenizer', expected one of"),
+        (UNET, {"time_cond_proj_dim": None, "reverse_transformer_layers_per_block": None}, None),
+        (UNET, {"addition_embed_type": "text"}, "addition_embed_type is 'text', expected text_time"),
+        (UNET, {"class_embed_type": "timestep"}, "class_embed_type is 'timestep', expected None"),
+        (UNET, {"only_cross_attention": [True, False]}, "only_cross_attention is [True, False], expected False"),
+        (UNET, {"cross_attention_dim": [128, 128]}, "cross_attention_dim is [128, 128], expected a number"),
+        (UNET, {"freq_shift": 1}, "freq_shift is 1, expected 0"),
+        (UNET, {"quantization_config": {}}, "describes quantized weights"),
+        ("text_encoder_2/config.json", {"use_attention_mask": True}, "use_attention_mask is True, expected False"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 248}, "model_max_length is 248, expected 77"),
+    ]:
+        plain = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(json.dumps(json.loads(plain) | added))
+        if said is None:
+            assert open_pipeline(tmp_path, "sdxl", io="nemo").index[CLASS] == "StableDiffusionXLPipeline"
+        else:
+            with pytest.raises((ConfigError, ArtifactError), match=re.escape(said)):
+                open_pipeline(tmp_path, "sdxl", io="nemo")
+        (tmp_path / file).write_text(plain)
+
+
+@pytest.mark.parametrize(
     ("file", "entries"),
     [
         (TRANSFORMER, {"num_layers": HUGE}),
@@ -602,12 +737,6 @@ def test_an_entry_out_of_its_range_is_refused_by_name(changed, file, name, value
     for value in values:
         sentence = refusal(by_family, changed(file, {name: value}))
         assert f"{name} is " in sentence and ", expected " in sentence
-
-
-def test_a_context_without_end_is_refused_before_anything_is_padded_to_it(changed):
-    for length in (300_000_000, 0, -1, 10**29, "x", 77.5):
-        said = refusal(by_family, changed(TOKENIZER, {"model_max_length": length}))
-        assert "model_max_length is " in said or "holds no tokenizer that can be read" in said
 
 
 def test_a_network_of_more_modules_than_any_has_is_refused(changed, monkeypatch):

@@ -1,9 +1,20 @@
+import inspect
+import math
+
 import diffusers
 import pytest
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.inference.samplers import SAMPLERS, noise_levels, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.samplers import (
+    DECISIVE,
+    OF_SOLVERS,
+    SAMPLERS,
+    noise_levels,
+    sampler_for,
+    samplers_for,
+    why_not_reused,
+)
 from sd_quant.models.sdxl_nemo import scheduler
 
 pytestmark = pytest.mark.commit
@@ -41,11 +52,64 @@ def test_each_sampler_ends_where_the_model_says(kind, name):
     torch.testing.assert_close(end, torch.full_like(end, 0.5), atol=0.05, rtol=0)
 
 
-def test_a_model_of_flow_matching_has_those_that_know_its_shift():
-    assert "heun" not in samplers_for(OWN["flow"]) and set(samplers_for(OWN["noise"])) == set(SAMPLERS)
-    assert sampler_for("dpmpp_2m", OWN["flow"]).config["flow_shift"] == 3.0
-    with pytest.raises(ConfigError, match="^infer.sampler is heun, which a model of FlowMatch.* can have euler, dpmpp"):
-        sampler_for("heun", OWN["flow"])
+EULER, DDIM, PNDM = diffusers.EulerDiscreteScheduler, diffusers.DDIMScheduler, diffusers.PNDMScheduler
+ZERO_SNR = {**NOISE, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": "trailing"}
+WITHOUT_HEUN = sorted(SAMPLERS.keys() - {"heun"})
+
+
+@pytest.mark.parametrize(
+    ("own", "able", "first", "reason"),
+    [
+        (EULER(**ZERO_SNR), WITHOUT_HEUN, 4096, "rescale_betas_zero_snr is True"),
+        (EULER(**NOISE, interpolation_type="log_linear"), ["euler", "euler_karras"], 14.6146, "interpolation_type is"),
+        (DDIM(**NOISE), ["ddim", "heun"], None, "clip_sample is True"),
+        (DDIM(**NOISE, clip_sample=False, thresholding=True), ["ddim", "dpmpp_2m", "dpmpp_2m_karras", "unipc"], None,
+         "thresholding is True"),
+        (PNDM(**NOISE, steps_offset=1), sorted(SAMPLERS), None, ""),
+        (diffusers.DDPMScheduler(**NOISE, clip_sample=False, variance_type="learned"), ["dpmpp_2m", "dpmpp_2m_karras"],
+         None, "variance_type is 'learned'"),
+        (diffusers.HeunDiscreteScheduler(beta_schedule="exp"), ["heun"], None, "exp is not implemented"),
+        (diffusers.EDMDPMSolverMultistepScheduler(sigma_max=70.0), ["dpmpp_2m", "euler"], 70, ""),
+        (diffusers.EDMEulerScheduler(sigma_data=1.0), ["dpmpp_2m", "euler"], 80, ""),
+        (diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0, prediction_type="flow_prediction"),
+         ["dpmpp_2m", "euler", "unipc"], 1, ""),
+        (diffusers.FlowMatchEulerDiscreteScheduler(shift_terminal=0.1, shift=3.0), ["euler", "unipc"], 1,
+         "shift_terminal is 0.1"),
+        (scheduler(), sorted(SAMPLERS), 14.6146, ""),  # NeMo's
+        (diffusers.SCMScheduler(prediction_type="trigflow"), [], None, "states no beta_start"),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "config") else None,
+)  # fmt: skip
+def test_entries_that_decide_an_image_are_carried_over_or_the_sampler_is_refused(own, able, first, reason):
+    assert sorted(samplers_for(own)) == able
+    refused = [""]
+    for name in SAMPLERS.keys() - able:
+        with pytest.raises(
+            ConfigError, match=f"^infer.sampler is {name}, which a model of {type(own).__name__} cannot"
+        ) as no:
+            sampler_for(name, own)
+        refused.append(str(no.value))
+    assert any(reason in sentence for sentence in refused)
+    for sampler in (sampler_for(name, own) for name in able):
+        shared = {key for key in sampler.config.keys() & own.config.keys() - OF_SOLVERS if key[0] != "_"}
+        assert all(sampler.config[key] == own.config[key] for key in shared)
+        if first == 1:  # of flow matching
+            shifts = [{**each.config}.get("shift", each.config.get("flow_shift")) for each in (own, sampler)]
+            assert shifts[0] == shifts[1] != 1
+        sampler.set_timesteps(7)
+        assert first is None or noise_levels(sampler)[0] in (pytest.approx(first, rel=1e-3), math.inf)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in dir(diffusers) if name.endswith("Scheduler")))
+def test_each_entry_of_each_scheduler_is_decisive_or_a_solvers(name):
+    """Or its model has no sampler but its own: entries that nobody has looked at are refused."""
+    kind = getattr(diffusers, name)
+    if hasattr(kind, "_backends"):
+        return
+    parameters, own = inspect.signature(kind).parameters.values(), kind.__new__(kind)
+    own.register_to_config(**{each.name: each.default for each in parameters})
+    unknown = {each.name for each in parameters} - OF_SOLVERS - set().union(*DECISIVE.values()) - {"kwargs"}
+    assert not unknown or samplers_for(own) == [], unknown
 
 
 def test_outputs_are_reused_where_that_is_a_step_of_the_same_sampler():
