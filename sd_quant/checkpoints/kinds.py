@@ -50,7 +50,7 @@ def open_checkpoint(
             f"model.parts is [{','.join(parts)}], expected [{','.join(opened.parts())}], the networks that {path} has"
         )
     if loras:
-        opened = fused(opened, loras)
+        opened = fused(opened, loras, family)
     again = partial(
         open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, parts=parts, loras=loras,
         encodes=encodes, dtypes=dtypes,

@@ -3,16 +3,19 @@
     W' = W + strength * (alpha / rank) * up @ down
 
 (Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order of the files, so that the result equals
-diffusers' ``fuse_lora`` on fp32 weights bit for bit. Calibration and every export read the fused weights.
-What was fused can be told apart again, for layers that are quantized without it: ``without_loras``, ``factors_of``.
+diffusers' ``fuse_lora`` on fp32 weights bit for bit. Also read are LyCORIS' LoCon with a tensor between the factors,
+DoRA (arXiv:2402.09353), and differences of weights, norms and biases. Calibration and every export read the fused
+weights. What was fused can be told apart again, for layers that are quantized without it: ``without_loras``.
 The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they need all weights in memory and PEFT, and
 drop unknown keys with a warning.
 """
 
 import json
+import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,24 +29,49 @@ from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.archive import open_members, whole_file
-from sd_quant.files.checks import WEIGHT_DTYPES, problems_in
+from sd_quant.files.checks import WEIGHT_DTYPES, listing, problems_in
 from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.names.lora import WEIGHT, Place, places_by_name
+from sd_quant.names.lora import BIAS, WEIGHT, Place, places_by_name
 from sd_quant.text import one_line
 
 Opened = DiffusersCheckpoint | NemoCheckpoint
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
-FACTORS = {  # role of a tensor by the end of its key
-    ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",
-    ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up",
+LOG = logging.getLogger(__name__)
+ROLES = {  # of a tensor by the end of its key
+    ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_B.bias": "bias", ".alpha": "alpha",
+    ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora_mid.weight": "mid",
+    ".lora.down.weight": "down", ".lora.up.weight": "up", "_lora.down.weight": "down", "_lora.up.weight": "up",
     ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
-    "_lora.down.weight": "down", "_lora.up.weight": "up", ".alpha": "alpha",
+    ".dora_scale": "magnitude", ".lora_magnitude_vector": "of rows", ".lora_magnitude_vector.weight": "of rows",
+    ".diff": "difference", ".w_norm": "difference", ".diff_b": "of bias", ".b_norm": "of bias",
 }  # fmt: skip
+MAGNITUDES, ALONE = {"magnitude", "of rows"}, {"difference", "of bias"}  # roles: of a DoRA; that need no factors
+ADAPTER = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.(?!(?:weight|bias)$)[^.]+")  # PEFT's, with its name
+BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.\*|[^.]+)")  # the embedding of a word
+OTHER_KINDS = {  # that are not read, by what is in their keys
+    "LoHa": r"\.hada_", "LoKr": r"\.lokr_", "OFT": r"\.b?oft_", "GLoRA": r"\.[ab][12]\.weight$", "VeRA": r"\.vera_",
+    "(IA)^3": r"\.(on_input|ia3_)", "AdaLoRA": r"\.lora_E", "textual inversion": r"^(emb_params|clip_[lg]|t5xxl)$",
+}  # fmt: skip
+ARCHITECTURES = ("modelspec.architecture", "ss_base_model_version")  # entries of metadata
+MADE_FOR = {  # families by what these entries say
+    "sdxl": "xl", "sd15": "sd[-_ ]?v?1|stable-diffusion-v1", "sd21": "sd[-_ ]?v?2|stable-diffusion-v2",
+    "sd3": "sd[-_ ]?3|stable-diffusion-3", "flux": "flux", "pixart": "pixart",
+}  # fmt: skip
+# Entries that give a scale. kohya's ss_network_alpha does not: its tools fold it into the factors and leave it there.
+SCALES = re.compile(r"(?!ss_)(?:.*[._])?(lora_alpha|network_alpha|alpha_pattern|use_rslora|rs_lora)")
+PATTERN = re.compile(r"(?!(?:.*[*+]){3})(?:[\w|()^$-]|\\[.d]\+?|\.\*?){1,200}")  # of PEFT's, matched in no time
+WITHOUT_EFFECT = {  # entries of PEFT's configs, whatever they are
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_bias",
+    "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern",
+    "megatron_config", "megatron_core", "runtime_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
+    "r", "rank_pattern",
+}  # fmt: skip
+USUAL = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +86,60 @@ class PeftConfig:
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one layer's weight from one file."""
+    """The update of one parameter from one file."""
 
     path: Path  # of the file, for messages
     place: Place
-    down: Readable  # [rank, in] or [rank, in, kh, kw]
-    up: Readable  # [rows, rank] or [rows, rank, 1, 1]; the layer's rows begin at ``place.first``
-    factor: float  # strength * alpha / rank
+    tensors: Mapping[str, Readable]  # by their roles: factors and what belongs to them, or a difference
+    factor: float  # strength, times alpha / rank for factors
+
+    def applied(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns ``weight``, fp32, with the update; raises as ``delta``. A DoRA's is what PEFT merges."""
+        changed = weight + self.delta()
+        for role in self.tensors.keys() & MAGNITUDES:
+            magnitude = self.tensors[role].read().float()
+            by_column = role == "magnitude" and magnitude.shape[:2] == (1, changed.shape[1])  # as LyCORIS may have it
+            others = [axis for axis in range(changed.ndim) if axis != by_column]
+            norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+            magnitude = magnitude if by_column else self.rows(magnitude.flatten())
+            changed *= self.finite(magnitude.reshape(norm.shape) / norm)
+        return changed
 
     def delta(self) -> torch.Tensor:
-        """Returns the addend, fp32, of the weight's shape, like PEFT's ``get_delta_weight``.
-
-        Raises ArtifactError for values that are not finite.
-        """
-        shape, first = self.place.shape, self.place.first
-        down, up = self.down.read().float(), self.up.read().float()[first : first + shape[0]]
-        if len(shape) == 4 and shape[2:] != (1, 1):
-            up = up.flatten(1)[:, :, None, None]  # the file has it with or without the ones
-            delta = F.conv2d(down.permute(1, 0, 2, 3), up).permute(1, 0, 2, 3) * self.factor
+        """Returns the addend, fp32, like PEFT's ``get_delta_weight``. Raises ArtifactError where it is not finite."""
+        shape = self.place.shape
+        stored = {role: tensor.read().float() for role, tensor in self.tensors.items() if role not in MAGNITUDES}
+        if "difference" in stored:
+            return self.finite(self.rows(stored["difference"]).reshape(shape) * self.factor)
+        down, up = stored["down"], self.rows(stored["up"].flatten(1))
+        if "mid" in stored:
+            product = torch.einsum("ijkl,oi,jn->onkl", stored["mid"], up, down.flatten(1))
+        elif len(shape) == 4 and shape[2:] != (1, 1):
+            product = F.conv2d(down.permute(1, 0, 2, 3), up[:, :, None, None]).permute(1, 0, 2, 3)
         else:
-            delta = (up.flatten(1) @ down.flatten(1)).reshape(shape) * self.factor
-        if not bool(torch.isfinite(delta).all()):
+            product = (up @ down.flatten(1)).reshape(shape)
+        return self.finite(product * self.factor)
+
+    def rows(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored.roll(-self.place.first, 0)[: self.place.shape[0]]
+
+    def finite(self, values: torch.Tensor) -> torch.Tensor:
+        if not bool(torch.isfinite(values).all()):
+            what = f"what it adds to {self.place.layer!r} is not finite"
             raise ArtifactError(
-                f"{self.path}: what it adds to {self.place.layer!r} is not finite; expected finite numbers, so fetch "
-                "the file again or give it less strength"
+                f"{self.path}: {what}, expected finite numbers; fetch it again or give it less strength"
             )
-        return delta
+        return values
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``up`` [out, rank], times the factor, and ``down`` [rank, in] of a linear's update, both fp32."""
-        rows = slice(self.place.first, self.place.first + self.place.shape[0])
-        return self.up.read().float().flatten(1)[rows] * self.factor, self.down.read().float().flatten(1)
+        """Returns ``up`` [out, rank], times the factor, and ``down`` [rank, in], fp32; raises ConfigError for more."""
+        if self.tensors.keys() != {"down", "up"}:
+            raise ConfigError(
+                f"model.loras names {self.path}, whose update of {self.place.layer!r} is a whole weight or a DoRA, "
+                "expected two factors beside quantized weights; set quantize.loras=fused"
+            )
+        up, down = (self.tensors[role].read().float().flatten(1) for role in ("up", "down"))
+        return self.rows(up) * self.factor, down
 
 
 @dataclass(frozen=True)
@@ -105,41 +156,36 @@ class AdaptedTensor:
 
     def read(self) -> torch.Tensor:
         """Raises ArtifactError for values that are not finite."""
-        weight = self.source.read().float().clone()
+        weight = self.source.read().float()
         for update in self.updates:
-            weight += update.delta()
+            weight = update.applied(weight)
         return weight
 
 
-def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]]) -> Opened:
+def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]], family: str = "this checkpoint") -> Opened:
     """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
 
-    ``loras`` are files, or folders of PEFT or diffusers, with strengths.
+    ``loras`` are files, or folders of PEFT or diffusers, with strengths; ``family`` is one of ``MADE_FOR``.
     Raises ConfigError for a file of another kind and one of which any layer does not fit the networks, ArtifactError
     for a damaged one.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
     updates: dict[tuple[str, str], list[Update]] = {}
     for path, strength in loras:
-        for update in read_lora(path, strength, names, checkpoint.family.PIPELINES[0].removesuffix("Pipeline")):
-            updates.setdefault((update.place.component, update.place.layer + WEIGHT), []).append(update)
-    components = {name: changed(weights, updates) for name, weights in checkpoint.components.items()}
+        for update in read_lora(path, strength, names, family):
+            updates.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)
+    components = {}
+    for name, weights in checkpoint.components.items():
+        here = {parameter: added for (component, parameter), added in updates.items() if component == name}
+        parameters = dict(weights.parameters)
+        parameters |= {parameter: AdaptedTensor(parameters[parameter], added) for parameter, added in here.items()}
+        changed = replace(weights, parameters=parameters, tensors=parameters, adapted=True)
+        components[name] = changed if here else weights
     return replace(checkpoint, components=components)
 
 
-def changed(weights: Weights, updates: Mapping[tuple[str, str], list[Update]]) -> Weights:
-    """Returns the weights of a network with the updates, or the same object if there are none for it."""
-    here = {name: added for (component, name), added in updates.items() if component == weights.component}
-    if not here:
-        return weights
-    parameters = dict(weights.parameters) | {
-        name: AdaptedTensor(weights.parameters[name], added) for name, added in here.items()
-    }
-    return replace(weights, parameters=parameters, tensors=parameters, adapted=True)
-
-
 def adapted_in(checkpoint: object, component: str) -> dict[str, AdaptedTensor]:
-    """Returns the weights of a network that LoRAs change, by the layers' names; of an observed pipeline none."""
+    """Returns what LoRAs change in a network: weights by the layers' names, biases by their own; of others nothing."""
     weights = getattr(checkpoint, "components", {}).get(component)
     parameters = weights.parameters if isinstance(weights, Weights) else {}
     return {name.removesuffix(WEIGHT): each for name, each in parameters.items() if isinstance(each, AdaptedTensor)}
@@ -153,67 +199,91 @@ def factors_of(adapted: AdaptedTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def without_loras(checkpoint: Checkpoint) -> Checkpoint:
     """Returns the checkpoint as it was before ``fused``; the same object where nothing was."""
-    adapted = {component: adapted_in(checkpoint, component) for component in checkpoint.components}
-    if not any(adapted.values()):
+    if not any(adapted_in(checkpoint, component) for component in checkpoint.components):
         return checkpoint
     opened = cast(Opened, checkpoint)
     components = {}
     for component, weights in opened.components.items():
-        sources = {f"{name}{WEIGHT}": each.source for name, each in adapted[component].items()}
+        sources = {name: each.source for name, each in weights.parameters.items() if isinstance(each, AdaptedTensor)}
         parameters = dict(weights.parameters) | sources
         components[component] = replace(weights, parameters=parameters, tensors=parameters) if sources else weights
     return replace(opened, components=components, reopen=partial(cast(Callable, opened.reopen), loras=()))
 
 
-def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], model: str) -> list[Update]:
-    """Returns the updates of a file, of whose tensors only the alphas are read.
+def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], family: str) -> list[Update]:
+    """Returns the updates of a file, of whose tensors only the alphas are read. Raises as ``fused`` does.
 
-    ``names`` are those of ``places_by_name``, ``model`` is for messages. Raises as ``fused`` does.
+    ``names`` are those of ``places_by_name``. A log names the words whose embeddings the file has: prompts get none.
     """
-    tensors, configs, about = open_lora(path)
+    tensors, configs, metadata = open_lora(path)
     roles: dict[str, dict[str, Readable]] = {}
     unknown: list[str] = []
     for key, tensor in tensors.items():
-        end = next((end for end in sorted(FACTORS, key=len, reverse=True) if key.endswith(end)), None)
+        plain = ADAPTER.sub(r"\1", key)
+        end = next((end for end in sorted(ROLES, key=len, reverse=True) if plain.endswith(end)), None)
         if end is None:
-            unknown.append(key)
+            unknown += [] if BUNDLED.fullmatch(key) else [key]
             continue
-        entry = roles.setdefault(key.removesuffix(end), {})
-        if FACTORS[end] in entry:
+        entry = roles.setdefault(plain.removesuffix(end), {})
+        if ROLES[end] in entry:
             raise ArtifactError(f"{path} holds {key[:200]!r} twice, under two endings; expected it once")
-        entry[FACTORS[end]] = tensor
-    incomplete = [name for name, entry in roles.items() if not {"down", "up"} <= entry.keys()]
+        entry[ROLES[end]] = tensor
+    incomplete = [name for name, entry in roles.items() if entry.keys() - ALONE and not {"down", "up"} <= entry.keys()]
     foreign = [name for name in roles if name not in names and name not in incomplete]
     updates, misshapen = [], []
     for name, entry in roles.items():
-        if name in names and name not in incomplete:
-            meaning = next((places for places in names[name] if has_shape_of(entry, places)), None)
-            if meaning is None:
-                misshapen.append(f"{name} {sizes(entry)} for a weight of {list(names[name][0][0].shape)}")
-                continue
-            for place in meaning:
-                factor = strength * scale(path, entry, place, configs)
-                updates.append(Update(path, place, entry["down"], entry["up"], factor))
+        if name not in names or name in incomplete:
+            continue
+        meaning = next((places for places in names[name] if has_shape_of(entry, places)), None)
+        if meaning is None:
+            found = " by ".join(str(list(entry[role].shape)) for role in sorted(entry.keys() - {"alpha"})[::-1])
+            shape, biased = names[name][0][0].shape, "and a" if names[name][0][0].biased else "without"
+            misshapen.append(f"{name} {found} for a weight of {list(shape)} {biased} bias")
+        for place in meaning or []:
+            bias, factor = replace(place, kind=BIAS, shape=place.shape[:1]), strength
+            if factors := {role: each for role, each in entry.items() if role in {"down", "up", "mid"} | MAGNITUDES}:
+                factor *= scale(path, entry, place, configs)
+                updates.append(Update(path, place, factors, factor))
+            alone = ((place, "difference", strength), (bias, "of bias", strength), (bias, "bias", factor))
+            updates += [Update(path, part, {"difference": entry[role]}, times)
+                        for part, role, times in alone if role in entry]  # fmt: skip
+    kinds = " or ".join(kind for kind, mark in OTHER_KINDS.items() if any(re.search(mark, key) for key in unknown))
+    stated = [one_line(text, 80) for text in map(metadata.get, ARCHITECTURES) if isinstance(text, str)]
+    told = {each for each, mark in MADE_FOR.items() for text in stated if re.search(mark, text.lower())}
+    others = stated if family in MADE_FOR and told and family not in told else []
+    unscaled = not configs and any("down" in entry and "alpha" not in entry for entry in roles.values())
+    scales = [f"{name}={one_line(metadata[name], 80)}" for name in metadata if unscaled and SCALES.fullmatch(name)]
     problems = {
+        f"tensors are of {kinds}, which is not read" if kinds else "tensors are no part of a LoRA": unknown,
         f"of {len(roles)} layers are none of this model's": foreign,
         f"of {len(roles)} layers have another shape": misshapen,
-        "layers lack a half": incomplete,
-        "tensors are no part of a LoRA (of a DoRA, LoHa or LoKr, say)": unknown,
+        "layers lack a half": [] if kinds else incomplete,
+        f"entries of metadata say that it is not for {family}": others,
+        "entries of metadata give a scale, which diffusers would not read": scales,
     }
     if any(problems.values()) or not updates:
         found = problems_in(problems) or "it holds no update"
+        about = f"; it says that it is for {stated[0]}" if stated else ""
         raise ConfigError(
-            f"model.loras names {path}, which does not fit this {model} ({found}{about}); "
+            f"model.loras names {path}, which does not fit {family} ({found}{about}); "
             "expected a LoRA that was trained for it, every layer of which fits"
         )
-    [((_, layer), count)] = Counter((each.place.component, each.place.layer) for each in updates).most_common(1)
+    where = Counter((each.place.component, each.place.layer + each.place.kind) for each in updates)
+    [((_, parameter), count)] = where.most_common(1)
     if count > 1:
-        raise ArtifactError(f"{path} holds two updates of {layer!r}, under two names; expected one")
+        raise ArtifactError(f"{path} holds two updates of {parameter!r}, under two names; expected one")
+    if words := bundled_words(tensors):
+        LOG.warning("%s has embeddings of words too, which no prompt gets: %s", path, listing(words))
     return updates
 
 
-def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], str]:
-    """Returns the tensors of a file or folder, PEFT's configs by component, and a clause on the model it names.
+def bundled_words(tensors: Iterable[str]) -> list[str]:
+    """Returns the words of which embeddings are among the tensors of a file."""
+    return list(dict.fromkeys(found[1] for key in tensors if (found := BUNDLED.fullmatch(key))))
+
+
+def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], dict[str, str]]:
+    """Returns the tensors of a file or folder, PEFT's configs by component, and the file's metadata.
 
     The key of a config is empty where it holds for all components. Raises ConfigError for a file of another kind,
     ArtifactError for a damaged one.
@@ -223,11 +293,10 @@ def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig]
         held = next((name for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS) if name in members), None)
         if held is None:
             raise ConfigError(
-                f"model.loras names {path}, a folder without {PEFT_WEIGHTS} or {DIFFUSERS_WEIGHTS}, expected one of "
-                "these; name the file itself"
+                f"model.loras names {path}, a folder without {PEFT_WEIGHTS} or {DIFFUSERS_WEIGHTS}; name a file"
             )
         member = members[held]
-    elif path.suffix != ".safetensors":
+    elif path.suffix.lower() != ".safetensors":
         raise ConfigError(
             f"model.loras names {path}, expected a .safetensors file, because other files would have to be unpickled; "
             "save it again as one"
@@ -246,9 +315,7 @@ def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig]
         configs[""] = peft_config(path / PEFT_CONFIG, read_json(path, PEFT_CONFIG))
     elif DIFFUSERS_METADATA in metadata:
         configs = stored_configs(path, metadata[DIFFUSERS_METADATA])
-    made_for = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
-    about = f"; it says that it is for {one_line(made_for, 80)}" if isinstance(made_for, str) else ""
-    return tensors, configs, about
+    return tensors, configs, metadata
 
 
 def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
@@ -264,15 +331,22 @@ def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
 
 
 def peft_config(path: Path, entries: Mapping) -> PeftConfig:
-    """Returns the config. Raises ArtifactError for an entry of a wrong type, ConfigError for more than a LoRA."""
+    """Returns the config. Raises ArtifactError for an entry of a wrong type, ConfigError for an unknown one."""
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
     with refusing(f"{path} holds no config of a LoRA", ConfigError):
         check_schema(PeftConfig, given)
     config = PeftConfig(*(given[name] for name in PeftConfig.__slots__))
-    if config.use_dora or entries.get("peft_type", "LORA") != "LORA":
-        raise ConfigError(f"model.loras names {path}, which is more than a LoRA (DoRA, say), expected a plain one")
+    known = WITHOUT_EFFECT.union(PeftConfig.__slots__)
+    unread = [f"{name}={value!r}" for name, value in entries.items()
+              if value and name not in known and value not in USUAL.get(name, [])]  # fmt: skip
+    unread += [key for key in config.alpha_pattern if not PATTERN.fullmatch(key)]
+    if unread:
+        raise ConfigError(
+            f"model.loras names {path}, whose config has {one_line(', '.join(unread), 200)}, which is more than a LoRA "
+            "and not computed here, expected a plain one; merge it into a checkpoint with PEFT, and give that"
+        )
     return config
 
 
@@ -280,36 +354,33 @@ def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapp
     """Returns ``alpha / rank`` of the file, or 1 where it states no alpha, as diffusers and kohya do."""
     rank = entry["down"].shape[0]
     if "alpha" in entry:
-        alpha = float(entry["alpha"].read().float())
-        return alpha / rank
+        return float(entry["alpha"].read().float()) / rank
     config = configs.get(place.component) or configs.get("")
     if config is None:
         return 1.0
-    alpha = next(
-        (value for name, value in config.alpha_pattern.items() if f".{place.layer}".endswith(f".{name.lstrip('^')}")),
-        config.lora_alpha,
-    )
+    if config.use_dora and not entry.keys() & MAGNITUDES:
+        raise ArtifactError(f"{path} has use_dora in its config and no magnitudes of {place.layer!r}; fetch it again")
+    with refusing(f"{path} has a pattern in its config that is none", re.error, RecursionError):
+        found = (value for key, value in config.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", place.layer))
+        alpha = next(found, config.lora_alpha)
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
-    """Returns whether the product of the two factors has the shape of the layers' weights, stacked by rows."""
-    down, up, shape = tuple(entry["down"].shape), tuple(entry["up"].shape), places[0].shape
-    if min(len(down), len(up)) < 2 or any(place.shape[1:] != shape[1:] for place in places) or 0 in down:
-        return False
-    rows, kernel = sum(place.shape[0] for place in places), without_ones(shape[2:])
-    return (
-        up[:2] == (rows, down[0])
-        and without_ones(up[2:]) == ()
-        and down[1] == shape[1]
-        and (without_ones(down[2:]) == kernel)
-    )
+    """Returns whether an update has the shape of the layers' weights and biases, stacked by rows."""
+    shapes = {role: bare(tuple(tensor.shape)) for role, tensor in entry.items() if role != "alpha"}
+    rows, columns = sum(place.shape[0] for place in places), places[0].shape[1:]
+    (rank, *_), (inner, *_) = (shapes.get(role) or (1,) for role in ("down", "mid" if "mid" in shapes else "down"))
+    row, column = [(rows,), (rows, 1), (1, rows)], [(1, *columns[:1])] if len(places) == 1 else []
+    fitting = {
+        "down": [bare((rank, *columns[: 1 if "mid" in shapes else 3]))] if columns else [], "up": [(rows, inner)],
+        "mid": [(inner, rank, *columns[1:])] if columns[1:] else [], "difference": [bare((rows, *columns))],
+        "magnitude": row[1:2] + column, "of rows": row,
+    } | dict.fromkeys(("bias", "of bias"), row[:1] if all(place.biased for place in places) else [])  # fmt: skip
+    alike = all(place.shape[1:] == columns for place in places)
+    return alike and all(shape in fitting[role] and 0 not in shape for role, shape in shapes.items())
 
 
-def without_ones(kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns () for a kernel of one pixel: trainers store linears and 1x1 convolutions with and without it."""
-    return () if set(kernel) <= {1} else kernel
-
-
-def sizes(entry: Mapping[str, Readable]) -> str:
-    return f"{list(entry['up'].shape)} by {list(entry['down'].shape)}"
+def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without a kernel of one pixel: trainers store such convolutions with and without it."""
+    return shape[:2] if set(shape[2:]) <= {1} else shape

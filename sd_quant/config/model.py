@@ -121,7 +121,7 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
 def lora_of(stated: str) -> tuple[str, float]:
     """Split an entry of ``model.loras`` into path and strength. Raises ValueError for a strength that is no number."""
     path, colon, strength = stated.rpartition(":")
-    return (path, float(strength)) if colon else (stated, 1.0)
+    return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
 
 def is_lora(stated: str) -> bool:

@@ -40,9 +40,11 @@ def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer]
     """
     product = size = 0.0
     for name, each in adapted_of(checkpoint).items():
+        if len(each.shape) == 1:  # a norm or a bias, which smoothing may have scaled
+            continue
         without = each.source.read().float()
         held = plain_weight(plain[name]) if name in plain else denoiser.parameters[f"{name}.weight"].read().float()
-        delta = sum((update.delta() for update in each.updates), torch.zeros(each.shape))
+        delta = each.read() - without
         product += float(((held - without) * delta).sum(dtype=torch.float64))
         size += float(delta.square().sum(dtype=torch.float64))
     share = product / size if size else 0.0
@@ -65,6 +67,7 @@ def with_loras(
     adapted = adapted_of(checkpoint)
     quantized = [name for name in adapted if name in denoiser.layers]
     refused = {
+        "are norms or biases": [name for name in adapted if len(adapted[name].shape) == 1],
         "are convolutions that round their inputs": [
             name for name in quantized if len(adapted[name].shape) != 2 and denoiser.layers[name].inputs is not None
         ],

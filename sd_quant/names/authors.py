@@ -24,7 +24,7 @@ from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.names.sgm import UNET as PREFIX
 from sd_quant.names.sgm import sgm_names
-from sd_quant.names.transformers import LAYOUTS, stored_names
+from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.numbers import up_to
 
 # what else is in such a file: the other networks, averages of the weights, and what training keeps
@@ -159,7 +159,7 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
     places: dict[str, tuple[Rows, ...]] = {}
-    for stored, inside in stored_names(needed, LAYOUTS.get(type(network).__name__, {})).items():
+    for stored, inside in stored_names(needed, layout_of({name.rpartition(".")[0] for name in needed})).items():
         total, start = sum(_rows(needed[name]) for name in inside), 0
         for name in inside:
             stop = start + _rows(needed[name])

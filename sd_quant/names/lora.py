@@ -10,31 +10,36 @@ replacements in turn: a key of another network becomes some name, and is found n
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from sd_quant.files.tensors import Readable
-from sd_quant.names import transformers
 from sd_quant.names.diffusers import DENOISERS
 from sd_quant.names.sgm import sgm_names
+from sd_quant.names.transformers import layout_of, stored_names
 
-WEIGHT = ".weight"
-OF_DENOISER = ("", "base_model.model.", "diffusion_model.", "model.diffusion_model.")  # prefixes of its layers
-FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_")  # kohya's prefixes
+WEIGHT, BIAS = ".weight", ".bias"
+OF_DENOISER = (  # prefixes of its layers
+    "", "base_model.model.", "diffusion_model.", "model.diffusion_model.", "unet.", "transformer.",
+)  # fmt: skip
+FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_", "lycoris_")  # prefixes of kohya's, OneTrainer's and LyCORIS'
 ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # old diffusers kept updates in its processors
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer that an update belongs to."""
+    """A layer's weight or bias that an update belongs to."""
 
     component: str
     layer: str  # diffusers' name
-    shape: tuple[int, ...]  # of its weight
-    first: int = 0  # first row of the layer in the update, which may hold several layers
+    shape: tuple[int, ...]  # of the parameter
+    first: int = 0  # first row of it in the update, which may hold several layers; rows go on at the update's beginning
+    biased: bool = False  # whether the layer has a bias
+    kind: str = WEIGHT  # or BIAS
 
 
 def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, list[list[Place]]]:
-    """Returns the meanings of every name that an update of a linear or convolution can have.
+    """Returns the meanings of every name that an update of a linear, convolution or norm can have.
 
     ``components`` are parameters by diffusers' names. A name has several meanings where it does not say which of two
     text encoders the layer belongs to. A meaning is a list of layers whose rows one update holds.
@@ -43,9 +48,9 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
     encoders = 0
     for component, parameters in components.items():
         layers = {
-            name.removesuffix(WEIGHT): Place(component, name.removesuffix(WEIGHT), tuple(tensor.shape))
+            layer: Place(component, layer, tuple(tensor.shape), biased=layer + BIAS in parameters)
             for name, tensor in parameters.items()
-            if name.endswith(WEIGHT) and len(tensor.shape) in (2, 4)
+            if name.endswith(WEIGHT) and len(tensor.shape) in (1, 2, 4) and (layer := name.removesuffix(WEIGHT))
         }
         if component in DENOISERS:
             names = _denoiser_names(component, layers)
@@ -63,10 +68,10 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
 def _denoiser_names(component: str, layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
     named = [(layer, [place]) for layer, place in layers.items()] + list(_names_elsewhere(layers))
     for name, places in named:
-        for prefix in (*OF_DENOISER, f"{component}."):
+        for prefix in OF_DENOISER:
             yield prefix + name, places
         for prefix in FLAT_OF_DENOISER:
-            yield prefix + flat(name), places
+            yield prefix + name.replace(".", "_"), places
     for layer, place in layers.items():
         if attention := ATTENTION.fullmatch(layer):
             for prefix in ("", f"{component}."):
@@ -74,35 +79,36 @@ def _denoiser_names(component: str, layers: Mapping[str, Place]) -> Iterator[tup
 
 
 def _encoder_names(component: str, number: int, layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
+    is_t5 = "encoder.block.0.layer.0.SelfAttention.q" in layers
+    numbers = {
+        str(number),
+        *(["3"] if is_t5 else []),
+        *([""] if number == 1 else []),
+    }  # kohya's T5 of Flux is the third
+    in_comfyui = ["t5xxl"] if is_t5 else ["clip_l", "clip_h"] if number == 1 else ["clip_g"]
     for layer, place in layers.items():
         plain = layer.removeprefix("text_model.")  # which only some versions of transformers have
         for name in (plain, f"text_model.{plain}"):
-            for prefix in (f"{component}.", "base_model.model."):
-                yield prefix + name, [place]
-            for prefix in (f"lora_te{number}_", *(["lora_te_"] if number == 1 else [])):
-                yield prefix + flat(name), [place]
+            for prefix in (
+                component,
+                "base_model.model",
+                *(f"text_encoders.{each}.transformer" for each in in_comfyui),
+            ):
+                yield f"{prefix}.{name}", [place]
+            for each in numbers:
+                yield f"lora_te{each}_{name.replace('.', '_')}", [place]
 
 
 def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yields the authors' names of SDXL's and Flux's layers. The names of the layers tell which network it is."""
-    if "add_embedding.linear_1" in layers:
+    """Yields the authors' names of the layers, which tell which network it is."""
+    if "mid_block.resnets.0.conv1" in layers:
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]
-    if "single_transformer_blocks.0.proj_mlp" in layers:
-        for name, parts in transformers.stored_names(layers, transformers.FLUX).items():
-            if name != transformers.EXCHANGED:
-                yield name, stacked([layers[part] for part in parts])
-
-
-def stacked(places: list[Place]) -> list[Place]:
-    """Returns the layers with their first rows in an update that holds all of them, one below the other."""
-    first, result = 0, []
-    for place in places:
-        result.append(Place(place.component, place.layer, place.shape, first))
-        first += place.shape[0]
-    return result
-
-
-def flat(name: str) -> str:
-    """Returns kohya's form of a name."""
-    return name.replace(".", "_")
+        return
+    for name, parts in stored_names(layers, layout_of(layers)).items():
+        firsts = accumulate((layers[part].shape[0] for part in parts), initial=0)
+        places = [replace(layers[part], first=first) for part, first in zip(parts, firsts, strict=False)]
+        (rows, *columns), owner = places[0].shape, parts[0].rpartition(".")[0].rpartition(".")[2]
+        if owner in ("norm_out", "norm1_context") and name != parts[0] and [rows] == [2 * each for each in columns]:
+            places = [replace(places[0], first=rows // 2)]  # a shift and a scale, which diffusers has exchanged
+        yield name, places

@@ -33,7 +33,6 @@ FLUX_OUTER = {  # in no block
     "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
     "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }  # fmt: skip
-EXCHANGED = "final_layer.adaLN_modulation.1"  # whose halves, a shift and a scale, are in the other order in diffusers
 SD3_JOINT = {
     "x_block.attn.qkv": QKV, "context_block.attn.qkv": ADDED_QKV,
     "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
@@ -81,9 +80,6 @@ FLUX: Layout = {
 }
 SD3: Layout = {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)}
 PIXART: Layout = {"transformer_blocks": ("blocks", PIXART_BLOCK), "": ("", PIXART_OUTER)}
-LAYOUTS = {  # by the class of the network
-    "FluxTransformer2DModel": FLUX, "SD3Transformer2DModel": SD3, "PixArtTransformer2DModel": PIXART,
-}  # fmt: skip
 LAYERS: Sequence[tuple[Layout, tuple[str, ...]]] = (  # that tell a network; the first layout with all of them counts
     (FLUX, ("single_transformer_blocks.0.proj_mlp", "time_text_embed.text_embedder.linear_1")),
     (SD3, ("transformer_blocks.0.attn.add_q_proj", "pos_embed.proj")),

@@ -3,9 +3,13 @@
 Only ``session`` calls them.
 """
 
+import re
+
+from sd_quant.checkpoints.lora import bundled_words, open_lora
 from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
 from sd_quant.inference.loading import most_steps
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR
@@ -18,7 +22,7 @@ def check_request(model: Model, infer: Infer) -> None:
     """Raises SdQuantError, before a checkpoint is opened, for images that its family or this machine cannot make.
 
     That is a negative prompt for a family that computes nothing without the prompt, images to start from for one whose
-    pipeline has none, and noise or images that cannot be read.
+    pipeline has none, words whose embeddings a LoRA brings, and noise or images that cannot be read.
     """
     if family_named(model.family).FROM_IMAGES is None:
         able = ", ".join(name for name in FAMILIES if family_named(name).FROM_IMAGES)
@@ -29,6 +33,12 @@ def check_request(model: Model, infer: Infer) -> None:
     guides = family_named(model.family).GUIDES
     expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
     check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
+    for path, _ in model.adapters():
+        text = "\n".join([*(prompt.text for prompt in infer.distinct_prompts()), *(infer.negative_prompts() or [])])
+        words = [word for word in bundled_words(open_lora(path)[0])
+                 if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)]  # fmt: skip
+        expected = f"prompts without {listing(words)}, because what it adds to networks is applied, and no embedding is"
+        check(not words, "model.loras", path, expected)
     latents_of(infer)
     source_of(infer)
     calibration_source_of(model, infer)

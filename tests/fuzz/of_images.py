@@ -53,16 +53,19 @@ def noise() -> Reader:
 
 
 def lora() -> Reader:
-    """LoRA of a linear, a convolution and a text encoder's linear, with an alpha each and a config in the metadata."""
-    shapes = {"unet": {"q": (8, 6), "conv": (8, 6, 3, 3)}, "text_encoder": {"q_proj": (4, 4)}}
+    """DoRA of a linear, LoCon with a bias, an encoder's LoRA, a norm, an embedding, and a config in the metadata."""
+    shapes = {"unet": {"q.weight": (8, 6), "conv.weight": (8, 6, 3, 3), "conv.bias": (8,), "norm.weight": (8,)},
+              "text_encoder": {"q_proj.weight": (4, 4)}}  # fmt: skip
     names = places_by_name({
-        component: {f"{name}.weight": LazyTensor(shape, torch.float32, torch.empty) for name, shape in layers.items()}
-        for component, layers in shapes.items()
+        component: {name: LazyTensor(shape, torch.float32, torch.empty) for name, shape in parameters.items()}
+        for component, parameters in shapes.items()
     })  # fmt: skip
     tensors = {
         "unet.q.lora_A.weight": torch.ones(2, 6), "unet.q.lora_B.weight": torch.ones(8, 2),
-        "lora_unet_conv.lora_down.weight": torch.ones(2, 6, 3, 3), "lora_unet_conv.alpha": torch.tensor(4.0),
+        "lora_unet_conv.lora_down.weight": torch.ones(2, 6, 1, 1), "lora_unet_conv.alpha": torch.tensor(4.0),
         "lora_unet_conv.lora_up.weight": torch.ones(8, 2, 1, 1), "text_encoder.q_proj.lora_A.weight": torch.ones(2, 4),
+        "lora_unet_conv.lora_mid.weight": torch.ones(2, 2, 3, 3), "lora_unet_conv.diff_b": torch.ones(8),
+        "unet.q.dora_scale": torch.ones(1, 6), "unet.norm.w_norm": torch.ones(8), "bundle_emb.a.t5": torch.ones(1, 2),
         "text_encoder.q_proj.lora_B.weight": torch.ones(4, 2).half(),
     }  # fmt: skip
     config = {"unet.r": 2, "unet.lora_alpha": 3, "unet.alpha_pattern": {"q": 5}, "text_encoder.lora_alpha": 8}
@@ -70,10 +73,11 @@ def lora() -> Reader:
 
     def read_all(folder: Path) -> list[tuple]:
         updates = read_lora(folder / "a.safetensors", 0.5, names, "Tiny")
-        return sorted((update.place.component, update.place.layer, *digest(update.delta())) for update in updates)
+        found = [(each.place, digest(each.applied(torch.ones(each.place.shape)))) for each in updates]
+        return sorted((place.component, place.layer + place.kind, *values) for place, values in found)
 
     def check(folder: Path, found: list[tuple]) -> None:
-        assert all(shapes[component][layer] == shape for component, layer, _, shape, _ in found)
+        assert all(shapes[component][name] == shape for component, name, _, shape, _ in found)
 
     tensors_damaged = (described, lambda recipe: {"a.safetensors": damaged_safetensors(sound, recipe)})
     config_damaged = (

@@ -1,8 +1,10 @@
 """LoRAs in the weights: against the formula, against diffusers' own fuse_lora, and every file that is refused."""
 
+import json
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import diffusers
@@ -11,14 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from sd_quant.checkpoints.kinds import open_checkpoint
+from sd_quant.checkpoints.lora import adapted_in, factors_of, without_loras
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.models.checkpoint import Checkpoint, build_module
+from sd_quant.names.lora import places_by_name
 from sd_quant.names.sgm import sgm_names
 
 from ...zoo.families import TINY
+from ..interchange.single_files import authors_state, in_diffusers
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -43,7 +49,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)}
 
 
-def factors_of(module: nn.Module, wanted: str) -> Factors:
+def drawn_factors(module: nn.Module, wanted: str) -> Factors:
     """Random factors for the layers whose names match ``wanted``, of the size that moves a weight by a tenth."""
     random = torch.Generator().manual_seed(0)
     factors = {}
@@ -104,6 +110,8 @@ LAYOUTS = {
     "diffusers, of 2023": (dotted("unet.", "lora.down", "lora.up"), 1.0),
     "peft": (dotted("base_model.model.", "lora_A", "lora_B"), 1.0),
     "one adapter's state": (dotted("", "lora_A.default", "lora_B.default"), 1.0),
+    "an adapter with a name": (dotted("base_model.model.", "lora_A.style-2", "lora_B.style-2"), 1.0),
+    "lycoris": (kohya("lycoris_"), ALPHA / RANK),
     "kohya": (kohya("lora_unet_"), ALPHA / RANK),
     "comfyui": (dotted("diffusion_model.", "lora_down", "lora_up"), 1.0),
 }
@@ -114,9 +122,9 @@ def test_a_layer_gets_strength_times_alpha_by_rank_times_the_product(folder_of, 
     folder, (written, scale) = folder_of("sd15"), LAYOUTS[layout]
     before = opened(folder, "sd15")
     unet = build_module(before, "unet")
-    factors = factors_of(unet, r"attn\d[.]to_" if layout == PROCESSORS else "attentions|resnets|conv_")
-    save_file(written(factors), tmp_path / "style.safetensors")
-    after = build_module(opened(folder, "sd15", (tmp_path / "style.safetensors", 0.6)), "unet")
+    factors = drawn_factors(unet, r"attn\d[.]to_" if layout == PROCESSORS else "attentions|resnets|conv_")
+    save_file(written(factors), tmp_path / "style.SafeTensors")
+    after = build_module(opened(folder, "sd15", (tmp_path / "style.SafeTensors", 0.6)), "unet")
     for name, tensor in after.state_dict().items():
         old = unet.get_parameter(name)
         pair = factors.get(name.removesuffix(".weight"))
@@ -186,7 +194,7 @@ def test_kohyas_files_are_fused_as_diffusers_fuses_them(folder_of, tmp_path, fam
     checkpoint = opened(folder_of(family), family)
     for component, wanted in CHECKED[family].items():
         module = build_module(checkpoint, component)
-        factors = factors_of(module, wanted)
+        factors = drawn_factors(module, wanted)
         if component == "unet" and family == "sdxl":
             names = sgm_names([f"{name}.weight" for name in layers_of(module)])
             factors = {names[f"{name}.weight"].removesuffix(".weight"): pair for name, pair in factors.items()}
@@ -198,18 +206,23 @@ def test_kohyas_files_are_fused_as_diffusers_fuses_them(folder_of, tmp_path, fam
 
 
 @pytest.mark.consumer
-def test_a_folder_of_pefts_is_merged_as_peft_merges_it(folder_of, tmp_path):
-    """Ranks and scales of layers that differ, by rank-stabilized scaling."""
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 10 LoRA tensor.s. have invalid shape")  # biases
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora", "lora_bias"])
+def test_a_folder_of_pefts_is_merged_as_peft_merges_it(folder_of, tmp_path, kind):
+    """Ranks and scales of layers that differ."""
     from peft import LoraConfig, get_peft_model
 
     checkpoint = opened(folder_of("pixart"), "pixart")
     network = build_module(checkpoint, "transformer")
     config = LoraConfig(
-        r=RANK, lora_alpha=6, use_rslora=True, target_modules=["to_q", "to_out.0", "linear_1"],
-        rank_pattern={"to_q": 2}, alpha_pattern={"transformer_blocks.1.attn1.to_q": 3}, init_lora_weights=False,
+        r=RANK, lora_alpha=6, target_modules=["to_q", "to_out.0", "linear_1"], init_lora_weights=False,
+        rank_pattern={"to_q": 2}, alpha_pattern={r"transformer_blocks\.\d+.*1\.to_(q|k)": 3}, **{kind: True},
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = get_peft_model(network, config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_magnitude" in name or name.endswith("lora_B.default.bias"):
+            nn.init.normal_(parameter, mean=1, std=0.1)
     theirs.save_pretrained(tmp_path / "adapter")
     merged = theirs.merge_and_unload().state_dict()
     ours = build_module(opened(folder_of("pixart"), "pixart", (tmp_path / "adapter", 1.0)), "transformer").state_dict()
@@ -218,57 +231,124 @@ def test_a_folder_of_pefts_is_merged_as_peft_merges_it(folder_of, tmp_path):
     assert 3 * 2 < sum(not torch.equal(ours[name], before[name]) for name in ours)
 
 
-FLUX = {  # Black Forest Labs' names, and the layers of diffusers' that they stand for
-    "double_blocks_1_img_attn_qkv": ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_k",
-                                     "transformer_blocks.1.attn.to_v"],
-    "double_blocks_0_txt_attn_qkv": [f"transformer_blocks.0.attn.add_{each}_proj" for each in "qkv"],
-    "double_blocks_1_txt_attn_proj": ["transformer_blocks.1.attn.to_add_out"],
-    "double_blocks_0_img_mlp_2": ["transformer_blocks.0.ff.net.2"],
-    "double_blocks_0_txt_mod_lin": ["transformer_blocks.0.norm1_context.linear"],
-    "single_blocks_1_linear2": ["single_transformer_blocks.1.proj_out"],
+@pytest.mark.parametrize("family", ["sd15", "sd3", "flux"])
+def test_every_parameter_by_its_authors_name_is_changed_as_diffusers_converts_it(folder_of, tmp_path, family):
+    """Weights by factors, biases and norms by differences; of two rows that diffusers exchanges, too."""
+    before = opened(folder_of(family), family)
+    component = "unet" if family == "sd15" else "transformer"
+    network, state, random = build_module(before, component), authors_state(before), torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for number, (key, weight) in enumerate(sorted(state.items())):
+        layer, _, kind = key.rpartition(".")
+        name = f"diffusion_model.{layer}" if number % 2 else f"lora_unet_{layer.replace('.', '_')}"
+        if kind == "weight" and weight.ndim > 1:
+            down = torch.randn(RANK, *weight.shape[1:], generator=random) * 0.05
+            up = torch.randn(len(weight), RANK, generator=random)
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            state[key] = (weight + delta_of((down, up), 1.0)).float()
+        elif kind in ("weight", "bias"):
+            tensors[f"{name}.diff{'_b' * (kind == 'bias')}"] = difference = torch.randn(len(weight), generator=random)
+            state[key] = weight + difference
+    save_file(tensors, tmp_path / "style.safetensors")
+    after = build_module(opened(folder_of(family), family, (tmp_path / "style.safetensors", 1.0)), component)
+    old, expected = network.state_dict(), in_diffusers(network, state)
+    for name, found in after.state_dict().items():
+        assert torch.allclose(found, expected[name], rtol=0, atol=1e-5), name
+        stored_otherwise = name == "pos_embed.pos_embed" or family == "flux" and "attn.norm_" in name  # as a scale
+        assert torch.equal(found, old[name]) == stored_otherwise, name
+
+
+PIXART = {  # authors' names, for which diffusers has no converter
+    "blocks.1.attn.qkv": [f"transformer_blocks.1.attn1.to_{each}" for each in "qkv"],
+    "blocks.0.cross_attn.kv_linear": [f"transformer_blocks.0.attn2.to_{each}" for each in "kv"],
+    "blocks.1.mlp.fc1": ["transformer_blocks.1.ff.net.0.proj"], "final_layer.linear": ["proj_out"],
 }  # fmt: skip
 
 
-def stacked(module: nn.Module, names: Mapping[str, list[str]]) -> Factors:
-    """Factors for layers whose rows lie in one weight elsewhere."""
-    random = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("write", [kohya(), dotted("diffusion_model.", "lora_A", "lora_B")])
+def test_the_layers_of_pixart_as_its_authors_name_them(folder_of, tmp_path, write):
+    before = build_module(opened(folder_of("pixart"), "pixart"), "transformer")
     factors = {}
-    for name, parts in names.items():
-        weights = [module.get_parameter(f"{part}.weight") for part in parts]
-        down = torch.randn(RANK + 1, weights[0].shape[1], generator=random)  # a rank that no number of parts divides
-        factors[name] = (down, torch.randn(sum(map(len, weights)), RANK + 1, generator=random) * 0.02)
-    return factors
+    for name, parts in PIXART.items():
+        rows, columns = torch.cat([before.get_parameter(f"{part}.weight") for part in parts]).shape
+        factors[name] = (drawn(RANK, columns), drawn(rows, RANK) * 0.02)
+    save_file(tensors := write(factors), tmp_path / "style.safetensors")
+    scale = ALPHA / RANK if any(name.endswith("alpha") for name in tensors) else 1.0
+    after = build_module(opened(folder_of("pixart"), "pixart", (tmp_path / "style.safetensors", 1.0)), "transformer")
+    for name, parts in PIXART.items():
+        moved = [after.get_parameter(f"{part}.weight") - before.get_parameter(f"{part}.weight") for part in parts]
+        assert torch.allclose(torch.cat(moved).double(), delta_of(factors[name], scale), rtol=0, atol=1e-6)
 
 
-@pytest.mark.consumer
-def test_the_layers_of_flux_as_its_authors_name_them(folder_of, tmp_path):
-    module = build_module(opened(folder_of("flux"), "flux"), "transformer")
-    tensors = kohya()(stacked(module, FLUX))
-    tensors |= {name: torch.tensor((RANK + 1) / 2) for name in tensors if name.endswith("alpha")}
-    save_file(tensors, tmp_path / "style.safetensors")
-    assert_fused_alike(folder_of("flux"), "flux", (tmp_path / "style.safetensors", 0.5))
+def test_encoders_by_the_numbers_of_trainers_and_the_names_of_comfyui(folder_of):
+    for family, t5 in {"sd3": "text_encoder_3", "flux": "text_encoder_2", "pixart": "text_encoder"}.items():
+        components = opened(folder_of(family), family).components
+        names = places_by_name({name: each.parameters for name, each in components.items()})
+        layer = "encoder.block.0.layer.0.SelfAttention.q"
+        for name in (f"lora_te3_{layer.replace('.', '_')}", f"text_encoders.t5xxl.transformer.{layer}"):
+            [[place]] = names[name]
+            assert (place.component, place.layer) == (t5, layer)
 
 
-def test_the_widest_layer_of_flux(folder_of, tmp_path):
-    """diffusers' converter has the rows of the published size written into it, so this is against the formula."""
-    before = build_module(opened(folder_of("flux"), "flux"), "transformer")
-    parts = [f"single_transformer_blocks.0.{each}" for each in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
-    factors = stacked(before, {"single_blocks.0.linear1": parts})
-    save_file(dotted("diffusion_model.", "lora_A", "lora_B")(factors), tmp_path / "style.safetensors")
-    after = build_module(opened(folder_of("flux"), "flux", (tmp_path / "style.safetensors", 1.0)), "transformer")
-    delta = delta_of(factors["single_blocks.0.linear1"], 1.0)
-    moved = torch.cat(
-        [after.get_parameter(f"{part}.weight") - before.get_parameter(f"{part}.weight") for part in parts]
-    )
-    assert torch.allclose(moved.double(), delta, rtol=0, atol=1e-6)
+NORM, CONV = "down_blocks.0.attentions.0.norm", "down_blocks.0.resnets.0.conv1"
+LINEAR = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+UP, DOWN, MID = drawn(64, 2), drawn(3, 64), drawn(2, 3, 3, 3)
+SIZE = drawn(64).abs() + 0.5
+KINDS = {  # of LyCORIS and OneTrainer: a layer, its tensors, and what they make of its weight and bias
+    "norms": (NORM, {"w_norm": SIZE, "b_norm": 2 * SIZE}, lambda w, b: (w + SIZE / 2, b + SIZE)),
+    "differences": (CONV, {"diff": MID.new_ones(64, 64, 3, 3), "diff_b": SIZE}, lambda w, b: (w + 0.5, b + SIZE / 2)),
+    "a linear's": (LINEAR, {"diff": drawn(64, 64)}, lambda w, b: (w + drawn(64, 64) / 2, b)),
+    "with a tensor between": (
+        CONV, {"lora_up.weight": UP[:, :, None, None], "lora_down.weight": DOWN[:, :, None, None],
+               "lora_mid.weight": MID, "alpha": torch.tensor(1.5)},
+        lambda w, b: (w + torch.einsum("ijkl,pi,jr->prkl", *(t.double() for t in (MID, UP, DOWN))) / 4, b),
+    ),
+    "of PEFT, with a bias": (
+        LINEAR, {"lora_A.x.weight": drawn(2, 64), "lora_B.x.weight": UP, "lora_B.x.bias": SIZE},
+        lambda w, b: (w + UP.double() @ drawn(2, 64).double() / 2, b + SIZE / 2),
+    ),
+    **{f"DoRA, {end} {list(shape)}": (
+        LINEAR, {"lora_up.weight": UP, "lora_down.weight": drawn(2, 64), end: SIZE.reshape(shape)},
+        lambda w, b, axis=axis: (normalize(w + UP @ drawn(2, 64) / 2, dim=axis) * SIZE.unsqueeze(axis), b),
+    ) for end, shape, axis in (
+        ("dora_scale", (64, 1), 1), ("dora_scale", (1, 64), 0), ("lora_magnitude_vector", (64,), 1),
+    )},
+    "DoRA of a convolution": (
+        CONV, {"lora_up.weight": UP, "lora_down.weight": drawn(2, 64, 3, 3), "dora_scale": SIZE.reshape(64, 1, 1, 1)},
+        lambda w, b: ((normalize(w.flatten(1) + UP @ drawn(2, 64, 3, 3).flatten(1) / 2, dim=1) * SIZE[:, None])
+                      .reshape(w.shape), b),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_updates_by_their_formulas(folder_of, tmp_path, kind):
+    layer, tensors, formula = KINDS[kind]
+    name = layer if any(".x." in end for end in tensors) else f"lora_unet_{layer.replace('.', '_')}"
+    save_file({f"{name}.{end}": each.contiguous() for end, each in tensors.items()}, tmp_path / "a.safetensors")
+    adapted = opened(folder_of("sd15"), "sd15", (tmp_path / "a.safetensors", 0.5))
+    before, after = ([each.components["unet"][f"{layer}.{part}"] for part in ("weight", "bias")]
+                     for each in (opened(folder_of("sd15"), "sd15"), adapted))  # fmt: skip
+    for found, wanted in zip(after, formula(*before), strict=True):
+        assert torch.allclose(found.double(), wanted.double(), rtol=1e-5, atol=1e-5)
+    assert adapted_in(without_loras(adapted), "unet") == {}
+    if kind != "of PEFT, with a bias":
+        with pytest.raises(ConfigError, match=f"whose update of '{layer}' is a whole weight or a DoRA, expected two"):
+            factors_of(adapted_in(adapted, "unet")[layer])
 
 
 @pytest.fixture(scope="module")
 def style_tensors(folder_of) -> dict[str, Tensor]:
     """What fits SD 1.5's UNet and its text encoder."""
     checkpoint = opened(folder_of("sd15"), "sd15")
-    unet = factors_of(build_module(checkpoint, "unet"), "attn1.to_")
-    text = factors_of(build_module(checkpoint, "text_encoder"), "q_proj")
+    unet = drawn_factors(build_module(checkpoint, "unet"), "attn1.to_")
+    text = drawn_factors(build_module(checkpoint, "text_encoder"), "q_proj")
     return dotted("unet.", "lora_A", "lora_B")(unet) | dotted("text_encoder.", "lora_A", "lora_B")(text)
 
 
@@ -324,13 +404,23 @@ DAMAGED = {
     ),
     "of another width": (
         lambda tensors: tensors | {f"unet.{ODD}.lora_A.weight": torch.zeros(RANK, 63)},
-        r"1 of 18 layers have another shape: unet.* \[64, 4\] by \[4, 63\] for a weight of \[64, 64\]",
+        r"1 of 18 layers have another shape: unet.* \[64, 4\] by \[4, 63\] for a weight of \[64, 64\] without",
     ),
-    "a DoRA": (
-        lambda tensors: tensors | {f"unet.{ODD}.dora_scale": torch.ones(64, 1)},
-        "1 tensors are no part of a LoRA .*dora_scale",
+    "a DoRA of other columns": (
+        lambda tensors: tensors | {f"unet.{ODD}.dora_scale": torch.ones(1, 63)}, "1 of 18 layers have another shape",
     ),
-    "nothing of a LoRA": (lambda _: {"weight": torch.ones(3)}, "1 tensors are no part of a LoRA .*: weight"),
+    "a bias that the layer has not": (
+        lambda tensors: tensors | {f"unet.{ODD}.diff_b": torch.ones(64)}, r"by \[64\] by .* of .* without bias",
+    ),
+    "a half of a bias": (lambda _: {f"unet.{ODD}.lora_B.bias": torch.ones(64)}, "1 layers lack a half"),
+    **{f"a {kind}": (
+        lambda _, end=end: {f"lora_unet_a.{end}": torch.ones(2, 2), "lora_unet_a.alpha": torch.ones(())},
+        rf"\(1 tensors are of {re.escape(kind)}, which is not read: lora_unet_a",
+    ) for kind, end in {
+        "LoHa": "hada_w1_a", "LoKr": "lokr_w2", "OFT": "oft_blocks", "GLoRA": "a1.weight", "(IA)^3": "on_input",
+    }.items()},
+    "nothing of a LoRA": (lambda _: {"weight": torch.ones(3)}, "1 tensors are no part of a LoRA: weight"),
+    "an encoder that is not there": (renamed("text_encoder.", "text_encoder_2."), "2 of 18 layers are none.*encoder_2"),
     "an alpha of several numbers": (
         lambda tensors: tensors | {f"unet.{ODD}.alpha": torch.ones(2)}, "expected .* one for an alpha",
     ),
@@ -362,7 +452,7 @@ def test_a_file_that_does_not_fit_is_refused_with_names_and_counts(sd15, style, 
 
 def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_of, style):
     changed(style, dict, **{"modelspec.architecture": "stable-diffusion-v1/lora"})
-    with pytest.raises(ConfigError, match="does not fit this StableDiffusionXL .* for stable-diffusion-v1/lora"):
+    with pytest.raises(ConfigError, match="does not fit sdxl .* for stable-diffusion-v1/lora"):
         opened(folder_of("sdxl"), "sdxl", (style, 1.0))
     with pytest.raises(ConfigError, match="18 of 18 layers are none of this model's"):
         opened(folder_of("flux"), "flux", (changed(style, renamed("text_encoder.", "unet.")), 1.0))
@@ -375,13 +465,46 @@ def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_
         ("{", "is no object of JSON"),
         ('{"unet.lora_alpha": "8"}', "lora_alpha is '8', expected a number"),
         ('{"unet.r": 4}', "lora_alpha is missing"),
-        ('{"unet.lora_alpha": 8, "unet.use_dora": true}', "more than a LoRA"),
+        ('{"unet.lora_alpha": 8, "unet.use_dora": true}', "use_dora in its config and no magnitudes of 'down_blocks"),
+        ('{"unet.lora_alpha": 8, "unet.init_lora_weights": "pissa"}', "init_lora_weights='pissa'.*more than a LoRA"),
+        ('{"unet.lora_alpha": 8, "unet.peft_type": "LOHA", "unet.r": 4}', r"has peft_type='LOHA', which"),
+        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"(a+)+b": 1}}', r"config has \(a\+\)\+b, which"),
+        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"(a": 1}}', "a pattern in its config that is none"),
         ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"to_q": []}}', "alpha_pattern.to_q is"),
     ],
 )
 def test_metadata_that_is_none(sd15, style, metadata, expected):
     with pytest.raises((ArtifactError, ConfigError), match=expected):
         sd15((changed(style, dict, lora_adapter_metadata=metadata), 1.0))
+
+
+SAME = {"unet.lora_alpha": 8, "unet.use_rslora": True, "unet.alpha_pattern": {r"^down_blocks\.0.*to_(q|k)": RANK**0.5}}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"ss_base_model_version": "sd_v2_v"}, r"1 entries of metadata say that it is not for sd15: sd_v2_v; it says"),
+        ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "not for sd15: stable-diffusion-xl-v1-base"),
+        ({"network_alpha": "8"}, "1 entries of metadata give a scale, which diffusers would not read: network_alpha=8"),
+        ({"modelspec.architecture": "stable-diffusion-v1/lora", "ss_network_alpha": "8", "ss_v2": "False"}, None),
+        ({"ss_base_model_version": "my_merge"}, None),
+        ({"lora_adapter_metadata": json.dumps(SAME)}, None),
+    ],
+)
+def test_what_else_metadata_says_is_without_effect_or_refused(sd15, style, metadata, expected):
+    """kohya's alpha is folded into the factors where no tensor has it."""
+    plain = sd15((style, 1.0)).components["unet"][f"{ODD}.weight"]
+    changed(style, dict, **metadata)
+    with nullcontext() if expected is None else pytest.raises(ConfigError, match=expected):
+        assert torch.allclose(sd15((style, 1.0)).components["unet"][f"{ODD}.weight"], plain, rtol=0, atol=1e-6)
+
+
+def test_the_words_of_bundled_embeddings_are_named(sd15, style, caplog):
+    plain = sd15((style, 1.0)).components["unet"][f"{ODD}.weight"]
+    words = {"bundle_emb.my.word.clip_l": torch.ones(2, 64), "bundle_emb.*other.string_to_param.*": torch.ones(1, 64)}
+    again = sd15((changed(style, lambda tensors: tensors | words), 1.0)).components["unet"][f"{ODD}.weight"]
+    assert "embeddings of words too, which no prompt gets: *other, my.word" in caplog.text and torch.equal(plain, again)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
         ("style.safetensors", ("style.safetensors", 1.0)),
         ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
         ("b.safetensors:-1", ("b.safetensors", -1.0)),
+        ("v1:0.8.SafeTensors", ("v1:0.8.SafeTensors", 1.0)),
+        ("v1:0.8.safetensors:2", ("v1:0.8.safetensors", 2.0)),
     ],
 )
 def test_a_lora_has_a_strength(job, stated, expected):

@@ -40,6 +40,8 @@ def style(found: Tiny, path, wanted=("to_q", "to_out.0", "ff.net.2", "linear_1")
             flat = f"lora_unet_{name.replace('.', '_')}"
             tensors |= {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up}
             tensors[f"{flat}.alpha"] = torch.tensor(ALPHA)
+        elif isinstance(layer, nn.LayerNorm) and name.endswith(wanted):
+            tensors[f"lora_unet_{name.replace('.', '_')}.w_norm"] = layer.weight * 0.1
     save_file(tensors, path)
     return path
 
@@ -87,7 +89,7 @@ def test_the_lora_of_a_layer_whose_inputs_are_multiplied_reads_them_as_they_come
     factor, branch = torch.randn(16, generator=random).exp(), (lazy(weight[:, :2]), lazy(torch.ones(2, 16)))
     layer = QuantizedLayer("int4", "1", 1, lazy(weight), Multiplied(factor, False, RowInteger(-3, 3)), branch)
     place = Place("unet", "a", (8, 16))
-    update = Update(Path("a"), place, lazy(down), lazy(up), 0.5)
+    update = Update(Path("a"), place, {"down": lazy(down), "up": lazy(up)}, 0.5)
     x, outputs = torch.randn(4, 16, generator=random), []
     for each in (layer, layer_with(layer, AdaptedTensor(lazy(weight), [update]))):
         linear = nn.Linear(16, 8)
@@ -110,6 +112,7 @@ def test_one_that_was_made_with_them_has_them_and_one_of_another_strength_is_ref
 @pytest.mark.parametrize(
     ("wanted", "options", "words"),
     [
+        ((".norm1",), {}, "layers are norms or biases \\(down_blocks.1"),
         ((".conv1",), {}, "layers are convolutions that round their inputs \\(down_blocks.0.resnets.0.conv1"),
         (("to_q",), {"smoothing": "folded"}, "have a smoothing that the modules in front compute, so that a LoRA does"),
     ],

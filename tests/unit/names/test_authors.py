@@ -18,7 +18,6 @@ from sd_quant.names.authors import (
     sampling_marks,
     told_family,
 )
-from sd_quant.names.transformers import LAYOUTS, layout_of
 
 from ..interchange.single_files import in_diffusers
 
@@ -134,16 +133,6 @@ def test_pixart_has_its_authors_names_and_what_diffusers_computes_is_not_missed(
     shapes = stored_shapes(authors_places(pixart, needed), needed)
     shapes |= {"pos_embed": (1, 4096, 1152), "y_embedder.y_embedding": (300, 64)}
     assert places_in(tmp_path, pixart, needed, shapes) == (authors_places(pixart, needed), [])
-
-
-@pytest.mark.parametrize("kind", [None, *LAYOUTS])
-def test_layers_tell_what_is_joined(kind):
-    layers = {"FluxTransformer2DModel": "flux-dev", "SD3Transformer2DModel": "sd3", None: "sd21"}
-    with torch.device("meta"):
-        module = network(layers[kind]) if kind in layers else diffusers.PixArtTransformer2DModel(
-            num_layers=1, caption_channels=64
-        )  # fmt: skip
-    assert layout_of({name for name, _ in module.named_modules()}) == LAYOUTS.get(kind, {})
 
 
 def test_families_without_a_table_are_known_by_name_and_no_denoiser_by_none():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.errors import ConfigError
@@ -50,6 +51,17 @@ def test_a_family_without_an_unconditional_half_takes_no_negative_prompt(tmp_pat
         check_request(refused.model, refused.infer)
     for taken in (job(*flux), job("infer.negative_prompt=rain")):
         check_request(taken.model, taken.infer)
+
+
+def test_a_prompt_with_a_word_whose_embedding_a_lora_brings_is_refused(tmp_path):
+    save_file(
+        {"bundle_emb.dog.clip_l": torch.ones(1, 4), "bundle_emb.do.t5": torch.ones(1, 4)}, tmp_path / "a.safetensors"
+    )
+    lora = f"model.loras=[{tmp_path / 'a.safetensors'}]"
+    refused, taken = job(lora), infer_job("infer.prompts=[a doggy]", lora)
+    with pytest.raises(ConfigError, match=r"^model.loras is .*a.safetensors, expected prompts without dog, because"):
+        check_request(refused.model, refused.infer)
+    check_request(taken.model, taken.infer)
 
 
 @pytest.fixture
