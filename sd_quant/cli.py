@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import launchers, search, sweep
 from sd_quant.checkpoints.own_knobs import starting
-from sd_quant.composition import composing, job_of, presets_of, refusal
+from sd_quant.composition import composing, job_of, presets_of, readable, refusal
 from sd_quant.config import check_writable, is_run
 from sd_quant.errors import (
     CANCELLED,
@@ -107,7 +107,9 @@ class Command:
         if unknown:
             raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
         main = hydra_main(self)
-        overrides = [*arguments.overrides, *search_path(arguments)]
+        typed = {word: readable(word, arguments.multirun) for word in arguments.overrides}
+        sys.argv[1:] = [typed.get(word, word) for word in sys.argv[1:]]  # Hydra reads them again
+        overrides = [*map(typed.get, arguments.overrides), *search_path(arguments)]
         try:
             if arguments.help:  # Hydra would print the same, and read every group twice for a list that is not shown
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
@@ -150,7 +152,7 @@ def search_path(arguments: Namespace) -> list[str]:
     """Translate ``--config-dir`` into an override. Raises ConfigError if both are given, and for a missing folder."""
     if arguments.config_dir is None:
         return []
-    folder = Path(arguments.config_dir).absolute()
+    folder = Path(arguments.config_dir).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir is {arguments.config_dir}, which is no folder; give one that holds groups")
     if any(override.startswith("hydra.searchpath=") for override in arguments.overrides):

@@ -6,6 +6,7 @@ Inside ``composing``, Hydra's ``compose`` makes a configuration of YAML and over
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
@@ -25,6 +27,7 @@ from sd_quant.errors import ConfigError, ResourceError, SdQuantError
 from sd_quant.knobs import fields_of, near, nearest, only_of, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
+from sd_quant.shell import literal, without_interpolation
 from sd_quant.text import one_line
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else each run warns of torchvision, which is not needed
@@ -70,6 +73,10 @@ RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf 
     "job_name": lambda directory, number: sweep.folder_of(Path(directory), int(number)),
     "places": one_host.places,
 }
+QUOTED = r"""(?<![^\s,:[{])(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""  # where a quotation mark begins a text
+READ_IN_QUOTES = re.compile(r"[^\w \t/\\+.$%*@?|:-]|\$\{", re.ASCII)
+SEVERAL_MEANINGS = re.compile(r"""^["']|[][{},\\]""")  # of a text that Hydra cannot read: a list, one text, two
+FOLDERS = re.compile(r"(hydra\.(?:run|sweep)\.dir=[\"']?)~(?=/)")
 for resolver, function in RESOLVERS.items():
     OmegaConf.register_new_resolver(resolver, function, replace=True)
 
@@ -93,7 +100,8 @@ def settled(knobs: DictConfig) -> dict[str, Any]:
     Raises ConfigError for a knob without a value, ArtifactError for a run whose configuration is damaged.
     """
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
-        knobs.model = model  # before the size and the prompts are taken from it
+        knobs.model = sweep.in_texts(without_interpolation, model)  # before the size and the prompts are taken from it
+    knobs = sweep.with_literal_texts(knobs)
     with starting(sweep.checkpoint_of(knobs)):
         try:
             plain = OmegaConf.to_container(knobs, resolve=True, throw_on_missing=True)
@@ -126,6 +134,70 @@ def composing(config_name: str) -> Iterator[None]:
         raise refusal(error, config_name) from error
 
 
+def readable(argument: str, multirun: bool) -> str:
+    """Return a command's argument with quotes around the texts that Hydra's grammar has in quotes alone.
+
+    Among these are all with letters beyond English, and with ``!``, ``(``, ``#`` or ``~``. Raises ConfigError where
+    such a text may be read in several ways, with the argument as it has to be typed.
+    """
+    argument = FOLDERS.sub(lambda found: found[1] + os.path.expanduser("~"), argument)  # Hydra makes them itself
+    name, equals, value = argument.partition("=")
+    if is_read(argument) or not equals:
+        return argument
+    texts: list[str] = []
+    values = split(value) if multirun else [value]
+    quoted = f"{name}={','.join(with_quotes(each, texts) for each in values)}"
+    if not is_read(quoted):
+        return argument  # which Hydra refuses
+    if any(map(SEVERAL_MEANINGS.search, texts)):
+        found = READ_IN_QUOTES.search("".join(texts))
+        raise ConfigError(
+            f"the argument {argument} cannot be read, because {found[0] if found else texts[0]} stands outside of "
+            f"quotes; if this is what is meant, write {shlex.quote(quoted)}"
+        )
+    return quoted
+
+
+def is_read(argument: str) -> bool:
+    """Whether Hydra's grammar has the argument, and OmegaConf's its value."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        OmegaConf.create({} if override.is_sweep_override() else {"value": override.value()})
+    except (HydraException, GrammarParseError):
+        return False
+    return True
+
+
+def with_quotes(value: str, texts: list[str]) -> str:
+    """Return a value with quotes around each text that Hydra cannot read, and append these to ``texts``."""
+    value = value.strip()
+    if is_read(f"x={value}"):
+        return value
+    if value[:1] + value[-1:] == "[]":
+        return f"[{', '.join(with_quotes(each, texts) for each in split(value[1:-1]))}]"
+    pairs = [each.partition(":") for each in split(value[1:-1])]
+    if value[:1] + value[-1:] == "{}" and all(colon for _, colon, _ in pairs):
+        return f"{{{', '.join(f'{name.strip()}: {with_quotes(each, texts)}' for name, _, each in pairs)}}}"
+    if re.fullmatch(QUOTED, value):  # with an interpolation that is none
+        return literal(OverridesParser.create().parse_override(f"x={value}").value())
+    texts.append(value)
+    return literal(value)
+
+
+def split(values: str) -> list[str]:
+    """Split at the commas that are in no brackets and no quotes."""
+    found, closing = [""], ""
+    for piece in re.findall(f"{QUOTED}|.", values, re.DOTALL):
+        if piece == closing[-1:]:
+            closing = closing[:-1]
+        else:
+            closing += {"(": ")", "[": "]", "{": "}"}.get(piece, "")
+        found[-1] += piece
+        if piece == "," and not closing:
+            found[-1:] = [found[-1][:-1], ""]
+    return found
+
+
 def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Translate an error of Hydra's or OmegaConf's into one sentence."""
     text = " ".join(str(error).split())
@@ -134,9 +206,15 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
-        several = str(error.override).count("=") > 1  # as in the folder of a sweep's job
-        hint = "; put a value with = in it in quotes of its own, as in \"run='...'\"" if several else ""
-        return ConfigError(f"the argument {error.override} cannot be read: {text}{hint}")
+        name = error.override.partition("=")[0]
+        if strange := re.search(r"[^\w./@:+~$-]", name, re.ASCII):
+            return ConfigError(f"there is no knob {name}, because no name has {strange[0]} in it; --help lists all")
+        return ConfigError(f"the argument {error.override} cannot be read: {text.partition(' See ')[0]}; mend it")
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, GrammarParseError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return ConfigError(f"${{ begins no reference to a knob there ({one_line(cause, 200)}); write \\${{ for a text")
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         name = unknown[1]

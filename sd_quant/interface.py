@@ -51,6 +51,7 @@ from sd_quant.report.images import comparison_grid
 from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
 from sd_quant.report.summary import interval_columns
+from sd_quant.shell import without_interpolation
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.choose import choose, rows_of_layers
@@ -62,6 +63,7 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import Assignments, torch_variant
+from sd_quant.sweep import in_texts
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
@@ -484,13 +486,6 @@ def called(*positional: object, **named: object) -> str:
     return ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
 
 
-def literally(value: object) -> object:
-    """Escape interpolations of OmegaConf in the texts of ``value``."""
-    if isinstance(value, list | tuple):
-        return [literally(item) for item in value]
-    return value.replace("${", r"\${") if isinstance(value, str) else value
-
-
 def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
     """The job that a command with these presets and knobs means, checked. Another Hydra may be at work around it.
 
@@ -505,7 +500,7 @@ def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> Quantiz
             )
             for name, value in knobs.items():
                 try:
-                    OmegaConf.update(config, name, literally(value))
+                    OmegaConf.update(config, name, in_texts(without_interpolation, value))
                 except OmegaConfBaseException as error:
                     raise ConfigError(f"there is no knob {name}; {near(name, knobs_of(config))}") from error
             return job_of(QuantizeJob, config)

@@ -30,16 +30,10 @@ DIFFERENT = 0.3  # the largest difference, as 1 - difflib's ratio, between a mis
 FEW = 20  # the most names that an error lists
 
 TYPE_NAMES = {
-    float: "a number",
-    int: "a whole number",
-    str: "text",
-    bool: "true or false",
-    types.NoneType: "null",
-    list[str]: "a list of texts",
-    list[int]: "a list of whole numbers",
-    list[float]: "a list of numbers",
+    float: "a number", int: "a whole number", str: "text", bool: "true or false", types.NoneType: "null",
+    list[str]: "a list of texts", list[int]: "a list of whole numbers", list[float]: "a list of numbers",
     list[list[int]]: "a list of lists of whole numbers",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,13 @@ def between(least: float, most: float, each: bool = False) -> Limit:
 MORE_THAN_0 = Limit(lambda value: value > 0, "more than 0")
 SHARE = Limit(lambda share: 0 < share < 1, "a number between 0 and 1")
 CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
+SEEDS = 2**64  # torch's generators take that many
+SEED = Limit(lambda seed: 0 <= seed < SEEDS, "a whole number from 0 to 2^64 - 1")
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Return the seed of an image: ``number`` behind the first one's ``seed``, and 0 behind the last that there is."""
+    return (seed + number) % SEEDS
 
 
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:

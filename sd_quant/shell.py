@@ -29,9 +29,14 @@ def pasted(command: str, *arguments: str) -> str:
     return shlex.join([*program(command), *arguments])
 
 
+def without_interpolation(text: str) -> str:
+    """Escape ``text`` so that OmegaConf reads it as it is."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
 def literal(text: object) -> str:
     """Return ``str(text)`` as the value of a knob, quoted where Hydra or OmegaConf would read it as anything else."""
     if PLAIN.match(value := str(text)):
         return value
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    value = without_interpolation(value)
     return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', r"\""), value) + '"'

@@ -11,13 +11,15 @@ import dataclasses
 import glob
 import json
 import logging
+import re
 import shlex
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -45,6 +47,13 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a whole
+TEXTS = {  # knobs with texts that networks read, and the whole values that refer to other knobs all the same
+    "prompts": r"\$\{[\w.]*prompts\}",
+    "infer.prompts": r"\$\{(oc\.select:prompts,\$\{)?[\w.]*prompts\}+",
+    "infer.negative_prompt": "",
+    "model.arguments": r"\$\{[\w.]+\}",
+}
+BARE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{")  # an interpolation that is not escaped
 MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
 
 
@@ -57,6 +66,32 @@ def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
     """Compose the command without the knobs that vary."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
+
+
+def with_literal_texts(config: DictConfig) -> DictConfig:
+    """Escape ``${`` in the texts that networks read: what follows is no knob, nor a variable of the environment."""
+    for name, reference in TEXTS.items():
+        section, _, knob = name.rpartition(".")
+        holder = OmegaConf.select(config, section) if section else config
+        node = holder._get_node(knob, validate_access=False) if OmegaConf.is_dict(holder) else None
+        value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node and node._value()
+        if value is not None:
+            change = partial(literal_text, "" if isinstance(value, list) else reference)
+            OmegaConf.update(config, name, in_texts(change, value), merge=False)
+    return config
+
+
+def literal_text(reference: str, text: str) -> str:
+    return text if re.fullmatch(reference, text) else BARE.sub(r"\1\\${", text)
+
+
+def in_texts(change: Callable[[str], str], value: object) -> object:
+    """Return ``value`` with each text in it changed."""
+    if isinstance(value, Mapping):
+        return {name: in_texts(change, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_texts(change, each) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def parse(arguments: Sequence[str]) -> list:
@@ -105,7 +140,7 @@ def plan_of(
     first_of: dict[str, str] = {}  # the name of the first job by its result
     by_name: dict[str, str] = {}  # the overrides of a job by its name
     for overrides in each(overridden, "jobs checked"):
-        config = compose(config_name, [*overrides, *elsewhere], return_hydra_config=True)
+        config = with_literal_texts(compose(config_name, [*overrides, *elsewhere], return_hydra_config=True))
         with starting(checkpoint_of(config)):
             values = {name: value_of(config, name) for name in varied}
         name, this = job_name(values), " ".join(overrides)
@@ -129,15 +164,10 @@ def plan_of(
         )
     label = experiment_of(arguments) or "-".join(name.rpartition(".")[2] for name in varied) or "one"
     plan = {
-        "schema_version": 1,
-        "command": list(arguments),
-        "varied": varied,
-        "jobs": entries,
-        "identity": identity,
-        "published": published,
-        "candidates": candidates,
+        "schema_version": 1, "command": list(arguments), "varied": varied, "jobs": entries, "identity": identity,
+        "published": published, "candidates": candidates,
         **{name: dataclasses.asdict(getattr(jobs[-1], name)) for name in STATED if hasattr(jobs[-1], name)},
-    }
+    }  # fmt: skip
     return plan, f"{folder_name(label)[:60]}_{identity[:8]}", jobs
 
 

@@ -19,7 +19,9 @@ def check_kind(path: Path, family: str) -> None:
         found = f"a folder without {' and '.join(inside)}"
     elif not path.is_file():
         found = "a device or a pipe"
-    elif family == ALSO_FILES and (path.suffix in (".nemo", ".safetensors") or is_gzipped(path) or is_tar(path)):
+    elif family == ALSO_FILES and (
+        path.suffix.lower() in (".nemo", ".safetensors") or is_gzipped(path) or is_tar(path)
+    ):
         return
     else:
         found = "a file" if family != ALSO_FILES else "a file of another kind"

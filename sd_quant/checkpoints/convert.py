@@ -38,11 +38,11 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
     if (path / INDEX).is_file():
         return open_diffusers(path, model_config)
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return open_sgm(path, model_config or sdxl_base_config())
     if model_config is not None:
         raise ConfigError(f"--config is given, but {path} has a model_config.yaml of its own; leave --config out")
-    if path.suffix == ".nemo" or path.is_dir():
+    if path.suffix.lower() == ".nemo" or path.is_dir():
         return open_nemo(path)
     raise ConfigError(f"{path} is of no known kind; give a .nemo archive, a diffusers folder or a .safetensors file")
 
@@ -55,11 +55,11 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> tup
     Raises as ``open_sdxl`` does, ConfigError when ``target`` exists, ArtifactError when its format cannot hold the
     tensors, ResourceError when the disk is or would be full.
     """
-    if target.suffix in FILES:
+    if target.suffix.lower() in FILES:
         raise ConfigError(
             f"{target} ends with {target.suffix}; give a name with .nemo, or one of a folder for diffusers"
         )
-    empty_folder = target.suffix != ".nemo" and target.is_dir() and not any(target.iterdir())
+    empty_folder = target.suffix.lower() != ".nemo" and target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty_folder:
         raise ConfigError(f"{target} exists already; give another name or remove it")
     checkpoint = open_sdxl(source, model_config)
@@ -69,7 +69,7 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> tup
         raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
     check_room(target, size_of(state.values()))
     archived, apart = len(state), sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
-    if target.suffix == ".nemo":
+    if target.suffix.lower() == ".nemo":
         count, other, write = archived, apart, partial(write_archive, target, checkpoint.model_config, state)
     else:
         count, other, write = apart, archived, partial(write_diffusers, target, checkpoint)
@@ -93,7 +93,7 @@ def main() -> None:
     given = parser.parse_args()
     model_config = None if given.config is None else read_config(whole_file(given.config))
     count, other = convert(given.source, given.target, model_config)
-    family, kind = ("sdxl_nemo", "a folder") if given.target.suffix == ".nemo" else ("sdxl", "an archive")
+    family, kind = ("sdxl_nemo", "a folder") if given.target.suffix.lower() == ".nemo" else ("sdxl", "an archive")
     why = "query, key and value of OpenCLIP are one tensor in an archive"
     following = pasted("quantize", f"model={family}", "quant_level=3", f"model.path={literal(given.target)}")
     written = f"{size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors ({kind} has {other}: {why})"

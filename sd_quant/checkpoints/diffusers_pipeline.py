@@ -22,7 +22,7 @@ from torch import nn
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.entries import check_known, check_served
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import refusing
+from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
@@ -172,6 +172,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
         config = read_json(folder, name)
         check_entries(folder, config)
         check_known(folder / name, kind, config)
+    check_downloaded(folder)
     with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     longest = tokenizer.model_max_length

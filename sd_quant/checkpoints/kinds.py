@@ -64,6 +64,6 @@ def _opened(
     check_kind(path, family)
     if (path / INDEX).is_file():
         return open_pipeline(path, family, tokens, io or "diffusers", parts)
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return open_sgm(path, sdxl_base_config(), io or "nemo")
     return open_nemo(path, io or "nemo")

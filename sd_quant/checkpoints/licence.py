@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.safetensors import read_header
@@ -23,13 +24,15 @@ def licence_of(path: Path) -> str | None:
     """Returns the licence that the checkpoint at ``path`` names, or None where it names none that can be read."""
     if (path / CARD).is_file():
         card_file = whole_file(path / CARD)
-        start = bytes(card_file.read(0, min(card_file.size, LARGEST_CARD)))
-        head = re.match(rb"---\r?\n(.*?)\r?\n---", start, re.DOTALL)
         try:
+            start = bytes(card_file.read(0, min(card_file.size, LARGEST_CARD)))
+            head = re.match(rb"---\r?\n(.*?)\r?\n---", start, re.DOTALL)
             card = load_yaml(head[1]) if head else None
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except (ArtifactError, yaml.YAMLError, ValueError, RecursionError):
             return None
         named = card.get("license_name") or card.get("license") if isinstance(card, dict) else None
     else:
-        named = read_header(whole_file(path))[1].get("modelspec.license") if path.suffix == ".safetensors" else None
+        named = (
+            read_header(whole_file(path))[1].get("modelspec.license") if path.suffix.lower() == ".safetensors" else None
+        )
     return one_line(named, LONGEST) if isinstance(named, str) else None

@@ -83,7 +83,7 @@ def size_in_folder(folder: Path) -> tuple[int, int] | None:
 
 def size_in_nemo(path: Path) -> tuple[int, int] | None:
     """Returns the size in a NeMo archive that need not be unpacked, or in a folder of its files."""
-    if path.is_file() and (path.suffix != ".nemo" or is_gzipped(path)):
+    if path.is_file() and (path.suffix.lower() != ".nemo" or is_gzipped(path)):
         return None
     config = load_yaml(read_text(open_members(path)["model_config.yaml"]))
     config = config.get("model", config)  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ def copy_files(source: Path, target: Path, without: str | None = None) -> None:
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name.endswith(COPIED) and not (without is not None and without in file.name):
+        if file.is_file() and file.name.lower().endswith(COPIED) and not (without is not None and without in file.name):
             shutil.copyfile(file, target / file.name)
 
 

@@ -57,7 +57,7 @@ class GateJob:
         check(self.baseline is not None or not margins, "baseline", "null", f"a folder, because {margins} is given")
         expected = f"null, because none of {', '.join(MARGINS)} is given"
         check(self.baseline is None or bool(margins), "baseline", self.baseline, expected)
-        known = self.output is None or Path(self.output).suffix in SUFFIXES
+        known = self.output is None or Path(self.output).suffix.lower() in SUFFIXES
         check(known, "output", self.output, f"a file that ends with {' or '.join(SUFFIXES)}")
 
     def bars(self) -> dict[str, float]:

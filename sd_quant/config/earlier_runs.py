@@ -21,21 +21,14 @@ from sd_quant.knobs import read
 from sd_quant.places import input_path
 from sd_quant.text import one_line
 
-INTERPOLATION = "${"  # OmegaConf would resolve it, from variables of the environment too
 # The behaviour of versions before these knobs, so that their configs can still be read.
 BEFORE: dict[str, dict[str, object]] = {
     "model": {
-        "dtype": None,
-        "loras": [],
-        "encoder": False,
-        "calibration_image": None,
-        "calibration_mask": None,
-        "sizes": None,
-        "arguments": None,
-        "excluded": [],
-        "denoiser": None,
-        "observed": None,
-    },  # fmt: skip
+        **dict.fromkeys(
+            ("dtype", "calibration_image", "calibration_mask", "sizes", "arguments", "denoiser", "observed")
+        ),
+        **{"loras": [], "encoder": False, "excluded": []},
+    },
     "infer": {
         **dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
         **dict.fromkeys(("num_prompts", "prompts_category")),
@@ -43,24 +36,12 @@ BEFORE: dict[str, dict[str, object]] = {
     },
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
-        "budget_ms": None,
-        "times": None,
-        "include": {},
-        "weights_alone": {},
-        "parts": None,
-        "loras": "fused",
-        "attention": None,
-        "per_token": False,
-        "rotation": 0,
-        "weight_observer": "min_max",
-        "hessian": 0,
-        "assignment": None,
+        **dict.fromkeys(("budget_ms", "times", "parts", "attention", "assignment")),
+        **{"include": {}, "weights_alone": {}, "loras": "fused", "weight_observer": "min_max"},
+        **{"per_token": False, "rotation": 0, "hessian": 0},
     },
     "metrics": {
-        "pickscore_weights": None,
-        "hps_weights": None,
-        "image_reward_weights": None,
-        "dino_weights": None,
+        **dict.fromkeys(("pickscore_weights", "hps_weights", "image_reward_weights", "dino_weights")),
         "ocr": False,
     },
     "trt": {"sizes": None},
@@ -73,19 +54,13 @@ DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a for
 def completed(knobs: dict) -> dict:
     """Add the knobs that the version of a run did not have."""
     sections = {section: before | (knobs.get(section) or {}) for section, before in BEFORE.items()}
-    before = {
-        "compiled_baseline": False,
-        "memory_of_parts": False,
-        "noise_floor": [],
-        "overwrite": False,
-        "search": None,
-    }
+    flags = dict.fromkeys(("compiled_baseline", "memory_of_parts", "overwrite"), False)
     recipe = sections["quantize"]
     if "assignment" not in (knobs.get("quantize") or {}):  # choices were formats of weights alone
         chooses = recipe.get("budget") is not None or recipe.get("fit") is not None
         choices = recipe.get("choices") or []
         recipe["choices"] = [f"{name}_weight_only" for name in choices] if chooses else []
-    return before | knobs | sections
+    return {**flags, "noise_floor": [], "search": None} | knobs | sections
 
 
 def is_run(path: Path) -> bool:
@@ -151,9 +126,9 @@ def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict
     """Return what ``select`` takes of a ``config.yaml``. Raises ArtifactError unless that is plain knobs by name."""
     try:
         knobs = load_yaml(read_regular(file, MAX_TEXT))
-        if not isinstance(knobs, dict) or INTERPOLATION in str(selected := select(knobs)):
-            raise ValueError("it holds no plain knobs")
-        return selected
+        if not isinstance(knobs, dict):
+            raise ValueError("it holds no knobs by name")
+        return select(knobs)
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{file} is not the config of a run ({one_line(error, 200)}); {advice}") from error
 

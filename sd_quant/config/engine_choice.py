@@ -49,7 +49,7 @@ def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[st
 
     Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of an unknown library.
     """
-    missing = [part for part, path in plans.items() if path.suffix != ".plan" or not path.is_file()]
+    missing = [part for part, path in plans.items() if path.suffix.lower() != ".plan" or not path.is_file()]
     if missing or not plans:
         return WITHOUT_A_GPU, f"there is no plan of {missing[0]}" if missing else "no plans are given"
     found, path = gpu.current_gpu(), next(iter(plans.values()))
@@ -58,7 +58,7 @@ def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[st
     if library not in PLAN_BUILDERS:
         known = " or ".join(PLAN_BUILDERS)
         raise ArtifactError(f"{path} is said to be of {library}, expected {known}; build it anew")
-    if all(path.suffix == ".plan" for path in others.values()):
+    if all(path.suffix.lower() == ".plan" for path in others.values()):
         return library, "only plans are given"
     if found is None:
         return WITHOUT_A_GPU, NO_GPU

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,16 +10,18 @@ from typing import Annotated
 
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
 from sd_quant.config.model import check_source_files
-from sd_quant.config.sections import SEED, SIDE, Sizes
+from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
 from sd_quant.inference.samplers import SAMPLERS, most_saved
-from sd_quant.knobs import MORE_THAN_0, SHARE, Limit, Only, at_least, check, check_unused, one_of
+from sd_quant.knobs import MORE_THAN_0, SEED, SHARE, Limit, Only, at_least, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
+from sd_quant.shell import literal
 
 AUTO = "auto"
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "guidance_until")  # of the recipe's images alone
+PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
 TILE = Limit(lambda pixels: pixels >= 32 and pixels % 32 == 0, "a multiple of 32")
 
 
@@ -230,7 +233,7 @@ class Infer:
             check(len(negative) == len(prompts), "infer.negative_prompt", f"a list of {len(negative)} texts", expected)
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
-            check(not negative.endswith((".txt", ".tsv", ".csv", ".json")), "infer.negative_prompt", negative, expected)
+            check(not negative.lower().endswith(PROMPT_FILES), "infer.negative_prompt", negative, expected)
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:
@@ -241,9 +244,9 @@ def engines(able: Callable[[Runtime], bool]) -> Only:
 def prompt_file(path: str) -> Path:
     """Return the file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
     file = input_path(path)
-    if not file.exists() and not file.suffix:
+    if not file.exists() and file.suffix.lower() not in PROMPT_FILES:
         raise ConfigError(
             f"infer.prompts is {path}, which is no file{looked_in(path)}; put a prompt in brackets: "
-            f"'infer.prompts=[{path}]'"
+            f"{shlex.quote(f'infer.prompts=[{literal(path)}]')}"
         )
     return file

@@ -151,7 +151,7 @@ def check_checkpoint(path: str, family: str) -> None:
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
     check_kind(checkpoint, family)
-    if checkpoint.suffix != ".safetensors" and not is_gzipped(checkpoint):
+    if checkpoint.suffix.lower() != ".safetensors" and not is_gzipped(checkpoint):
         open_members(checkpoint)
 
 

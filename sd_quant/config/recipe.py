@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import yaml
 
 from sd_quant.config.assignment_file import FP16, labels_in
-from sd_quant.config.sections import SEED
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import MORE_THAN_0, Called, Limit, at_least, check, check_unused, one_of, read
+from sd_quant.knobs import MORE_THAN_0, SEED, Called, Limit, at_least, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS

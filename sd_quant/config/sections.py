@@ -14,7 +14,6 @@ SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
 SOME = Limit(lambda listed: len(listed) > 0, "at least one")
 Sizes = Annotated[list[str] | None, SIZE, SOME]
-SEED = Limit(lambda seed: 0 <= seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 
 def size_of(stated: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import read_regular
+from sd_quant.files import check_downloaded, read_regular
 from sd_quant.text import one_line
 
 
@@ -30,7 +30,7 @@ def onnx_files(path: Path) -> list[Path]:
     except DecodeError as error:
         raise ArtifactError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
     if not model.graph.output:
-        raise ArtifactError(f"{path} holds a graph with no outputs; export it again")
+        raise ArtifactError(f"{path} is empty or holds a graph with no outputs; export it again")
     folder = path.resolve().parent
     tensors = list(_tensors(model.graph))
     locations = {_location(tensor) for tensor in tensors if uses_external_data(tensor)}
@@ -45,6 +45,7 @@ def onnx_files(path: Path) -> list[Path]:
             raise ArtifactError(f"{path} takes weights from {shown}, outside its own folder; export it again")
         if not there:
             raise ArtifactError(f"{path} takes weights from {shown}, which is not beside it; copy both files")
+        check_downloaded(target)
     for tensor in tensors:
         if not _is_whole(tensor, folder):
             raise ArtifactError(

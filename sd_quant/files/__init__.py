@@ -2,9 +2,9 @@
 
 A file is written under a temporary name in its folder, flushed, and renamed, so that its name never points at half a
 file. The temporary name holds the process, so that leftovers of a dead process are removed at the next attempt.
-An untrusted file is opened by ``open_regular``, which refuses a pipe or a device instead of waiting for it. The modules
-of this folder parse such files within bounds of time and memory. None executes or extracts anything, and each imports
-only those below it.
+An untrusted file is opened by ``open_regular``, which refuses a pipe or a device instead of waiting for it, and what
+lies in a file's place where it was not downloaded. The modules of this folder parse such files within bounds of time
+and memory. None executes or extracts anything, and each imports only those below it.
 
     images, image_files    images, decoded by Pillow within bounds, and which files of a folder are images
     folders                JSON, and weights in one file or in shards, in a folder of diffusers
@@ -26,7 +26,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +40,12 @@ HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
 UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # temporary names of any process
 ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # temporary names of this host, with the process
 MOST_TEXT = 2**26  # bytes of a table or a record of another run
+MOST_OF_A_START = 512  # bytes in which ``STAND_INS`` are looked for
+STAND_INS = {  # what lies in a file's place where it was not downloaded, by its first bytes, and what to do
+    rb"version https?://[\w./-]+/spec/v\d": "a pointer of Git LFS; run git lfs pull in the folder that was cloned",
+    rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|(\?xml[^>]*>\s*<)?error)\b": "a web page; download the file itself",
+    rb'\s*\{\s*"(errors?|detail|message)"\s*:': "a server's message; do what it says and download the file again",
+}
 
 
 @contextmanager
@@ -101,8 +107,32 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def refuse_stand_in(name: object, start: bytes) -> None:
+    """Raises ArtifactError for the ``start`` of a file that is one of the ``STAND_INS``."""
+    for pattern, what in STAND_INS.items():
+        if re.match(pattern, start, re.IGNORECASE):
+            begins = repr(one_line(start.decode(errors="replace"), 80))
+            raise ArtifactError(f"{name} begins with {begins}, so it is no file to be read here but {what}")
+
+
+def check_downloaded(path: Path) -> None:
+    """Raises ArtifactError where a file, or one in a folder, is one of the ``STAND_INS``: for readers by name."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            open_regular(file).close()
+
+
 def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
-    """Opens a regular file for reading. Raises OSError for anything else, and for more than ``most`` bytes.
+    """Opens a regular file as ``open_unread`` does. Raises ArtifactError for one of the ``STAND_INS`` too."""
+    with ExitStack() as failing:
+        file = failing.enter_context(open_unread(path, most))
+        refuse_stand_in(path, os.pread(file.fileno(), MOST_OF_A_START, 0))
+        failing.pop_all()
+    return file
+
+
+def open_unread(path: Path, most: float = math.inf) -> BinaryIO:
+    """Opens a regular file, whatever it holds. Raises OSError for anything else, and for more than ``most`` bytes.
 
     Without O_NONBLOCK opening a pipe would wait for somebody to write.
     """
@@ -122,10 +152,13 @@ def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
 
 
 @contextmanager
-def refusing(what: str, *kinds: type[Exception], advice: str = "fetch it again") -> Iterator[None]:
+def refusing(
+    what: str, *kinds: type[Exception], advice: str = "fetch it again", folder: Path | None = None
+) -> Iterator[None]:
     """Raises ArtifactError, which says ``what`` is wrong, in place of exceptions of these kinds, by default of any.
 
-    Parsers and libraries raise whatever untrusted bytes lead them to.
+    Parsers and libraries raise whatever untrusted bytes lead them to. A file of ``folder`` that was not downloaded is
+    named instead.
     """
     caught = kinds or (Exception,)
     try:
@@ -133,6 +166,8 @@ def refusing(what: str, *kinds: type[Exception], advice: str = "fetch it again")
     except (ArtifactError, ResourceError):
         raise
     except caught as error:
+        if folder is not None:
+            check_downloaded(folder)
         kind = "" if type(error) is ValueError or isinstance(error, SdQuantError) else f"{type(error).__name__}: "
         raise ArtifactError(f"{what} ({one_line(f'{kind}{error}', 300)}); {advice}") from error
 

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_room, open_regular, refusing
+from sd_quant.files import MOST_OF_A_START, check_room, open_regular, open_unread, refuse_stand_in, refusing
 
 TAR_BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 64
@@ -53,8 +53,11 @@ class Member:
     def read(self, start: int, length: int) -> bytearray | mmap.mmap:
         """Returns ``length`` bytes of the member from byte ``start``.
 
-        Raises ArtifactError when the range leaves the member or the file has been cut since it was opened.
+        Raises ArtifactError when the range leaves the member, the file has been cut since it was opened, and for its
+        start where the file was not downloaded.
         """
+        if start == 0:
+            refuse_stand_in(self.name, os.pread(self.file.descriptor, min(self.size, MOST_OF_A_START), self.offset))
         if start < 0 or length < 0 or start + length > self.size:
             raise ArtifactError(
                 f"{self.name} has {self.size} bytes but refers to bytes {start} to {start + length}; "
@@ -142,7 +145,7 @@ def whole_file(path: Path) -> Member:
 
 
 def _whole(path: Path, name: str) -> Member:
-    with open_regular(path) as file:
+    with open_unread(path) as file:  # of a folder's files not all are read
         return Member(name, OpenFile(file), 0, os.fstat(file.fileno()).st_size)
 
 

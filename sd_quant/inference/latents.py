@@ -59,11 +59,13 @@ def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tens
     Raises ConfigError for another kind of file or another shape; ArtifactError when the file is damaged, holds
     anything but one tensor of floating-point numbers, or holds NaN or infinity.
     """
-    if path.suffix not in FILE_READERS:
+    if path.suffix.lower() not in FILE_READERS:
         raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(FILE_READERS)}")
     try:
         open_regular(path).close()  # refuses a pipe, for which the readers, which take names, would wait
-        latents = FILE_READERS[path.suffix](path)
+        latents = FILE_READERS[path.suffix.lower()](path)
+    except ArtifactError:
+        raise
     except Exception as error:  # the bytes decide which; torch's text, which advises to be unsafe, is hidden
         raise ArtifactError(
             f"infer.latents: {path} cannot be read as one tensor ({type(error).__name__}); save it again, without "

@@ -26,6 +26,7 @@ from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
 from sd_quant.inference.tiles import decode
+from sd_quant.knobs import seed_of
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.family import PipelineCall, remade
 
@@ -255,7 +256,7 @@ class Pipeline:
         ``Reached`` that has ended the call.
         """
         call, steps = self.call, list[Tensor]()
-        seeds = [sampling.seed + number for number in numbers]
+        seeds = [seed_of(sampling.seed, number) for number in numbers]
         pipe = self.pipe_for(sampling, seeds)
         run = Run("", list(prompts), *sampling.size_of(numbers[0]))
         arguments = {**call.arguments, **start_of(sampling, numbers)}

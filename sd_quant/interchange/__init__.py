@@ -27,6 +27,7 @@ from types import ModuleType
 
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.files import check_downloaded
 from sd_quant.quantization import formats
 
 NAMES = (
@@ -163,6 +164,8 @@ def format_of(path: Path) -> ForeignFormat:
         raise ConfigError(f"the candidate {path} does not exist; give a file or a folder")
     found = [each for each in READERS.values() if each.recognizes(path)]
     if not found:
+        for place in (path, *sorted(path.glob("*/"))):
+            check_downloaded(place)
         known = "; ".join(str(each.reads) for each in READERS.values())
         raise ConfigError(f"{path} is of no kind that is known here, expected one of: {known}; or a run of quantize")
     if len(found) > 1:

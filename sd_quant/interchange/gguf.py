@@ -60,17 +60,7 @@ FACTS = ForeignFormat(
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
     untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI-GGUF of December 2025, which calls gguf.",
-    formats={
-        "int8": FP16,
-        "int4": FP16,
-        "q4_1": FP16,
-        "q5_0": FP16,
-        "q5_1": FP16,
-        "q8_0": FP16,
-        "q4_k": FP16,
-        "q5_k": FP16,
-        "q6_k": FP16,
-    },
+    formats=dict.fromkeys(("int8", "int4", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"), FP16),
     loading={
         family: (
             f"Copy `{part}.gguf` to `ComfyUI/models/unet`.",
@@ -317,6 +307,10 @@ class Header:
         if self.taken(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         (version,) = self.numbers("I")
+        if int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS:
+            raise ValueError(
+                "its numbers are big-endian, little-endian expected: gguf_convert_endian.py of llama.cpp turns them"
+            )
         if version not in VERSIONS:
             raise ValueError(f"version {version}, {' or '.join(map(str, VERSIONS))} expected")
         count, entries = self.numbers("QQ")

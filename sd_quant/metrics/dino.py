@@ -34,7 +34,11 @@ def dino_distance(reference: Images, images: Images, weights: Path) -> dict:
         from transformers import AutoImageProcessor, AutoModel
 
         check_dino(weights)
-        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=f"name {SCORES['dino_distance'].weights}"):
+        with refusing(
+            f"{weights} cannot be loaded as a Dinov2Model",
+            advice=f"name {SCORES['dino_distance'].weights}",
+            folder=weights,
+        ):
             model = AutoModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
             processor = AutoImageProcessor.from_pretrained(weights, local_files_only=True)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import sha256
+from sd_quant.files import check_downloaded, sha256
 from sd_quant.metrics import INCEPTION_PACKAGE
 from sd_quant.text import one_line
 
@@ -56,6 +56,7 @@ def served(weights: Path) -> tuple[nn.Module, str | None]:
         raise ConfigError(
             f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
         )
+    check_downloaded(weights)
     try:
         torch.load(weights, weights_only=True)  # as a check: torch-fidelity unpickles whatever it is given
     except Exception:  # the bytes decide which; torch's text, which advises to be unsafe, is hidden

@@ -109,7 +109,7 @@ def check_references(references: Path) -> None:
     """Raise ConfigError unless there is an .npz, or a folder with enough images; opens no file."""
     if references.is_dir():
         _check_number(len(_image_files(references)), f"are in {references}")
-    elif references.suffix != ".npz" or not references.is_file():
+    elif references.suffix.lower() != ".npz" or not references.is_file():
         raise ConfigError(f"{references} is neither a folder of images nor an .npz with mu and sigma; name one of them")
 
 
@@ -117,7 +117,7 @@ def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
     """A CLIPModel, and functions from images [H, W, 3] to its pixels and from prompts to its tokens."""
     from transformers import CLIPModel, CLIPProcessor
 
-    with refusing(f"{weights} cannot be loaded as a CLIPModel", advice="save it again"):
+    with refusing(f"{weights} cannot be loaded as a CLIPModel", advice="save it again", folder=weights):
         model = CLIPModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
         processor = CLIPProcessor.from_pretrained(weights, local_files_only=True)
     longest = model.config.text_config.max_position_embeddings

@@ -28,7 +28,7 @@ from sd_quant.checkpoints.diffusers_pipeline import (
 )
 from sd_quant.checkpoints.entries import check_known, config_class
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import refusing
+from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import bounded_modules
 from sd_quant.files.folders import files_in, read_json
 from sd_quant.files.schema import numbers_in
@@ -245,6 +245,7 @@ def open_other(path: Path, component: Component) -> Any:
             check_classes(folder / name, config)
     if hasattr(component.kind, "vocab_files_names"):
         return read_tokenizer(folder, component.kind, LONGEST_TEXT)
+    check_downloaded(folder)
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
         return component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ def path_of(image: Shown) -> str | None:
 
 def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
     """Write JSON, or JUnit's XML, by the suffix; atomically. Raises ResourceError when the disk is full."""
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         write_json(path, json_of(gate, exit_code))
     else:
         write_text(path, xml_of(gate))

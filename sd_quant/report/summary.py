@@ -384,7 +384,8 @@ def write_parquet(table: list[Row], path: Path) -> None:
 
     def column(name: str) -> list:
         values = [row[name] for row in table]
-        kinds = {type(value) for value in values if value is not None}
+        # a seed may be larger than a number there
+        kinds = {str if isinstance(v, int) and v >= 2**63 else type(v) for v in values if v is not None}
         if kinds in (set(), {int}, {float}, {bool}, {int, float}):
             return values
         # halves of surrogates, as in a failure's quotation of a file, have no UTF-8

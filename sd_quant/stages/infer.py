@@ -73,7 +73,7 @@ def engine_files(job: InferJob) -> dict[str, Path]:
     kind = RUNTIMES[job.infer.engine].file
     files = {} if kind is None else part_paths(job, kind)
     for path in files.values():
-        if path.suffix == ".onnx":
+        if path.suffix.lower() == ".onnx":
             onnx_files(path)
     return files
 

@@ -72,7 +72,7 @@ def knobs_of(job: Job) -> QuantizeJob:
 
 def files_of(path: Path) -> list[Path]:
     """An engine's file and those that hold its weights."""
-    return onnx_files(path) if path.suffix == ".onnx" else [path]
+    return onnx_files(path) if path.suffix.lower() == ".onnx" else [path]
 
 
 def hash_of(path: Path) -> str:

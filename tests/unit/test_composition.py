@@ -1,17 +1,24 @@
 """What is said where a configuration cannot be composed."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import composition
-from sd_quant.composition import composing, job_of, refusal
+from sd_quant.composition import composing, job_of, readable, refusal, settled
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.places import CONF
+
+from .config.composition import NEEDED
 
 pytestmark = pytest.mark.commit
 
@@ -35,6 +42,7 @@ def composed(*overrides: str):
         ("model=xyzzy", "there is no preset model=xyzzy; none is like it; --help lists all"),
         ("export_trt=xyzzy", "there is no preset export_trt=xyzzy; known are auto, none, tensorrt, tensorrt_rtx"),
         ("model=sdxl_nemo", "the knob model.path has no value; give it one on the command line"),
+        ("model.päth=3", "there is no knob model.päth, because no name has ä in it"),
         *((override, "") for override in ("alpha=[", "nosuch/group=a", "alpha=${nowhere}", "~nosuch")),
     ],
 )  # fmt: skip
@@ -76,3 +84,94 @@ def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
     (tmp_path / "quantize/int8.yaml").touch()
     with pytest.raises(ConfigError, match=f"^quantize/int8.yaml is in {CONF} and in {tmp_path}, expected in one"):
         composition.use_groups(sources)
+
+
+def value_of(argument: str, multirun: bool = False) -> object:
+    override = OverridesParser.create().parse_override(readable(argument, multirun))
+    return list(override.sweep_string_iterator()) if multirun else override.value()
+
+
+@pytest.mark.parametrize(("argument", "value"), [
+    ("model.path=~/x", "~/x"), ("run=outputs/a=b", "outputs/a=b"), ("infer.negative_prompt=häßlich", "häßlich"),
+    ("prompts=[ein Häuschen, 一只猫,a cat!]", ["ein Häuschen", "一只猫", "a cat!"]),
+    ("prompts=[(masterpiece:1.2), it's <lora:x:1> & 50%]", ["(masterpiece:1.2)", "it's <lora:x:1> & 50%"]),
+    ('prompts=["a, b", \'c\', d;\n e]', ["a, b", "c", "d;\n e"]), ("prompts=[:), a (:]", [":)", "a (:"]),
+    ("model.loras=[v #3 (b).safetensors:0.8,c]", ["v #3 (b).safetensors:0.8", "c"]),
+    ("model.arguments={prompt_2: größer!, n: 3}", {"prompt_2": "größer!", "n": 3}),
+    ("quantize.exclude={sdxl: [a(b), 2]}", {"sdxl": ["a(b)", 2]}), ("alpha=0.5", 0.5),
+])  # fmt: skip
+def test_texts_need_no_quotes(argument, value):
+    assert value_of(argument) == value
+
+
+def test_texts_of_a_sweep_and_folders_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ä")
+    assert value_of("model.path=~/a,b", multirun=True) == ['"~/a"', "b"]
+    assert value_of("hydra.run.dir=~/x") == value_of('hydra.run.dir="~/x"') == "/home/ä/x"
+
+
+@pytest.mark.parametrize(("argument", "found", "text"), [
+    ("prompts=[(best, {x}:1.2), b]", "(", ["(best, {x}:1.2)", "b"]), ("prompts=[a ${x]", "${", ["a ${x"]),
+    ("model.loras=[x [SDXL].safetensors:0.8]", "[", ["x [SDXL].safetensors:0.8"]),
+    ("infer.negative_prompt=ugly, bad!", ",", "ugly, bad!"), ('prompts=["a" b]', '"', ['"a" b']),
+])  # fmt: skip
+def test_a_text_with_several_meanings_is_refused_with_the_argument_to_write(argument, found, text):
+    with pytest.raises(ConfigError) as refused:
+        readable(argument, multirun=False)
+    sentence, _, written = str(refused.value).partition(", write ")
+    assert sentence.startswith(f"the argument {argument} cannot be read, because {found} stands outside of quotes")
+    (argument,) = shlex.split(written)  # as pasted
+    composed = settled(compose_infer(argument))
+    section, _, knob = {"prompts": "infer.prompts"}.get(name := argument.partition("=")[0], name).partition(".")
+    assert composed[section][knob] == text
+
+
+def compose_infer(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("infer", [readable(each, multirun=False) for each in overrides])
+
+
+@given(st.text(st.sampled_from("[](){},:'\"\\$=! aé#1\n"), max_size=9), st.booleans())
+def test_an_argument_is_read_or_refused_with_one_that_is(text, multirun):
+    try:
+        argument = readable(f"x=[{text}]", multirun)
+    except ConfigError as refused:
+        assert " cannot be read, because " in str(refused)
+        return
+    assert argument == f"x=[{text}]" or OverridesParser.create().parse_override(argument)
+
+
+SECRET = "${oc.env:SD_QUANT_SECRET}"
+
+
+@pytest.mark.parametrize(("overrides", "knob", "value"), [
+    ([f"infer.prompts=[a ${{x}}, {SECRET}]"], "prompts", ["a ${x}", SECRET]),
+    ([f"prompts={SECRET}"], "prompts", SECRET), (["prompts=[${model.prompts}]"], "prompts", ["${model.prompts}"]),
+    (["prompts=[a ${model.path} b]"], "prompts", ["a ${model.path} b"]), ([r'prompts=["\${x}"]'], "prompts", ["${x}"]),
+    ([f"infer.negative_prompt={SECRET}"], "negative_prompt", SECRET),
+    (["prompts=['a ${x b', '${}', c]"], "prompts", ["a ${x b", "${}", "c"]),
+    (["+experiment=mine", "hydra.searchpath=[file://{folder}]"], "prompts", ["a ${x} b", SECRET]),
+    (["prompts=${model.calibration_prompts}"], "prompts", "conf/model/prompts/sdxl_mini.txt"),
+])  # fmt: skip
+def test_texts_are_never_looked_up(monkeypatch, tmp_path, overrides, knob, value):
+    monkeypatch.setenv("SD_QUANT_SECRET", "leaked")
+    (tmp_path / "experiment").mkdir()
+    preset = yaml.safe_dump({"infer": {"prompts": ["a ${x} b", SECRET]}})
+    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{preset}")
+    config = compose_infer(*(each.replace("{folder}", str(tmp_path)) for each in overrides))
+    assert settled(config)["infer"][knob] == value
+    if knob == "negative_prompt":
+        arguments = f"model.arguments={{prompt_2: {SECRET}, width: '${{infer.width}}'}}"
+        diffusers = composed("model=diffusers", *NEEDED["model=diffusers"], arguments)
+        assert settled(diffusers)["model"]["arguments"] == {"prompt_2": SECRET, "width": 512}
+        theirs = settled(compose_infer())["model"] | {"path": SECRET}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": theirs}))
+        assert settled(compose_infer(f"run={tmp_path}"))["model"]["path"] == SECRET
+
+
+def test_a_preset_with_half_an_interpolation_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\ninfer: {prompts: ['a ${x b']}")
+    with pytest.raises(ConfigError, match=r"^\${ begins no reference to a knob there .*; write \\\${ for a text$"):
+        with composing("infer"):
+            compose("infer", ["+experiment=mine", f"hydra.searchpath=[file://{tmp_path}]"])

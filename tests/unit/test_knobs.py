@@ -1,8 +1,9 @@
 """Names that may have been meant."""
 
 import pytest
+import torch
 
-from sd_quant.knobs import near, nearest
+from sd_quant.knobs import SEED, SEEDS, near, nearest, seed_of
 
 pytestmark = pytest.mark.commit
 
@@ -42,3 +43,11 @@ def test_few_names_are_listed_and_many_are_not():
     assert near("noise", ["b", "a"]) == "known are a, b"
     assert near("noise", KNOBS * 2) == "none is like it; --help lists all"
     assert near("alhpa", KNOBS) == "did you mean alpha?"
+
+
+def test_the_seed_behind_the_last_is_the_first():
+    assert [seed_of(7, 0), seed_of(2**32, 1), seed_of(SEEDS - 1, 0)] == [7, 2**32 + 1, SEEDS - 1]
+    assert [seed_of(SEEDS - 1, number) for number in (1, 2, SEEDS)] == [0, 1, SEEDS - 1]
+    for seed in (0, 2**32 + 1, 2**63 - 1, SEEDS - 1):  # as torch takes and keeps it
+        assert SEED.holds(seed) and torch.Generator().manual_seed(seed).initial_seed() == seed
+    assert not SEED.holds(-1) and not SEED.holds(SEEDS)

@@ -24,7 +24,7 @@ def here(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    for name in ("a.md", "a.ckpt", "a.nemo", "a.safetensors"):
+    for name in ("a.md", "a.ckpt", "a.nemo", "a.safetensors", "A.NEMO", "a.SafeTensors"):
         (tmp_path / name).write_bytes(b"# no checkpoint" * 100)
     (tmp_path / "packed").write_bytes(gzip.compress(b"{}"))
     with tarfile.open("archive", "w") as archive:
@@ -56,5 +56,5 @@ def test_what_a_family_is_not_read_from_is_refused_with_what_it_takes(here, fami
 
 def test_what_is_read_passes(here):
     check_kind(here / "pipeline", "flux")
-    for path in ("pipeline", "nemo", "a.nemo", "a.safetensors", "packed", "archive"):
+    for path in ("pipeline", "nemo", "a.nemo", "a.safetensors", "A.NEMO", "a.SafeTensors", "packed", "archive"):
         check_kind(here / path, "sdxl")

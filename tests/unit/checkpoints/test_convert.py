@@ -131,7 +131,7 @@ def run(monkeypatch, capsys):
 
 
 def test_nemo_to_folder_to_nemo(tmp_path, mixed, run, tmp_path_factory):
-    folder, back = tmp_path / AWKWARD, tmp_path / "back.nemo"
+    folder, back = tmp_path / AWKWARD, tmp_path / "back.NEMO"
     code, said, _ = run(mixed, folder)
     assert code == 0 and said.startswith(f"{folder}: 0.0") and said.count("\n") == 1
     program, command, *knobs = words_of(said.partition("; next: ")[2], tmp_path_factory.mktemp("bin"))

@@ -42,6 +42,11 @@ def test_what_says_nothing_changes_nothing(tmp_path, text):
     assert own_parts(tmp_path, USUAL) == own_parts(tmp_path / "nowhere", USUAL) == USUAL
 
 
+def test_a_suffix_has_any_case(tmp_path):
+    (tmp_path / "x.NEMO").symlink_to(MINI)
+    assert own_size(tmp_path / "x.NEMO") == own_size(MINI) == (64, 64)
+
+
 NEMO = "unet_config: {{image_size: {0}}}\nfirst_stage_config: {{ddconfig: {{resolution: {1}}}}}\n"
 
 

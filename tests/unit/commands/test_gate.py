@@ -29,6 +29,7 @@ pytestmark = pytest.mark.commit
         ("run=x min_psnr=abc", "min_psnr is 'abc', expected a number"),
         ("run=x min_psnr=nan", "expected a finite number"),
         ("run=x max_lpips=-1", "expected at least 0"),
+        ("run=x min_psnr=1 output=gate.JSON confidence=2", "confidence is 2.0, expected a number from 0.5"),
         ("run=x psnr_margin=1", "baseline is null, expected a folder"),
         ("run=x baseline=y min_psnr=1", "expected null, because none of psnr_margin"),
         ("run=x min_psnr=1 output=gate.txt", "ends with .json or .xml"),

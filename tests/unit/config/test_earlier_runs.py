@@ -99,9 +99,8 @@ def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     earlier = {name: value for name, value in model.items() if name not in BEFORE["model"]}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": earlier}))
     assert run_model(str(run)) == model, "of a run from before these knobs"
-    environment = yaml.safe_dump({"model": model | {"path": "${oc.env:HOME}"}})  # Hydra would read it
     numbers, lists = "model: " + "1:" * 100_000 + "1", "model: " + "[" * 9999
-    for broken in ("a: [", "just text", "other: 1", numbers, lists, environment):
+    for broken in ("a: [", "just text", "other: 1", numbers, lists):
         (run / "config.yaml").write_text(broken)
         with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
             run_model(str(run))

@@ -42,7 +42,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "a whole number or null": {"trt.optimization_level": ["best"]},
     "a whole number or a number": {"quantize.keep": ["all"]},
     "a list of whole numbers": {"quantize.snapshots": [["8"], "8"]},
-    "a whole number from 0 to 2^32 - 1": {"quantize.seed": [-1], "infer.seed": [2**32]},
+    "a whole number from 0 to 2^64 - 1": {"quantize.seed": [-1], "infer.seed": [2**64]},
     "true or false": {"quantize.per_token": [1], "trt.static_batch": [1], "infer.allow_untrusted_plan": ["yes"]},
     "a group of knobs": {"infer": [3]},
     "more than 0": {

@@ -35,7 +35,8 @@ def write(path, held):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [(".pt", torch.float16), (".npy", torch.float64), (".safetensors", torch.float32)]
+    ("kind", "dtype"),
+    [(".pt", torch.float16), (".npy", torch.float64), (".safetensors", torch.float32), (".SafeTensors", torch.float16)],
 )
 def test_every_kind_of_file_holds_the_same_noise(tmp_path, kind, dtype):
     found = read_latents(write(tmp_path / f"noise{kind}", NOISE.to(dtype)), {1, 2}, 8, 16)

@@ -10,7 +10,7 @@ from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, write_summary
+from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, write_parquet, write_summary
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -80,6 +80,14 @@ def test_the_three_files_agree(folder):
     lines = (folder / "summary.md").read_text().splitlines()
     assert lines[2].startswith("| 0.5 | done | 30.00 ± 0.64 | 29.95 | 0.9800 | 0.0100 | 21.0 | 10.0 | 2.00x")
     assert r"\<b\>\| broken" in lines[-2] and all(line.count(" | ") == lines[0].count(" | ") for line in lines[:6])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "stored"), [([7, 2**63 - 1], [7, 2**63 - 1]), ([7, 2**64 - 1], ["7", f"{2**64 - 1}"])]
+)
+def test_a_seed_may_be_larger_than_parquets_numbers(tmp_path, seeds, stored):
+    write_parquet([{"seed": seed} for seed in seeds], tmp_path / "a.parquet")
+    assert [row["seed"] for row in parquet.read_table(tmp_path / "a.parquet").to_pylist()] == stored
 
 
 def test_a_damaged_record_is_an_unfinished_job(folder):
