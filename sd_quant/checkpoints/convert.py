@@ -16,12 +16,13 @@ from pathlib import Path
 
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.nemo import open_nemo, open_sgm, write_archive
-from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, write_diffusers
+from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, scheduler_entries, write_diffusers
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config, sdxl_base_config
-from sd_quant.errors import ConfigError, exit_with_its_code
+from sd_quant.errors import ArtifactError, ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file
 from sd_quant.files.tensors import size_of
+from sd_quant.models.sdxl_nemo import noise_config
 from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 
@@ -47,11 +48,10 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
     raise ConfigError(f"{path} is of no known kind; give a .nemo archive, a diffusers folder or a .safetensors file")
 
 
-def convert(source: Path, target: Path, model_config: dict | None = None) -> tuple[int, int]:
+def convert(source: Path, target: Path, model_config: dict | None = None) -> int:
     """Writes exactly what ``source`` holds, in its dtypes, to ``target``.
 
-    Returns the number of tensors written, and the number that the other kind of target has: of OpenCLIP's attentions a
-    folder has query, key and value, an archive one tensor of all three.
+    Returns the number of tensors written: an archive has one for query, key and value of OpenCLIP's attentions.
     Raises as ``open_sdxl`` does, ConfigError when ``target`` exists, ArtifactError when its format cannot hold the
     tensors, ResourceError when the disk is or would be full.
     """
@@ -68,14 +68,18 @@ def convert(source: Path, target: Path, model_config: dict | None = None) -> tup
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
     check_room(target, size_of(state.values()))
-    archived, apart = len(state), sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
     if target.suffix.lower() == ".nemo":
-        count, other, write = archived, apart, partial(write_archive, target, checkpoint.model_config, state)
+        if noise_config(checkpoint.model_config)["rescale_betas_zero_snr"]:
+            raise ArtifactError(
+                f"{source} has a terminal SNR of zero, which no config of NeMo's can state; give a folder as the target"
+            )
+        count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
     else:
-        count, other, write = apart, archived, partial(write_diffusers, target, checkpoint)
+        count = sum(map(len, checkpoint.components.values())) + len(checkpoint.unused)
+        write = partial(write_diffusers, target, checkpoint)
     with progress(count, f"write {target.name}") as advance:
         write(advance=advance)
-    return count, other
+    return count
 
 
 def size_on_disk(path: Path) -> int:
@@ -92,11 +96,13 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="NeMo's model_config.yaml, if SDXL base's does not fit the source")
     given = parser.parse_args()
     model_config = None if given.config is None else read_config(whole_file(given.config))
-    count, other = convert(given.source, given.target, model_config)
-    family, kind = ("sdxl_nemo", "a folder") if given.target.suffix.lower() == ".nemo" else ("sdxl", "an archive")
-    why = "query, key and value of OpenCLIP are one tensor in an archive"
+    count = convert(given.source, given.target, model_config)
+    archive, folder = given.target.suffix.lower() == ".nemo", (given.source / INDEX).is_file()
+    family = "sdxl_nemo" if archive else "sdxl"
     following = pasted("quantize", f"model={family}", "quant_level=3", f"model.path={literal(given.target)}")
-    written = f"{size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors ({kind} has {other}: {why})"
+    written = f"{size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors"
+    if archive and folder:
+        written += f", and NeMo's Euler sampler in place of {scheduler_entries(given.source)['_class_name']}"
     print(f"{given.target}: {written}; next: {following}")
 
 

@@ -5,6 +5,7 @@ describes are then compared with those configs, entry by entry. So another kind 
 for inpainting, is refused for the entry that differs, and no list of kinds is needed.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import Readable
 from sd_quant.models.sdxl import FAMILY
-from sd_quant.models.sdxl_nemo import TextShape, scheduler, tokenizers
+from sd_quant.models.sdxl_nemo import TextShape, noise_config, scheduler, tokenizers, with_noise
 from sd_quant.names.nemo import UNUSED
 
 NETWORKS = {  # library and class
@@ -42,8 +43,9 @@ REST_OF_PIPELINE = {
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
     "image_encoder": ABSENT,
     "feature_extractor": ABSENT,
-    "force_zeros_for_empty_prompt": True,  # as NeMo does
 }
+ZEROS = {"force_zeros_for_empty_prompt": True}  # as NeMo does
+AS_IT_IS = "use the folder as it is, with model=sdxl"
 NEMO, UNUSED_FILE = "nemo", "unused.safetensors"  # a subfolder for NeMo's config and tensors that diffusers ignores
 
 # Entries of configs that are compared: of the UNet and the VAE all but COMPUTING, which say how diffusers computes. A
@@ -60,18 +62,20 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     ``model_config`` is NeMo's; by default it is the one that ``write_diffusers`` kept, or else one is made.
     Raises ArtifactError when the folder is damaged or incomplete, or of another architecture than SDXL base's.
     """
-    check_config(path / INDEX, read_json(path, INDEX), PIPELINE, PIPELINE)
+    check_config(path / INDEX, ZEROS | read_json(path, INDEX), PIPELINE | ZEROS, PIPELINE | ZEROS)
     configs = {name: read_json(path / name, "config.json") for name in NETWORKS}
     kept = files_in(path / NEMO) if (path / NEMO).is_dir() else {}
     if model_config is None and CONFIG in kept:
         model_config = read_config(kept[CONFIG])
     errors = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # any value may be wrong
-    with refusing(f"{path}: its configs do not describe an SDXL base of any size", *errors):
+    noise = scheduler_entries(path)
+    with refusing(f"{path}: its configs do not describe an SDXL base of any size", *errors, advice=AS_IT_IS):
         clip1, clip2 = text_shape(configs["text_encoder"]), text_shape(configs["text_encoder_2"], projects=True)
         if model_config is None:
-            model_config = nemo_config(configs["unet"], configs["vae"], clip1, clip2)
+            model_config = with_noise(nemo_config(configs["unet"], configs["vae"], clip1, clip2), noise)
     modules = described_networks(path, model_config, clip1, clip2)
     _check_architecture(path, configs, modules)
+    check_config(path / "scheduler" / "scheduler_config.json", noise, noise_config(model_config), SCHEDULER)
 
     components = {
         name: weights_of(path / name, name, NETWORKS[name][0], module, unused={"embeddings.position_ids"}).parameters
@@ -82,8 +86,23 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
         check_tensors(path / NEMO, unused, {}, UNUSED)
     else:
         dtype = components["text_encoder_2"]["text_projection.weight"].dtype
-        unused = unused_state(dtype, scheduler().config.num_train_timesteps)
+        unused = unused_state(dtype, model_config)
     return checkpoint_of(path, model_config, network_state(components) | unused)
+
+
+def scheduler_entries(path: Path) -> dict:
+    """Returns the whole config of a folder's scheduler. Raises ArtifactError for one that is not made of betas."""
+    import diffusers
+
+    described = read_json(path, INDEX).get("scheduler")
+    name = str(described[-1] if isinstance(described, list) and described else "EulerDiscreteScheduler")
+    kind = getattr(diffusers, name, None)
+    usual = defaults_of(kind) if inspect.isclass(kind) else {}
+    if "beta_schedule" not in usual:
+        raise ArtifactError(
+            f"{path / INDEX}: its scheduler is {ascii(name)[:100]}, expected one with betas; {AS_IT_IS}"
+        )
+    return usual | read_json(path / "scheduler", "scheduler_config.json") | {"_class_name": name}
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
@@ -94,6 +113,9 @@ def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape)
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
     depth = unet["transformer_layers_per_block"]
+    nested = isinstance(depth, list) and any(isinstance(each, list) for each in depth)
+    if nested or unet.get("reverse_transformer_layers_per_block"):
+        raise ValueError(f"NeMo has one depth per level, and transformer_layers_per_block is {str(depth)[:100]}")
     config["unet_config"] |= {
         "adm_in_channels": clip2.projection + 6 * unet["addition_time_embed_dim"],
         "model_channels": widths[0],
@@ -159,9 +181,9 @@ def write_pipeline(
     with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE)
+    write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE | ZEROS)
     # diffusers' own class, because readers of the folder do not have ours
-    EulerDiscreteScheduler.from_config(scheduler().config).save_pretrained(folder / "scheduler")
+    EulerDiscreteScheduler.from_config(scheduler(checkpoint.model_config).config).save_pretrained(folder / "scheduler")
     for name, tokenizer in zip(("tokenizer", "tokenizer_2"), both, strict=True):
         tokenizer.save_pretrained(folder / name)
         tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4
@@ -180,7 +202,7 @@ def write_pipeline(
 
 
 def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:
-    """Raises ArtifactError unless the networks that NeMo builds, and its noise schedule, are those of the folder."""
+    """Raises ArtifactError unless the networks that NeMo builds are those of the folder."""
     for name, module in modules.items():
         library, kind = NETWORKS[name]
         config = {**usual_entries(kind), **configs[name]}
@@ -190,9 +212,6 @@ def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mappin
             else COMPARED_OF_TEXT
         )
         check_config(path / name / "config.json", config, full_config(module), keys)
-    folder, expected = path / "scheduler", scheduler()
-    config = defaults_of(type(expected)) | read_json(folder, "scheduler_config.json")
-    check_config(folder / "scheduler_config.json", config, dict(expected.config), SCHEDULER)
 
 
 def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:

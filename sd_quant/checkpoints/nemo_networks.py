@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.accepted import CONFIG
-from sd_quant.checkpoints.nemo_state import from_nemo, text_shapes
+from sd_quant.checkpoints.nemo_entries import DISCRETIZATION, check_entries, needed_entries
+from sd_quant.checkpoints.nemo_state import denoiser_sigmas, from_nemo, text_shapes
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import Member, read_text
@@ -26,6 +27,7 @@ from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.models.sdxl_nemo import (
     CONTEXT_TOKENS,
     NemoConfig,
+    NemoDiscretization,
     NemoEmbedder,
     TextShape,
     build_modules,
@@ -36,7 +38,7 @@ from sd_quant.models.sdxl_nemo import (
     unet_config,
     vae_config,
 )
-from sd_quant.names.nemo import PREFIX, UNUSED, locations
+from sd_quant.names.nemo import PREFIX, SIGMAS, UNUSED, locations
 
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
@@ -70,7 +72,7 @@ class NemoCheckpoint:
 
     def called(self, stand_in: StandIn) -> PipelineCall:
         networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
-        return called(networks, tokenizers(self.clip1, self.clip2), scheduler())
+        return called(networks, tokenizers(self.clip1, self.clip2), scheduler(self.model_config))
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""
@@ -82,15 +84,16 @@ class NemoCheckpoint:
         return networks | self.unused
 
 
-def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable]) -> NemoCheckpoint:
+def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable], **advice: str) -> NemoCheckpoint:
     """Returns the checkpoint of a state dict under NeMo's keys; reads no weight. ``path`` is for messages.
 
-    Raises ArtifactError unless the state holds every weight that the config describes, in its shape, and nothing else.
+    Raises ArtifactError, with ``advice``, unless the state holds every weight that the config describes, in its shape,
+    and nothing else; and for an entry of the config, or noise levels, that are not computed with.
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     what = f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank"
-    advice = f"expected SDXL's two, under {PREFIX['text_encoder']} and {PREFIX['text_encoder_2']}"
-    with refusing(what, KeyError, IndexError, ValueError, advice=advice):
+    both = f"expected SDXL's two, under {PREFIX['text_encoder']} and {PREFIX['text_encoder_2']}"
+    with refusing(what, KeyError, IndexError, ValueError, advice=both):
         clip1, clip2 = text_shapes(stored_shapes)
     shapes = parameter_shapes(described_networks(path, model_config, clip1, clip2))
     places = {component: locations(component, shapes[component]) for component in shapes}
@@ -99,7 +102,11 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
         for component in shapes
         for name, place in places[component].items()
     }
-    check_tensors(path, state, expected, UNUSED)
+    check_tensors(path, state, expected, UNUSED, **advice)
+    with refusing(f"{path}: {CONFIG} cannot be read"):
+        check_entries(f"{path}: {CONFIG}", model_config, needed_entries(model_config, sdxl_base_config(), clip1))
+    if SIGMAS in state:
+        check_values(path, SIGMAS, state[SIGMAS], DISCRETIZATION, denoiser_sigmas(model_config))
     components = {
         component: Weights(
             path, component, from_nemo(places[component], shapes[component], state),
@@ -111,18 +118,33 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable])
     return NemoCheckpoint(path, model_config, components, clip1, clip2, unused)
 
 
+def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: torch.Tensor) -> None:
+    """Raises ArtifactError unless ``stored`` has the values of one of ``expected``, which are those of ``whose``."""
+    near = max(1e-3, 2 * torch.finfo(stored.dtype).eps) if stored.dtype.is_floating_point else 0.0
+    shaped = [each.double() for each in expected if each.shape == stored.shape]
+    if not any(torch.allclose(stored.read().double(), each, rtol=near, atol=1e-6) for each in shaped):
+        raise ArtifactError(
+            f"{path}: the values of {key} are not those of {whose}, with which images are made; use those of one "
+            "training, or give a diffusers folder that states them"
+        )
+
+
 def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
     """Builds the four networks of a ``model_config.yaml`` on the meta device: shapes without memory.
 
     Raises ArtifactError, which names ``path``, when the networks cannot be built.
     """
-    with refusing(f"{path}: {CONFIG} does not describe an SDXL that can be built"):
+    with refusing(f"{path}: its configuration does not describe an SDXL that can be built"):
         check_schema(NemoConfig, config)
         check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
+        noise = config.get("denoiser_config", {}).get("discretization_config", {})
+        check_schema(NemoDiscretization, noise, f"{DISCRETIZATION}.", whole=False)
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
         lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
         if max(*map(len, lists), clip1.layers, clip2.layers) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} blocks")
+        if not denoiser_sigmas(config).isfinite().all():
+            raise ValueError(f"{DISCRETIZATION} leaves no signal at the last step")
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
 
@@ -143,6 +165,8 @@ def read_config(member: Member) -> dict:
     with refusing(f"{member.name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
         config = load_yaml(read_text(member))
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
+        with refusing(f"{member.name} cannot be read"):
+            check_entries(member.name, {name: each for name, each in config.items() if name != "model"}, {})
         config = config["model"]
     if not isinstance(config, dict):
         raise ArtifactError(

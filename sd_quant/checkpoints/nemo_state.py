@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
-from sd_quant.models.sdxl_nemo import TextShape
+from sd_quant.models.sdxl_nemo import TextShape, noise_config
 from sd_quant.names.nemo import LOGIT_SCALE, PREFIX, SIGMAS, Location, count_indices, locations
 
 
@@ -43,7 +43,7 @@ def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, Laz
 def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
     """Returns NeMo's whole state dict for the parameters of the four networks by diffusers' names."""
     dtype = components["text_encoder_2"]["text_projection.weight"].dtype
-    return network_state(components) | unused_state(dtype, model_config["denoiser_config"]["num_idx"])
+    return network_state(components) | unused_state(dtype, model_config)
 
 
 def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
@@ -54,21 +54,26 @@ def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str,
     return state
 
 
-def unused_state(dtype: torch.dtype, steps: int) -> dict[str, Readable]:
+def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
     """Returns the tensors that NeMo stores beside the networks, for weights from another kind of file.
 
-    CLIP's temperature, a scalar of ``dtype``, has its initial value, because only training uses it. The noise levels
-    are fp32 [steps].
+    CLIP's temperature, a scalar of ``dtype``, has its initial value, because only training uses it.
     """
     logit_scale = torch.tensor(math.log(1 / 0.07))
-    return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(steps))}
+    return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(model_config))}
 
 
-def denoiser_sigmas(count: int) -> torch.Tensor:
-    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [count], ascending."""
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, count, dtype=torch.float64) ** 2
-    alphas = torch.cumprod(1 - betas, dim=0)
+def denoiser_sigmas(model_config: Mapping) -> torch.Tensor:
+    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [steps], ascending."""
+    alphas = torch.cumprod(1 - betas_of(model_config), dim=0)
     return ((1 - alphas) / alphas).sqrt().float()
+
+
+def betas_of(model_config: Mapping) -> torch.Tensor:
+    """Returns the betas of LegacyDDPMDiscretization: fp64 [steps]."""
+    noise = noise_config(model_config)
+    start, end = noise["beta_start"] ** 0.5, noise["beta_end"] ** 0.5
+    return torch.linspace(start, end, noise["num_train_timesteps"], dtype=torch.float64) ** 2
 
 
 def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:

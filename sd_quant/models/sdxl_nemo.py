@@ -5,7 +5,8 @@ because NeMo's config only names these encoders. No class that the config names 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated
 
 from sd_quant.knobs import between
@@ -75,8 +76,24 @@ class NemoEmbedder:
 
 
 @dataclass(frozen=True, slots=True)
+class NemoDiscretization:
+    """The entries of ``denoiser_config.discretization_config`` that are read, with NeMo's defaults."""
+
+    linear_start: Annotated[float, between(1e-9, 0.999)] = 0.00085
+    linear_end: Annotated[float, between(1e-9, 0.999)] = 0.012
+    num_timesteps: Annotated[int, between(2, 100_000)] = 1000
+    rescale_betas_zero_snr: bool = False  # no entry of NeMo's: for files of other authors that are marked so
+
+
+IN_SCHEDULER = {  # diffusers' name of each
+    "linear_start": "beta_start", "linear_end": "beta_end", "num_timesteps": "num_train_timesteps",
+    "rescale_betas_zero_snr": "rescale_betas_zero_snr",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class NemoConfig:
-    """The entries of a ``model_config.yaml`` that are read, except the embedder of sizes."""
+    """The entries of a ``model_config.yaml`` that are read, except the embedder of sizes and the noise."""
 
     unet_config: NemoUnet
     first_stage_config: NemoFirstStage
@@ -86,6 +103,34 @@ class NemoConfig:
 def embedder(model_config: Mapping, index: int) -> Mapping:
     """Returns the config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
     return model_config["conditioner_config"]["emb_models"][index]["emb_model"]
+
+
+def noise_config(model_config: Mapping = MappingProxyType({})) -> dict:
+    """Returns what NeMo's ``denoiser_config`` says of the noise, as a config of a scheduler; that of SDXL by default.
+
+    LegacyDDPMDiscretization has betas whose roots are equally spaced, and VScaling is v-prediction:
+    x0 = x / (sigma^2 + 1) - v sigma / (sigma^2 + 1)^0.5.
+    """
+    denoiser = model_config.get("denoiser_config", {})
+    stated = {field.name: field.default for field in fields(NemoDiscretization)} | denoiser.get(
+        "discretization_config", {}
+    )
+    predicts_v = str(denoiser.get("scaling_config", {}).get("_target_")).endswith(".VScaling")
+    return {name: stated[entry] for entry, name in IN_SCHEDULER.items()} | {
+        "beta_schedule": "scaled_linear", "prediction_type": "v_prediction" if predicts_v else "epsilon"
+    }  # fmt: skip
+
+
+def with_noise(model_config: Mapping, noise: Mapping) -> dict:
+    """Returns the config with the noise of a scheduler's config: the inverse of ``noise_config``."""
+    denoiser, usual = model_config["denoiser_config"], noise_config()
+    stated = {each: noise[name] for each, name in IN_SCHEDULER.items() if noise.get(name, usual[name]) != usual[name]}
+    module = denoiser["scaling_config"]["_target_"].rpartition(".")[0]
+    scaling = f"{module}.{'VScaling' if noise['prediction_type'] == 'v_prediction' else 'EpsScaling'}"
+    return {**model_config, "denoiser_config": denoiser | {
+        "num_idx": noise["num_train_timesteps"], "scaling_config": {"_target_": scaling},
+        "discretization_config": denoiser["discretization_config"] | stated,
+    }}  # fmt: skip
 
 
 def unet_config(model_config: Mapping) -> dict:
@@ -158,11 +203,12 @@ def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> 
     }
 
 
-def scheduler():
+def scheduler(model_config: Mapping = MappingProxyType({})):
     """Returns diffusers' Euler sampler, changed to compute like NeMo's EulerEDMSampler on LegacyDDPMDiscretization.
 
     NeMo truncates timesteps where diffusers' trailing spacing rounds them, so for most numbers of steps some differ by
-    one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more.
+    one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more. The noise levels are
+    those of the config's denoiser; NeMo's own script has SDXL's for every config, which a denoiser of others never saw.
     """
     import numpy as np
     from diffusers import EulerDiscreteScheduler
@@ -173,12 +219,11 @@ def scheduler():
             return (self.sigmas.max() ** 2 + 1) ** 0.5
 
         def set_timesteps(self, num_inference_steps: int, device=None, **_):
-            timesteps = np.linspace(999, 0, num_inference_steps, endpoint=False).astype(int)
+            last = self.config.num_train_timesteps - 1
+            timesteps = np.linspace(last, 0, num_inference_steps, endpoint=False).astype(int)
             super().set_timesteps(device=device, timesteps=timesteps)
 
-    return NemoEulerScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="trailing"
-    )
+    return NemoEulerScheduler(**noise_config(model_config), timestep_spacing="trailing")
 
 
 def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:

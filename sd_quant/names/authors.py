@@ -27,11 +27,17 @@ from sd_quant.names.sgm import sgm_names
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.numbers import up_to
 
-# what else is in such a file: the other networks, averages of the weights, and what training keeps
-OTHER_NETWORKS = (
-    "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.", "model_ema.",
-    "embedding_manager.", "safety_checker.", "denoiser.", "betas", "alphas_cumprod", "sqrt_", "log_one_minus_",
-    "posterior_", "logvar", "scale_factor", "global_step", "model_sampling.",
+# what else is in such a file: averages of the weights and what training keeps, which no image depends on; the noise and
+# marks of how it is sampled; and the other networks
+HARMLESS = (
+    "model_ema.", "embedding_manager.", "safety_checker.", "sqrt_", "log_one_minus_", "posterior_", "logvar",
+    "global_step", "alphas_cumprod_prev", "cond_stage_model.transformer.text_model.embeddings.position_ids",
+    *(f"conditioner.embedders.0.{name}" for name in ("logit_scale", "text_projection", "transformer.text_projection.")),
+    "conditioner.embedders.1.model.transformer.text_model.embeddings.position_ids",
+)  # fmt: skip
+OTHER_NETWORKS = HARMLESS + (
+    "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.", "text_encoder.",
+    "denoiser.", "betas", "alphas_cumprod", "scale_factor", "model_sampling.",
 )  # fmt: skip
 # tensors whose presence says how an SDXL samples, with the denoiser's prefix or without any
 MARKS = ("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")

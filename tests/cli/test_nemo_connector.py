@@ -34,7 +34,7 @@ def written(tmp_path_factory):
     """A random SDXL of few channels, and the archive that we write of it."""
     config = yaml.safe_load((HOME / "examples/sdxl_mini/model_config.yaml").read_text())
     config["unet_config"] |= {"model_channels": 32, "context_dim": 128, "adm_in_channels": 32 + 6 * 64}
-    clip = TextShape(vocab_size=100, width=64, layers=1, context=16, mlp_width=96)
+    clip = TextShape(vocab_size=100, width=64, layers=3, context=16, mlp_width=96)
     modules = build_modules(config, clip, replace(clip, projection=32))
     path = tmp_path_factory.mktemp("written") / "ours.nemo"
     write_nemo(path, config, modules, torch.float32)

@@ -143,7 +143,7 @@ def tiny_config() -> dict:
 def nemo(scratch: Path) -> Reader:
     torch.manual_seed(0)
     config = tiny_config()
-    text = TextShape(vocab_size=20, width=64, layers=2, context=8, mlp_width=16)
+    text = TextShape(vocab_size=20, width=64, layers=3, context=8, mlp_width=16)
     modules = build_modules(config, text, dataclasses.replace(text, projection=32))
     write_nemo(scratch / "a.nemo", config, modules, torch.float16)
     sound = (scratch / "a.nemo").read_bytes()

@@ -22,8 +22,10 @@ def tiny_config() -> dict:
         "transformer_depth": [1, 2], "context_dim": 128,
     }  # fmt: skip
     config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1, 2]}
-    for index in (2, 3, 4):
-        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = 8
+    embedders = [each["emb_model"] for each in config["conditioner_config"]["emb_models"]]
+    embedders[0]["layer_idx"] = 1
+    for embedder in embedders[2:]:
+        embedder["outdim"] = 8
     return config
 
 

@@ -195,7 +195,7 @@ def file_in(node: ast.expr) -> str | None:
 
 OPENERS = {"open", "open_regular", "read_regular"}
 METHODS = {"read_bytes", "read_text", "ZipFile", "Unpickler", "frombuf", "safe_open"}
-OWN_FILES = {"checkpoints.nemo_networks", "models.clip_tokenizer"}  # which read files of the package
+OWN_FILES = {"checkpoints.nemo_entries", "checkpoints.nemo_networks", "models.clip_tokenizer"}  # of the package
 UNPICKLING = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 

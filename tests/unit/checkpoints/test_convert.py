@@ -19,6 +19,7 @@ from sd_quant.checkpoints.convert import convert, open_sdxl
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import NETWORKS, nemo_config, write_diffusers
 from sd_quant.checkpoints.nemo_networks import checkpoint_of, sdxl_base_config
+from sd_quant.checkpoints.nemo_state import denoiser_sigmas
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.errors import ArtifactError, ResourceError, exit_with_its_code
 from sd_quant.files import sha256
@@ -33,6 +34,7 @@ from ..config.composition import composed
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCHEDULER = "scheduler/scheduler_config.json"
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
 
@@ -70,7 +72,7 @@ def mixed(tmp_path_factory, theirs_as_nemo) -> Path:
         for index, (key, tensor) in enumerate(checkpoint.state().items())
     }
     state[nemo_keys.LOGIT_SCALE] = lazy(torch.tensor(4.6052, dtype=torch.bfloat16))
-    state[nemo_keys.SIGMAS] = lazy(torch.linspace(0.03, 14, 1000))
+    state[nemo_keys.SIGMAS] = lazy(1.0001 * denoiser_sigmas({}))
     state[nemo_keys.POSITION_IDS] = lazy(torch.arange(16)[None])
     path = tmp_path_factory.mktemp("mixed") / "mixed.nemo"
     write_archive(path, checkpoint.model_config | {"nemo_version": "2.4.1", "precision": "bf16-mixed"}, state)
@@ -142,8 +144,7 @@ def test_nemo_to_folder_to_nemo(tmp_path, mixed, run, tmp_path_factory):
     assert code == 0 and "; next: sd-quant quantize model=sdxl_nemo" in said
     in_one = len(before.state())
     apart = in_one + 2 * 2 * 2  # two layers of OpenCLIP, whose weights and biases of three are one
-    assert f"GB, {in_one} tensors (a folder has {apart}: query, key and value of OpenCLIP are one" in said
-    assert f"GB, {apart} tensors (an archive has {in_one}: query, key and value" in first
+    assert f"GB, {in_one} tensors, and NeMo's Euler sampler" in said and f"GB, {apart} tensors; next" in first
     assert said.endswith(f"model.path={back}\n")
     assert after.model_config == before.model_config
     assert_same(read(after), read(before))
@@ -229,11 +230,39 @@ def test_names_of_older_libraries(tmp_path, folder, theirs_as_nemo):
         ("text_encoder/config.json", {"hidden_act": "gelu"}, "'gelu' where SDXL in NeMo has 'quick_gelu'"),
         ("text_encoder_2/config.json", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
         ("text_encoder_2/config.json", {"num_hidden_layers": 3}, "16 missing"),
-        ("scheduler/scheduler_config.json", {"prediction_type": "v_prediction"}, "prediction_type is 'v_prediction'"),
+        ("model_index.json", {"force_zeros_for_empty_prompt": False}, "force_zeros_for_empty_prompt is False"),
+        ("model_index.json", {"scheduler": ["diffusers", "EDMEulerScheduler"]}, "its scheduler is 'EDMEulerScheduler'"),
+        ("unet/config.json", {"transformer_layers_per_block": [1, [2, 1]]}, "NeMo has one depth per level"),
+        ("unet/config.json", {"reverse_transformer_layers_per_block": [2, 1]}, "NeMo has one depth per level"),
+        ("unet/config.json", {"mid_block_type": "UNetMidBlock2D"}, "mid_block_type is 'UNetMidBlock2D' where SDXL"),
+        (SCHEDULER, {"prediction_type": "sample"}, "prediction_type is 'sample' where SDXL in NeMo has 'epsilon'"),
+        (SCHEDULER, {"beta_schedule": "linear"}, "beta_schedule is 'linear' where SDXL in NeMo has 'scaled_linear'"),
+        (SCHEDULER, {"trained_betas": [0.1] * 1000}, "trained_betas is [0.1"),
+        (SCHEDULER, {"beta_start": "small"}, "linear_start is 'small', expected a number"),
     ],
 )  # fmt: skip
 def test_other_architectures_are_refused_by_the_key_that_differs(changed, file, values, message):
     assert message in refusal(changed(file, lambda content: content.update(values)))
+
+
+@pytest.mark.parametrize("entries", [
+    {"prediction_type": "v_prediction"}, {"beta_start": 0.001, "beta_end": 0.02, "num_train_timesteps": 500}
+])  # fmt: skip
+def test_the_noise_of_a_folder_is_that_of_the_archive_and_back(changed, tmp_path, entries, run):
+    theirs = changed(SCHEDULER, lambda content: content.update(entries))
+    code, said, _ = run(theirs, tmp_path / "a.nemo")
+    assert code == 0 and "and NeMo's Euler sampler in place of EulerDiscreteScheduler" in said
+    convert(tmp_path / "a.nemo", tmp_path / "back")
+    before, after = (json.loads((folder / SCHEDULER).read_text()) for folder in (theirs, tmp_path / "back"))
+    assert entries.items() <= after.items() and before == after
+    assert open_nemo(tmp_path / "a.nemo").state()[nemo_keys.SIGMAS].shape == (before["num_train_timesteps"],)
+    content = json.loads((tmp_path / "back" / SCHEDULER).read_text())
+    (tmp_path / "back" / SCHEDULER).write_text(json.dumps(content | {"beta_end": 0.03}))
+    assert "beta_end is 0.03 where SDXL in NeMo has" in refusal(tmp_path / "back")  # which kept NeMo's config
+    changed(SCHEDULER, lambda content: content.update(rescale_betas_zero_snr=True))
+    with pytest.raises(ArtifactError, match="terminal SNR of zero"):
+        convert(theirs, tmp_path / "zero.nemo")
+    assert not (tmp_path / "zero.nemo").exists()
 
 
 def test_configs_with_less_in_them(changed, theirs_as_nemo, tmp_path):
@@ -325,6 +354,7 @@ def test_one_tensor_is_in_memory(tmp_path, mixed, write):
     state = {
         key: LazyTensor(tensor.shape, torch.float32, lambda shape=tensor.shape: read(shape))
         for key, tensor in opened.state().items()
+        if key != nemo_keys.SIGMAS
     }
     write(tmp_path / "written", checkpoint_of(mixed, opened.model_config, state))
     assert len(most) >= len(state) and max(most) <= 1

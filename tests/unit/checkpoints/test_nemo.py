@@ -86,9 +86,9 @@ def test_archive_holds_what_nemo_expects(tiny_nemo, content):
 
 def test_sigmas_are_those_of_the_scheduler():
     alphas = scheduler().alphas_cumprod.double()
-    torch.testing.assert_close(denoiser_sigmas(1000), ((1 - alphas) / alphas).sqrt().float(), rtol=2e-4, atol=0)
-    assert denoiser_sigmas(1000)[0].item() == pytest.approx(0.02917, abs=1e-5)  # SD's well-known bounds
-    assert denoiser_sigmas(1000)[-1].item() == pytest.approx(14.6146, abs=1e-4)
+    torch.testing.assert_close(denoiser_sigmas({}), ((1 - alphas) / alphas).sqrt().float(), rtol=2e-4, atol=0)
+    assert denoiser_sigmas({})[0].item() == pytest.approx(0.02917, abs=1e-5)  # SD's well-known bounds
+    assert denoiser_sigmas({})[-1].item() == pytest.approx(14.6146, abs=1e-4)
 
 
 def test_known_variants_of_keys_and_config(written, content, tiny_modules):
@@ -138,6 +138,9 @@ def test_weights_of_no_network_are_refused(written, content):
     message = refusal(written(config, state | {key: state[key].to(torch.int8)}))
     assert key in message and "torch.int8" in message
     assert "does not describe an SDXL" in refusal(written({}, state))
+    assert "is_legacy is True, expected False" in refusal(written(config | {"is_legacy": True}, state))
+    sigmas = {nemo_keys.SIGMAS: 1.01 * state[nemo_keys.SIGMAS]}
+    assert f"{nemo_keys.SIGMAS} are not those of denoiser_config" in refusal(written(config, state | sigmas))
 
 
 @pytest.mark.parametrize(

@@ -154,15 +154,15 @@ def vector(pooled: Tensor, original_size: tuple, crop: tuple, target_size: tuple
     return torch.cat([pooled, sizes.to(pooled).expand(len(pooled), -1)], dim=1)
 
 
-def ddpm_sigmas() -> Tensor:
-    """fp32 [1000], ascending."""
-    betas = torch.linspace(math.sqrt(0.00085), math.sqrt(0.012), 1000, dtype=torch.float64) ** 2
+def ddpm_sigmas(linear_start: float = 0.00085, linear_end: float = 0.012, count: int = 1000) -> Tensor:
+    """fp32 [count], ascending."""
+    betas = torch.linspace(math.sqrt(linear_start), math.sqrt(linear_end), count, dtype=torch.float64) ** 2
     kept = (1 - betas).cumprod(dim=0)
     return ((1 - kept) / kept).float().sqrt()
 
 
-def timesteps(steps: int) -> np.ndarray:
-    return np.linspace(999, 0, steps, endpoint=False).astype(int)
+def timesteps(steps: int, count: int) -> np.ndarray:
+    return np.linspace(count - 1, 0, steps, endpoint=False).astype(int)
 
 
 def nemo_euler(
@@ -174,6 +174,8 @@ def nemo_euler(
     outdim: int,
     steps: int,
     scale: float,
+    known: Tensor | None = None,
+    predicts_v: bool = False,
 ) -> Tensor:
     """[B, steps, ...]: the latents after each step. ``context`` has CLIP's 77 tokens; ``sizes`` are those of vector.
 
@@ -181,14 +183,15 @@ def nemo_euler(
     """
     contexts = torch.cat([torch.zeros_like(pad(context)), pad(context)])
     y = torch.cat([vector(text, *sizes, outdim) for text in (torch.zeros_like(pooled), pooled)])
-    known = ddpm_sigmas()
-    sigmas = torch.cat([known[timesteps(steps)], torch.zeros(1)])
+    known = ddpm_sigmas() if known is None else known
+    sigmas = torch.cat([known[timesteps(steps, len(known))], torch.zeros(1)])
     x, latents = noise * (1 + sigmas[0] ** 2).sqrt(), []
     for sigma, lower in pairwise(sigmas):
         nearest = (known - sigma).abs().argmin()
         twice = torch.cat([x, x])
         predicted = network(twice / (sigma**2 + 1).sqrt(), nearest.expand(len(twice)), contexts, y)
-        without, prompted = (twice - sigma * predicted).chunk(2)
+        skip, out = (1 / (sigma**2 + 1), -sigma / (sigma**2 + 1).sqrt()) if predicts_v else (1.0, -sigma)
+        without, prompted = (skip * twice + out * predicted).chunk(2)
         denoised = without + scale * (prompted - without)
         x = x + (x - denoised) / sigma * (lower - sigma)
         latents.append(x)

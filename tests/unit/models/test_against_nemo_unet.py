@@ -30,7 +30,7 @@ pytestmark = pytest.mark.nightly  # whole images
 MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 UNET = "model.model.diffusion_model."
 POOLED, SIZE_FEATURES, CONTEXT = 32, 8, 128
-CLIP1 = TextShape(vocab_size=600, width=64, layers=2, context=77, mlp_width=96)
+CLIP1 = TextShape(vocab_size=600, width=64, layers=3, context=77, mlp_width=96)
 CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=77, mlp_width=96, projection=POOLED)
 SDXL, OTHER = "as in SDXL", "a level without attention in between"
 LAYOUTS = {

@@ -12,9 +12,10 @@ from sd_quant.checkpoints import kinds
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo, open_sgm
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
+from sd_quant.checkpoints.nemo_state import betas_of, denoiser_sigmas
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.errors import ArtifactError
-from sd_quant.models.sdxl_nemo import build_modules
+from sd_quant.models.sdxl_nemo import build_modules, noise_config, scheduler
 from sd_quant.names import nemo as nemo_keys
 from sd_quant.names.nemo import PREFIX, SAME, locations
 from sd_quant.names.sgm import nemo_key, sgm_names
@@ -23,6 +24,7 @@ from tests.networks import assert_same
 pytestmark = pytest.mark.commit
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
+SGM = "model.diffusion_model."
 FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward
     r"\bin_layers\.1\.": "in_layers.2.",
     r"\bout_layers\.2\.": "out_layers.3.",
@@ -56,9 +58,11 @@ def sgm(nemo_state) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def written(tmp_path, sgm):
+    """Writes it without what matches ``missing``, and with ``changes``."""
+
     def write(changes: dict | None = None, missing: str = "nothing"):
         path = tmp_path / "sd_xl_tiny.safetensors"
-        state = {key: tensor for key, tensor in (sgm | (changes or {})).items() if missing not in key}
+        state = {key: tensor for key, tensor in sgm.items() if not re.search(missing, key)} | (changes or {})
         safetensors.torch.save_file(state, path)
         return path
 
@@ -118,7 +122,66 @@ def test_another_architecture_or_a_weight_under_both_namings(written, tiny_confi
     key = "model.diffusion_model.out.1.weight"
     assert "twice" in refusal(written({key: torch.ones(4, 32, 3, 3)}), tiny_config)
     assert "misshapen" in refusal(written(), sdxl_base_config())
-    assert "text encoders" in refusal(written(missing="conditioner."), tiny_config)
+    assert "another kind" in refusal(written(missing="middle_block.1."), tiny_config)
+
+
+ALPHAS = 1 / (1 + denoiser_sigmas({}) ** 2)
+MARK = torch.empty(0)
+KNOWN = {  # beside the networks, in merges and in what trainers save
+    "betas": betas_of({}), "alphas_cumprod": ALPHAS.half(), "denoiser.sigmas": denoiser_sigmas({}).bfloat16(),
+    "scale_factor": torch.tensor(0.13025), "conditioner.embedders.0.logit_scale": torch.tensor(4.6),
+    "conditioner.embedders.0.transformer.text_projection.weight": torch.eye(64), "global_step": torch.tensor(7),
+    "model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(7), "model_ema.outbias": torch.ones(3),
+    **{name: torch.ones(1000) for name in ("alphas_cumprod_prev", "sqrt_alphas_cumprod", "logvar")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("marks, prediction, zero", [
+    ((), "epsilon", False), (("v_pred",), "v_prediction", False), (("v_pred", "ztsnr"), "v_prediction", True)
+])  # fmt: skip
+def test_marks_are_followed_and_what_training_keeps_is_left_out(
+    written, nemo_state, tmp_path, tiny_config, marks, prediction, zero
+):
+    path, target = written(KNOWN | dict.fromkeys(marks, MARK)), tmp_path / "a.nemo"
+    checkpoint = open_sgm(path, tiny_config)
+    noise = noise_config(checkpoint.model_config)
+    assert (noise["prediction_type"], noise["rescale_betas_zero_snr"]) == (prediction, zero)
+    assert len(checkpoint.state()) == len(nemo_state) + 1  # position_ids
+    sampler = scheduler(checkpoint.model_config)
+    sampler.set_timesteps(4)
+    assert sampler.sigmas[0] == pytest.approx(4096 if zero else 14.6146, rel=1e-4) and sampler.timesteps[0] == 999
+    if zero:
+        with pytest.raises(ArtifactError, match="terminal SNR of zero"):
+            convert(path, target, tiny_config)
+    else:
+        convert(path, target, tiny_config)
+        assert noise_config(open_nemo(target).model_config)["prediction_type"] == prediction
+
+
+ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkpoint"
+
+
+@pytest.mark.parametrize("state, missing, message", [
+    ({}, "e_model.|conditioner", ONLY_UNET),
+    ({"down_blocks.0.resnets.0.conv1.weight": MARK, "add_embedding.linear_1.weight": MARK}, ".", ONLY_UNET),
+    ({"input_blocks.0.0.weight": MARK, "label_emb.0.0.weight": MARK}, ".", ONLY_UNET),
+    ({}, "first_stage_model", "is no whole SDXL: none of its tensors begins with first_stage_model.;"),
+    ({"lora_unet_input_blocks.lora_up.weight": MARK}, ".", "is no whole SDXL"),
+    ({f"{SGM}input_blocks.0.0.weight": torch.zeros(32, 9, 3, 3)}, " ", "is an inpainting UNet, with 9 input channels"),
+    ({f"{SGM}input_blocks.0.0.weight": MARK, f"{SGM}output_blocks.0": MARK}, ".", "is a Stable Diffusion 1 or 2"),
+    ({f"{SGM}joint_blocks.0.x": MARK}, ".", "is a Stable Diffusion 3 transformer, expected SDXL"),
+    ({"double_blocks.0.x": MARK, "single_blocks.0.x": MARK}, ".", "is a Flux transformer, expected SDXL"),
+    ({"edm_mean": torch.zeros(1, 4, 1, 1)}, " ", "has the mark 'edm_mean'"),
+    ({"edm_vpred.sigma_max": torch.tensor(120.0)}, " ", "has the mark 'edm_vpred.sigma_max'"),
+    ({"ztsnr": MARK}, " ", "has the mark 'ztsnr'"),
+    ({"__index_timestep_zero__": MARK}, " ", "1 unknown: __index_timestep_zero__"),
+    ({"betas": torch.linspace(1e-4, 0.02, 1000)}, " ", "the values of betas are not those of SDXL"),
+    ({"alphas_cumprod": torch.ones(7)}, " ", "the values of alphas_cumprod are not"),
+    ({"scale_factor": torch.tensor(0.18215)}, " ", "the values of scale_factor are not"),
+    ({"denoiser.sigmas": torch.linspace(0.002, 80, 1000)}, " ", "not those of denoiser_config"),
+])  # fmt: skip
+def test_files_of_another_kind_are_named_by_what_they_are(written, tiny_config, state, missing, message):
+    assert message in refusal(written(state, missing), tiny_config)
 
 
 def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules, monkeypatch):
@@ -128,9 +191,6 @@ def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules
         assert "sample" in checkpoint.parts()["unet_xl"].contract.inputs
         for name, tensor in tiny_modules["unet"].state_dict().items():
             assert torch.equal(checkpoint.components["unet"][name], tensor)
-
-
-SGM = "model.diffusion_model."
 
 
 @pytest.mark.slow
