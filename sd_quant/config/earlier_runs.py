@@ -36,7 +36,7 @@ BEFORE: dict[str, dict[str, object]] = {
     },
     "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
     "quantize": {
-        **dict.fromkeys(("budget_ms", "times", "parts", "attention", "assignment")),
+        **dict.fromkeys(("parts", "attention", "assignment")),
         **{"include": {}, "weights_alone": {}, "loras": "fused", "weight_observer": "min_max"},
         **{"per_token": False, "rotation": 0, "hessian": 0},
     },
@@ -47,6 +47,7 @@ BEFORE: dict[str, dict[str, object]] = {
     "trt": {"sizes": None},
     "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
 }
+GONE = ("budget_ms", "times")  # knobs of ``quantize`` in earlier versions: a limit of time, null in most runs
 MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the folder of a finished run
 DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
 
@@ -56,6 +57,9 @@ def completed(knobs: dict) -> dict:
     sections = {section: before | (knobs.get(section) or {}) for section, before in BEFORE.items()}
     flags = dict.fromkeys(("compiled_baseline", "memory_of_parts", "overwrite"), False)
     recipe = sections["quantize"]
+    for name in GONE:
+        if recipe.get(name) is None:
+            recipe.pop(name, None)
     if "assignment" not in (knobs.get("quantize") or {}):  # choices were formats of weights alone
         chooses = recipe.get("budget") is not None or recipe.get("fit") is not None
         choices = recipe.get("choices") or []
@@ -98,12 +102,10 @@ def completed_knobs(run: str) -> dict:
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
     knobs = plain_knobs(folder / "config.yaml", completed, "give another run")
     recipe = knobs["quantize"]
-    limits = {name: None for name in ("budget", "budget_ms") if recipe.get(name) is not None}
-    if recipe.get("assignment") is not None or (limits and (folder / ASSIGNMENT).is_file()):
-        recipe |= limits | {
-            "times": None,
-            "assignment": str(folder / ASSIGNMENT),
-        }  # what was chosen is not measured again
+    limited = any(recipe.get(name) is not None for name in ("budget", *GONE))
+    if recipe.get("assignment") is not None or (limited and (folder / ASSIGNMENT).is_file()):
+        recipe = {name: value for name, value in recipe.items() if name not in GONE}
+        knobs["quantize"] = recipe | {"budget": None, "assignment": str(folder / ASSIGNMENT)}  # not measured again
     if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
         whole = {name: BEFORE["infer"][name] for name in ("num_prompts", "prompts_seed", "prompts_category")}
         knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole

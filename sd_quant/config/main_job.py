@@ -19,7 +19,6 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.gpus import GPUS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used, unheeded_knobs
 from sd_quant.trackers import TRACKERS
 
@@ -157,9 +156,6 @@ class QuantizeJob(RecipeJob):
         else:
             expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
             existing("calibration", self.quantize.calibration, expected)
-        if (times := self.quantize.times_file) is not None:
-            given = f"measured, a GPU of {', '.join(GPUS)}, or an existing file of times"
-            existing("quantize.times", times, given)
         self.infer.check_files()
         self.judge.check_files()
         self.metrics.check_files()
@@ -221,10 +217,6 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         branch = f"infer.engine={engine} computes no low-rank branch"
         check_unused(quantize, "quantize.", [("fit", None, codes), ("rank", 0, branch), ("loras", FUSED, branch)])
     if runtime.file == "plan":
-        expected = (
-            f"a GPU of {', '.join(GPUS)}, or a file of times, because infer.engine={engine} is built for each layer"
-        )
-        check(not quantize.measures_times, "quantize.times", quantize.times, expected)
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
 

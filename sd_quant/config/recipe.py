@@ -12,11 +12,10 @@ import yaml
 
 from sd_quant.config.assignment_file import FP16, labels_in
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import MORE_THAN_0, SEED, Called, Limit, at_least, check, check_unused, one_of, read
+from sd_quant.knobs import SEED, Called, Limit, at_least, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.gpus import GPUS
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, Pair, Recipe, formats_used
 
@@ -28,7 +27,6 @@ def presets() -> dict[str, Path]:
 
 GIVEN = re.compile(r"\$\{given:\$\{\w+\},([\w-]+)\}")  # a preset's value that the command line may replace
 ALPHA_OF = re.compile(r"\$\{alpha_of:.*[,:](auto|[\d.]+)\}+")  # its alpha, the last of the arguments
-MEASURED = "measured"  # times of layers on this machine
 MOST_LAYERS = 1000  # above the most that a family's denoiser has, SDXL's 760
 STATIC = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.static_scale])
 BY_FAMILY = Limit(
@@ -190,16 +188,6 @@ class Quantize(Recipe):
         ),
         "memory that the whole pipeline has to fit in: all parts get bits where images change most; null: no limit",
     ]
-    budget_ms: Annotated[
-        float | None,
-        MORE_THAN_0,
-        "milliseconds of one call's layers that may be quantized; they get more bits where that changes images most",
-    ]
-    times: Annotated[
-        str | None,
-        "times of layers for budget_ms: measured here, a file that a run has measured (times.csv), or those predicted "
-        f"for a GPU, of {', '.join(GPUS)}; null: measured",
-    ]
     resident: Annotated[
         str,
         one_of(["all", "one"]),
@@ -229,18 +217,8 @@ class Quantize(Recipe):
 
     @property
     def chooses_bits(self) -> bool:
-        """Whether a limit of bytes or of time decides which format each layer gets."""
-        return any(limit is not None for limit in (self.budget, self.budget_ms, self.fit))
-
-    @property
-    def measures_times(self) -> bool:
-        """Whether times of layers are measured on this machine."""
-        return self.budget_ms is not None and self.times in (None, MEASURED)
-
-    @property
-    def times_file(self) -> str | None:
-        """The file with times of layers; None where they are measured or predicted."""
-        return None if self.times in (None, MEASURED, *GPUS) else self.times
+        """Whether a limit of bytes decides which format each layer gets."""
+        return self.budget is not None or self.fit is not None
 
     @property
     def mixes(self) -> bool:
@@ -251,15 +229,13 @@ class Quantize(Recipe):
         """Return the recipes that a layer may have, by preset: this one alone, or those that a limit or a file mixes.
 
         Another preset's is its own, but for the level, the batches of the calibration, and attention, which is this
-        one's. Under a limit of bytes, one that only leaves the inputs alone that this one quantizes is not among them:
+        one's. Under a limit, one that only leaves the inputs alone that this one quantizes is not among them:
         it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be
         read, or that quantizes nothing.
         """
         labels = [self.format]
         if self.chooses_bits:
-            labels += [
-                label for label in self.choices if self.budget_ms is not None or not self.same_weights_alone(label)
-            ]
+            labels += [label for label in self.choices if not self.same_weights_alone(label)]
         if self.assignment is not None:
             first: dict[str, str] = {}
             for name, label in labels_in(self.assignment).items():
@@ -333,19 +309,14 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
     if quantize.quant_level < 4:
         yield "attention", None, f"quant_level={quantize.quant_level:g} leaves attention's products alone, 4 does not"
     if quantize.assignment is not None:
-        for knob, idle in (("keep", 0), ("budget", None), ("budget_ms", None), ("fit", None)):
+        for knob, idle in (("keep", 0), ("budget", None), ("fit", None)):
             yield knob, idle, f"assignment={quantize.assignment} decides for each layer"
     if quantize.budget is not None:
         yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
-        yield "budget_ms", None, f"quantize.budget={quantize.budget} chooses the formats; leave one of them out"
-    if quantize.budget_ms is None:
-        yield "times", None, "there is no quantize.budget_ms, which they are for"
-    else:
-        yield "keep", 0, f"quantize.budget_ms={quantize.budget_ms:g} chooses what stays in fp16"
     if quantize.fit is None:
         yield "resident", "all", "there is no fit, whose memory it is about"
     else:
-        for knob, idle in (("keep", 0), ("budget", None), ("budget_ms", None), ("parts", None)):
+        for knob, idle in (("keep", 0), ("budget", None), ("parts", None)):
             yield knob, idle, f"fit={quantize.fit} chooses the formats of all layers of all parts"
     if quantize.smoothing == "none":
         yield "alpha", None, f"{label} smooths nothing"

@@ -13,14 +13,13 @@ from typing import Any
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
-from sd_quant.quantization.gpus import GPUS
 
-# By a word of a GPU's name, beside those whose times are predicted: https://developer.nvidia.com/cuda-gpus and
-# /cuda/gpus/legacy. "RTX 6000" alone is a name of three generations.
-COMPUTE_CAPABILITY = {name.rpartition("_")[2]: gpu.compute_capability for name, gpu in GPUS.items()} | {
-    "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86, "a16": 86,
-    "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "h20": 90, "gh200": 90, "gb200": 100, "b300": 103,
-    "gb300": 103,
+# By a word of a GPU's name: https://developer.nvidia.com/cuda-gpus and /cuda/gpus/legacy. "RTX 6000" alone is a name of
+# three generations.
+COMPUTE_CAPABILITY = {
+    "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a100": 80, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86,
+    "a16": 86, "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "l40s": 89, "4090": 89, "h20": 90, "h100": 90,
+    "h200": 90, "gh200": 90, "b200": 100, "gb200": 100, "b300": 103, "gb300": 103, "5090": 120,
 }  # fmt: skip
 
 

@@ -18,14 +18,13 @@ from sd_quant.metrics.intervals import Interval, mean_interval
 class Against(Enum):
     """The input that a score compares images with, which decides the arguments and the result of its function.
 
-    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS and SET are given lists
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS is given lists
     with an entry for each image, IMAGES is called for one image at a time, and the others are refused. ``value`` of a
     dictionary is None where there is a ``reason``.
     """
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
     LATENTS = auto()  # (full precision's latents, latents) -> a number or None for each step
-    SET = auto()  # (full precision's images, images) -> {"value": ..., "reason": ..., ...} of the two sets
     PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., "values": of each image, ...}
     REFERENCE = auto()  # (full precision's images, images, *files) -> the same
     PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
@@ -47,7 +46,6 @@ class Score:
     least: float = -math.inf  # its range
     most: float = math.inf
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
-    shown: bool = True  # in the tables for people too
     undefined: str = "not a finite number"  # why it is None for an image or a step
     files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
     optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
@@ -103,8 +101,6 @@ SCORES = {
               columns=("lpips",)),
         Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
               columns=("latent_sqnr_db",), undefined=IDENTICAL),
-        Score("frechet_efficientnet", "Fréchet distance", Against.SET, "sd_quant.metrics.frechet:frechet_efficientnet",
-              "{:.2f}", more_is_better=False, least=0, columns=("frechet_efficientnet",), shown=False),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
               least=0, most=100, files=("clip_weights",), check="sd_quant.metrics.text_image:check_clip_weights",
               weights="a folder with a CLIPModel of transformers and its processor, such as "
@@ -140,5 +136,5 @@ def named_scores() -> list[Score]:
 
 def fidelity_scores() -> list[Score]:
     """The scores against full precision, which are the record's ``fidelity``, in the order of the table."""
-    against = (Against.IMAGES, Against.LATENTS, Against.SET)
+    against = (Against.IMAGES, Against.LATENTS)
     return [score for score in SCORES.values() if score.against in against]

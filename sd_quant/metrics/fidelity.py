@@ -107,11 +107,10 @@ def fidelity(
     images: Images,
     reference_latents: torch.Tensor | list[torch.Tensor],
     latents: torch.Tensor | list[torch.Tensor],
-    sets: bool = False,
 ) -> dict:
     """The record's ``fidelity``: every score against full precision by its key, of the same prompts and seeds.
 
-    ``sets``: whether scores of whole sets are computed too, which need a network. Images have H, W >= 64.
+    Images have H, W >= 64.
     """
     entries = image_scores(reference_images, images)
     for score in fidelity_scores():
@@ -120,8 +119,6 @@ def fidelity(
             broken = not all(torch.isfinite(each).all() for each in (*reference_latents, *latents))
             reason = NOT_FINITE if broken else score.undefined
             entries[score.reason_key] = reason if None in values else None
-        elif score.against is Against.SET and sets:
-            entries[score.key] = score.compute(reference_images, images)
     return entries
 
 

@@ -33,7 +33,7 @@ KEPT = "unquantized"  # the label of layers in high precision
 class Choice:
     """Cost and error of a unit of layers with one of the presets that it may have."""
 
-    cost: float  # bytes, milliseconds, or whatever the limit is of
+    cost: float  # bytes
     squared_error: float  # of the network's output, relative to its norm
 
 

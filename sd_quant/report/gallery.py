@@ -128,4 +128,4 @@ def scores(job: Job, index: int) -> str:
         return "identical"
     texts = {each: DASH if (value := values[each.key]) is None else each.text(value) for each in of_images}
     broken = [words for place, words in degenerate_of(job.record).items() if place == index]
-    return " · ".join([*(f"{each.title} {text}" for each, text in texts.items() if each.shown), *broken])
+    return " · ".join([*(f"{each.title} {text}" for each, text in texts.items()), *broken])

@@ -26,7 +26,7 @@ from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.text import one_line
 
 RECORD = "metrics.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 DONE = "done"
 TORCH = "torch"  # the engine that every other is compared with
 CANDIDATE = "candidate"  # the column of a candidate's name, in place of the knobs in which a sweep's jobs differ
@@ -54,7 +54,7 @@ class ByScore:
     """Stands for the scores against full precision, whose names and types follow from the table of scores."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        types = {Against.IMAGES: ImageScores, Against.LATENTS: list[Finite | None], Against.SET: Explained}
+        types = {Against.IMAGES: ImageScores, Against.LATENTS: list[Finite | None]}
         names: dict[str, Any] = {}
         for score in fidelity_scores():
             names[score.key] = Annotated[types[score.against], Doc(score.title)]

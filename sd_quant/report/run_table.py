@@ -159,13 +159,12 @@ def baselines_of(record: Mapping[str, Any]) -> list[str]:
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     rows = []
     for score in fidelity_scores():
-        if score.shown:
-            value, worst, _ = score_of(record, score)
-            title = f"{score.title}, last step" if score.against is Against.LATENTS else score.title
-            of_images = score.against is Against.IMAGES
-            rows.append([
-                title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
-            ])  # fmt: skip
+        value, worst, _ = score_of(record, score)
+        title = f"{score.title}, last step" if score.against is Against.LATENTS else score.title
+        of_images = score.against is Against.IMAGES
+        rows.append([
+            title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
+        ])  # fmt: skip
     return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
 
 

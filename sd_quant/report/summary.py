@@ -399,10 +399,9 @@ def shown_columns() -> list[Column]:
     """The columns for people; the CSV file has all."""
     columns = []
     for score in fidelity_scores():
-        if score.shown:
-            titles = (score.heading, f"worst {score.heading}")
-            for key, title in zip(score.columns, titles, strict=False):
-                columns.append(Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False))
+        titles = (score.heading, f"worst {score.heading}")
+        for key, title in zip(score.columns, titles, strict=False):
+            columns.append(Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False))
     return [
         *columns,
         Column("denoiser, ms", "denoiser_ms", "{:,.1f}", is_text=False),

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
@@ -16,7 +15,6 @@ from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget, measure_presets
 from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
-from sd_quant.stages.layer_times import Times, time_costs, times_of_job
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.shared import Shared
 
@@ -28,7 +26,7 @@ class Chosen:
     assignment: dict[str, LayerAssignment]
     parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
     sensitivity: Sensitivity | None  # with quantize.keep
-    fitted: Fitted | None  # with quantize.budget or budget_ms
+    fitted: Fitted | None  # with quantize.budget
     pipeline: FittedPipeline | None = None  # with quantize.fit
     given: bool = False  # with assignment: a file has decided
 
@@ -46,16 +44,13 @@ def choose(
     statistics: Statistics,
     directory: Path,
     step: Callable[[str], AbstractContextManager],
-    times: Times | None = None,
     shared: Shared | None = None,
 ) -> Chosen:
     """Choose the assignment, in stages that ``step`` times.
 
     Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
 
-    ``times`` are those of ``quantize.budget_ms``, where they are known already. ``shared`` as for
-    ``measure_sensitivity``. Raises ConfigError for a budget that
-    cannot be met.
+    ``shared`` as for ``measure_sensitivity``. Raises ConfigError for a budget that cannot be met.
     """
     sensitivity = None
     if loaded.recipe.fit is not None:
@@ -68,7 +63,7 @@ def choose(
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):
-        fitted = within_limit(loaded, statistics, directory, times, shared)
+        fitted = within_limit(loaded, statistics, directory, shared)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
         parts = assign_parts(loaded, statistics.parts)
     if loaded.kept:
@@ -78,20 +73,12 @@ def choose(
     return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
 
 
-def within_limit(
-    loaded: Loaded, statistics: Statistics, directory: Path, times: Times | None, shared: Shared | None
-) -> Fitted | None:
-    """The choice within ``quantize.budget`` or ``quantize.budget_ms``; None without such a limit."""
-    recipe = loaded.recipe
-    if recipe.budget_ms is not None:
-        times = times or times_of_job(loaded, directory)
-    elif (limit := bytes_to_share(loaded)) is None:
+def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None) -> Fitted | None:
+    """The choice within ``quantize.budget``; None without one."""
+    limit = bytes_to_share(loaded)
+    if limit is None:
         return None
-    measured = measure_presets(loaded, statistics, shared)
-    if recipe.budget_ms is None:
-        return fit_budget(loaded, statistics, measured, limit, directory)
-    by_time = partial(time_costs, times)
-    return fit_budget(loaded, statistics, measured, recipe.budget_ms, directory, by_time, 0, "ms")
+    return fit_budget(loaded, statistics, measure_presets(loaded, statistics, shared), limit, directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

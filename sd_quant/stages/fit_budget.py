@@ -2,9 +2,6 @@
 
 Each layer alone is measured at the network's output, and all layers of a preset together in images, which gives all
 presets one unit: a layer's squared error is multiplied by what its preset does to images (``chosen_by_images``).
-
-What a choice costs is said by one function of the units, labels and recipes (``byte_costs``), and the limit is of its
-unit: another cost needs another such function and nothing else here.
 """
 
 import logging
@@ -32,9 +29,6 @@ SMALLEST_ERROR = 1e-5  # 100 dB, where there is none
 LEFT = "left in high precision by the choice of presets"
 Units = Sequence[tuple[str, ...]]  # layers that have one label together
 Recipes = Mapping[str, Recipe | None]  # by label; None: high precision
-CostsOf = Callable[
-    [Loaded, Units, Recipes], Sequence[Mapping[str, float]]
-]  # of each unit by label, of those that it may have
 
 
 @dataclass(frozen=True)
@@ -45,16 +39,15 @@ class Fitted:
     labels: dict[str, str]  # of each layer that may be quantized
     solved: Solved
     layers: Mapping[str, Mapping[str, int]]  # by candidate: how many layers have each label
-    limit: float
-    fixed: float  # the cost of what is never quantized
-    unit: str  # of costs
+    limit: int  # bytes of the layers that may be quantized
+    fixed: int  # bytes of what is never quantized
 
     def entry(self) -> dict[str, Any]:
         """The record's entry."""
         taken = self.solved.taken
         found = {name: self.entry_of(name, each) for name, each in self.solved.candidates.items()}
         return {
-            f"limit_{self.unit}": self.fixed + self.limit,
+            "limit_bytes": self.fixed + self.limit,
             **found[taken],
             "taken": taken,
             "rates": dict(self.solved.rates),
@@ -63,16 +56,11 @@ class Fitted:
 
     def entry_of(self, name: str, candidate: Candidate) -> dict[str, Any]:
         return {
-            f"chosen_{self.unit}": self.fixed + candidate.cost,
+            "chosen_bytes": self.fixed + candidate.cost,
             "predicted_error": candidate.predicted,
             "measured_error": candidate.measured,
             "layers": dict(self.layers[name]),
         }
-
-    def told(self, what: str) -> str:
-        """The limit or what is chosen of it: whole bytes, or milliseconds to six digits."""
-        value = self.entry()[f"{what}_{self.unit}"]
-        return f"{value:.0f}" if self.unit == "bytes" else f"{value:.6g}"
 
     def sentence(self) -> str:
         """What was chosen, against what, in words."""
@@ -84,7 +72,7 @@ class Fitted:
             if name != entry["taken"]
         )
         return (
-            f"{self.told('chosen')} of {self.told('limit')} {self.unit}: {found} ({entry['taken']}); "
+            f"{entry['chosen_bytes']} of {entry['limit_bytes']} bytes: {found} ({entry['taken']}); "
             f"images of {PROMPTS} calibration prompts have {decibels(entry['measured_error']):.2f} dB, "
             f"{decibels(entry['predicted_error']):.2f} dB by the sum of layers"
             f"{f'; of the others: {others}' if others else ''}"
@@ -199,24 +187,13 @@ def measure_presets(loaded: Loaded, statistics: Statistics, shared: Shared | Non
     return Measured(errors_of(loaded, statistics, shared, seen), uniform, squared_error_of)
 
 
-def fit_budget(
-    loaded: Loaded,
-    statistics: Statistics,
-    measured: Measured,
-    limit: float,
-    directory: Path,
-    costs_of: CostsOf = byte_costs,
-    fixed: float | None = None,
-    unit: str = "bytes",
-) -> Fitted:
-    """The assignment with which images change least within the ``limit`` for the quantized layers.
+def fit_budget(loaded: Loaded, statistics: Statistics, measured: Measured, limit: int, directory: Path) -> Fitted:
+    """The assignment with which images change least within the ``limit`` in bytes for the quantized layers.
 
-    ``costs_of`` says what each unit of layers costs with each label; ``fixed`` is the cost of what is never quantized
-    (None: its bytes). Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which
-    it got.
+    Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which it got.
     """
     units, recipes = units_of(loaded), recipes_of(loaded)
-    costs, errors = costs_of(loaded, units, recipes), measured.errors
+    costs, errors = byte_costs(loaded, units, recipes), measured.errors
 
     def error_of(assignment: dict[str, LayerAssignment], what: str) -> float:
         return measured.squared_error_of({loaded.denoiser: assignment}, what) ** 0.5
@@ -264,8 +241,7 @@ def fit_budget(
             for name, each in solved.candidates.items()
         },
         limit,
-        fixed_bytes(loaded) if fixed is None else fixed,
-        unit,
+        fixed_bytes(loaded),
     )
     LOG.info("%s", fitted.sentence())
     return fitted

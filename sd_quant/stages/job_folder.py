@@ -46,8 +46,6 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
         inputs["assignment"] = input_path(job.quantize.assignment)
-    if job.quantize.times_file is not None:
-        inputs["times"] = input_path(job.quantize.times_file)
     return inputs | job.infer.inputs()
 
 

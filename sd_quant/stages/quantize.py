@@ -52,7 +52,6 @@ from sd_quant.stages.job_folder import (
     remove_leftovers,
 )
 from sd_quant.stages.latency import compare_latency, latency_of_sweep
-from sd_quant.stages.layer_times import times_of_job
 from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
@@ -187,8 +186,6 @@ def run(
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
         bytes_to_share(loaded)  # refuses a budget before calibration
-        timed = job.quantize.budget_ms is not None  # now, while nothing runs beside it
-        times = times_of_job(loaded, directory) if timed else None
         check_fit(loaded)
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
@@ -204,7 +201,7 @@ def run(
                 loaded.base, loaded.roles, job, calibrated, between_calls=share, part_recipes=loaded.part_recipes
             )
         kept = KeptOutputs(facts, directory, cache)
-        chosen, peaks = choose(loaded, statistics, directory, step, times, kept), statistics.peaks
+        chosen, peaks = choose(loaded, statistics, directory, step, kept), statistics.peaks
         del statistics  # Hessians may take gigabytes
         assignment = chosen.assignment
         assignments = {loaded.denoiser: assignment, **chosen.parts}

@@ -74,7 +74,7 @@ def shared_entries(
     ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
-    scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents), sets=True)
+    scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
     made = {FULL_PRECISION: full.images, QUANTIZED: quantized.images}
     texts = text_scores(metrics, infer, session.checkpoint, prompts, made)
     values = values_against_images(scores) | values_against_prompts(texts)

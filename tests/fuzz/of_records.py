@@ -39,7 +39,6 @@ def a_record(decibels: float, speedup: float) -> dict:
     record["knobs"]["model"]["family"] = "sdxl"
     record["fidelity"] |= {
         "latent_sqnr_db": [decibels, decibels - 5, None], "latent_sqnr_reason": "identical",
-        "frechet_efficientnet": {"value": None, "reason": "too few"},
     }  # fmt: skip
     record["stages"] = {"calibrate": {"seconds": 1.5, "peak_memory_bytes": 5}, "export": {"seconds": 2.0}}
     return record | {

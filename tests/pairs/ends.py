@@ -33,8 +33,6 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.loras": ["fused", "beside"],
     "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
-    "quantize.budget_ms": ["null", "1000.0", "0.0001"],
-    "quantize.times": ["null", "measured", "h100", "b200"],
     "quantize.fit": ["null", "1.052GB"],
     "quantize.resident": ["all", "one"],
     "quantize.choices": ["[int8_weight_only]", "[]", "[int4_w4a4,int8,fp8,mxfp4,mxfp8,nvfp4]"],
@@ -110,7 +108,6 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
 }
 DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a row has one of them at most
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
-    "quantize.budget_ms",
     *("hand_over", "export.dtype"),
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job

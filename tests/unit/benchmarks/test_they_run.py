@@ -34,7 +34,7 @@ IN_THIS_PROCESS = {
     "four_bits": [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
     "four_bits, recipes": [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"],
     "budget": [*TWO_IMAGES, "--bits", "7", "--tables", "inputs"],
-    "mixes": [*TWO_IMAGES, "--presets", "int8", "int8_weight_only", "--parts", "0.3", "--limits", "rtx_5090"],
+    "mixes": [*TWO_IMAGES, "--presets", "int8", "int4_w4a4", "--parts", "0.3"],
     "peers": [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
               "onnxruntime_percentile"],
     "parts": TWO_IMAGES,

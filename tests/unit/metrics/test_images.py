@@ -3,7 +3,6 @@ import pytest
 
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics.fidelity import psnr, ssim
-from sd_quant.metrics.frechet import frechet_efficientnet
 from sd_quant.metrics.lpips import lpips
 
 pytestmark = pytest.mark.commit
@@ -18,10 +17,10 @@ def test_images_that_do_not_match_are_refused(score, other):
         score(GOOD, other)
 
 
-@pytest.mark.parametrize("score", [psnr, ssim, lpips, frechet_efficientnet])
+@pytest.mark.parametrize("score", [psnr, ssim, lpips])
 @pytest.mark.parametrize("bad", [GOOD.astype(np.float32), GOOD.transpose(0, 3, 1, 2), GOOD[..., :1], GOOD[0]])
 def test_what_is_no_batch_of_images_is_refused(score, bad):
-    with pytest.raises(ArtifactError, match=r"expected (the same )?uint8 \[N, H, W, 3\]"):
+    with pytest.raises(ArtifactError, match=r"expected the same uint8 \[N, H, W, 3\]"):
         score(bad, bad)
 
 

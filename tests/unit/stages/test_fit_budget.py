@@ -3,6 +3,7 @@
 import csv
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -153,8 +154,8 @@ def derived(monkeypatch) -> list[tuple]:
     return found
 
 
-def fitted_by(given: SimpleNamespace, limit: float, *rest, **options) -> stage.Fitted:
-    return stage.fit_budget(given, None, stage.measure_presets(given, None), limit, *rest, **options)
+def fitted_by(given: SimpleNamespace, limit: int, folder: Path) -> stage.Fitted:
+    return stage.fit_budget(given, None, stage.measure_presets(given, None), limit, folder)
 
 
 def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
@@ -195,19 +196,6 @@ def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(de
     assert found["taken"] == min(found["candidates"], key=lambda name: found["candidates"][name]["measured_error"])
     assert found["measured_error"] == found["candidates"][found["taken"]]["measured_error"]
     assert caplog.messages[-1] == fitted.sentence() and f"({found['taken']})" in caplog.messages[-1]
-
-
-def test_other_costs_than_bytes_need_another_function_alone(derived, tmp_path):
-    given = loaded(budget=0.9)
-    wanted = {
-        ("conv",): {INT4: 3, INT8: 1, "unquantized": 9}, ("q", "k"): {INT8: 1, "unquantized": 5},
-        ("out",): {INT4: 2, "unquantized": 9},
-    }  # fmt: skip
-    costs_of = lambda _, units, recipes: [wanted[unit] for unit in units]  # noqa: E731
-    fitted = fitted_by(given, 5, tmp_path, costs_of, fixed=100, unit="ns")
-    found = fitted.entry()
-    assert found["limit_ns"] == 105 and found["chosen_ns"] == 104 and "limit_bytes" not in found
-    assert fitted.labels == {"conv": INT8, "q": INT8, "k": INT8, "out": INT4}
 
 
 # A tiny network
