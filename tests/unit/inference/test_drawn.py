@@ -97,7 +97,7 @@ def compare(family: str, scheduler: str, sound: Path, root: Path) -> None:
     for attempt in count():
         of, folder = random.Random(f"{family} {scheduler} {attempt}"), root / str(attempt)
         sampling = Sampling(
-            of.randint(2, 5), of.choice([1.0, 3.0, 7.5]), 64, of.choice([64, 128]), of.choice([1, 2, 3]), seed=attempt,
+            of.randint(2, 5), of.choice([1.0, 3.0, 7.5]), 64, of.choice([64, 128]), of.choice([2, 3]), seed=attempt,
             negative_prompts=of.choice([None, ["rain"]]) if family != "flux" else None,
         )  # fmt: skip
         try:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd_quant.engines.base import Engine
-from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling, by_image
@@ -156,22 +155,6 @@ def test_the_size_of_a_batch_changes_nothing(observe, case):
     assert Counter(calls)["vae"] == 2, "once for each batch"
 
 
-@pytest.mark.slow
-def test_all_texts_are_encoded_first_and_all_images_decoded_last_with_one_engine_open_at_a_time(observe):
-    checkpoint = observe("PixArtSigmaPipeline")
-    engines, calls, opened = load_model(checkpoint).torch_engines(), [], []
-
-    def open_engine(name: str) -> Engine:
-        opened.append(name)
-        return Counted(engines[name], name, calls)
-
-    variant = Variant(Pool(open_engine, most=1), {name: name for name in engines})
-    made = pipeline_of(checkpoint, variant)(PROMPTS, sampling("PixArtSigmaPipeline"))
-    assert opened == ["text_encoder", "transformer", "vae"]
-    assert list(dict.fromkeys(calls)) == opened and calls == sorted(calls), "in three phases"
-    assert len(made.images) == 3
-
-
 def test_images_that_nobody_wants_are_not_decoded(observe):
     pipeline, calls = counted(observe("PixArtSigmaPipeline"))
     whole = pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
@@ -214,17 +197,6 @@ def test_negative_prompts_reach_the_pipeline(observe):
     assert (steered.latents[0][-1] - latents[-1]).norm() <= 1e-5 * latents[-1].norm()
 
 
-@pytest.mark.slow
-def test_images_of_several_sizes_are_in_the_order_of_their_prompts(observe):
-    case = "PixArtSigmaPipeline"
-    pipeline, _ = counted(observe(case))
-    settings = sampling(case, sizes=[(64, 48), (48, 64)], batch_size=2)
-    made = pipeline(PROMPTS, settings)
-    assert [image.shape[:2] for image in made.images] == [(48, 64), (64, 48), (48, 64)]
-    alone = pipeline(PROMPTS, settings, numbers=[1])
-    assert np.abs(made.images[1].astype(int) - alone.images[0]).max() <= 1
-
-
 def test_calls_of_a_schedule_are_saved(observe):
     """Along the first output, by the distance of the noise levels, and with as many calls as letters c."""
     checkpoint = observe("AuraFlowPipeline")
@@ -241,46 +213,6 @@ def test_calls_of_a_schedule_are_saved(observe):
     torch.testing.assert_close((saved[2] - saved[1]) / (levels[3] - levels[2]), ahead, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(saved[2], whole[2], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(pipeline(PROMPTS[:1], settings, decode=()).latents[0], whole)
-
-
-def test_steps_and_batches_are_told(observe):
-    pipeline, calls = counted(observe("PixArtSigmaPipeline"))
-    told: list = []
-    pipeline(
-        PROMPTS, sampling("PixArtSigmaPipeline", batch_size=2), decode=(),
-        on_batch=lambda numbers: told.append(list(numbers)), on_step=told.append,
-    )  # fmt: skip
-    assert told == [[0, 1], 0, 1, [2], 0, 1]
-
-
-def broken_at(call: int, value: float) -> Callable[[Tensor], Tensor]:
-    """Makes one number of the second sample, where there is one, of the output of this call something else."""
-    count = 0
-
-    def change(x: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == call:
-            x = x.clone()
-            x[-1].flatten()[0] = value
-        return x
-
-    return change
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_latent_that_is_not_finite_is_refused_with_its_prompt_and_step(observe, value):
-    pipeline, _ = counted(observe("PixArtSigmaPipeline"), transformer=broken_at(4, value))
-    with pytest.raises(SdQuantError) as caught:
-        pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
-    sentence = str(caught.value)
-    assert sentence.startswith("transformer in torch gave a latent that is not finite for prompt 1 at step 1; ")
-
-
-def test_an_image_that_is_not_finite_is_refused_with_its_prompt(observe):
-    pipeline, _ = counted(observe("PixArtSigmaPipeline"), vae=broken_at(2, float("nan")))
-    with pytest.raises(SdQuantError, match="vae in torch gave an image that is not finite for prompt 1, of latents"):
-        pipeline(PROMPTS[:2], sampling("PixArtSigmaPipeline"))
 
 
 def test_another_call_than_was_observed_is_refused(observe):
