@@ -203,7 +203,7 @@ def test_the_pictures_are_twins_that_differ(run, main_job, record):
 
 
 def test_the_record_is_complete_and_follows_its_schema(record, main_job, checkpoint):
-    assert (record["schema_version"], record["status"]) == (2, "done")
+    assert (record["schema_version"], record["status"]) == (3, "done")
     assert record["prompts"] == PROMPTS
     assert (record["knobs"]["quant_level"], record["knobs"]["alpha"], record["knobs"]["seed"]) == (3.0, 0.8, 42)
     assert record["layers"] == {"quantized": sum(ROLES.values()), "high_precision": EXCLUDED}

@@ -59,7 +59,7 @@ READERS = {  # the reader of a file, by its name in a folder
     **{f"noise{kind}": lambda path: read_latents(path, {1}, 8, 8) for kind in (".pt", ".NPY", ".safetensors")},
     "prompts.txt": lambda path: read_prompts(path), "prompts.json": lambda path: read_prompts(path),
     "config.yaml": lambda path: read_regular(path), "vocab.txt": lambda path: bert_tokenizer(path),
-    "merges.txt": lambda path: read_tokenizer(path.parent, CLIPTokenizer),
+    "merges.txt": lambda path: read_tokenizer(path.parent, CLIPTokenizer, 77),
     "pytorch_model.bin": lambda path: open_clip_folder(path.parent), "inception.pth": lambda path: served(path),
 }  # fmt: skip
 

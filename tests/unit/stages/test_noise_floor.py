@@ -54,7 +54,7 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
 
     def spied(pipeline, prompts, sampling, description, by_batch):
         made = generate(pipeline, prompts, sampling, description, by_batch)
-        engine = pipeline.engines["unet"]
+        engine = pipeline.parts["unet"].engines["unet"]
         seen.setdefault(description.rpartition(" ")[2], []).append(
             (sampling.batch_size, torch.get_num_threads(), next(engine.module.parameters()).dtype, sampling.seed)
         )
