@@ -137,6 +137,8 @@ def test_codes_that_were_chosen_stay_with_scales_of_another_range():
     assert torch.equal(value.rounded[1], value.rounded[1].to(torch.float8_e4m3fn).float())
     before, after = (relative_error(weight, nvfp4.dequantize(*each)) for each in (chosen[ranges[0]], value.rounded))
     assert before < after < 1.15 * before
+    ratio = value.rounded[1] * value.rounded[2] / (chosen[ranges[2]][1] * chosen[ranges[2]][2])
+    assert 0 < (ratio - 1).abs().max() <= 1 / 16
 
 
 @pytest.mark.parametrize(
