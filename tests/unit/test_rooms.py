@@ -220,7 +220,7 @@ def test_a_foreign_format_is_named_in_its_own_file():
 
 # Lines that each may have, lists of deliberate faults and corpora included. Lowered when one gets lighter; raised only
 # with a sentence that says what the lines are worth.
-BUDGETS = {"sd_quant": 52_000, "tests": 55_420, "benchmarks": 5_950}
+BUDGETS = {"sd_quant": 51_800, "tests": 55_420, "benchmarks": 5_950}
 TEXTS = {".py", ".diff", ".json"}
 
 
