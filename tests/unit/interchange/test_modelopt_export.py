@@ -337,10 +337,16 @@ def test_what_neither_list_nor_config_says_is_refused_before_anything_is_written
 
 
 @slow
-def test_joint_layers_have_equal_scales(written):
-    """Else servers round the codes again, but where each row has a scale."""
+def test_all_scales_multiply_and_are_equal_in_joint_layers(written):
+    """TensorRT-LLM and bfl invert input_scale themselves; servers round codes again of unequal scales, but of rows."""
     _, layers, folder = written
     tensors, _ = stored(folder)
+    for name, row in layers.items():
+        largest = 448 if row.format == "fp8" else 6 * 448
+        scale = tensors.get(f"{name}.weight_scale_2", tensors[f"{name}.weight_scale"])
+        torch.testing.assert_close(scale.reshape(-1), row.weight_amax / largest, rtol=1e-3, atol=0)
+        inputs = None if row.per_token else tensors[f"{name}.input_scale"].item()
+        assert inputs is None or inputs == pytest.approx(row.activation_amax / largest, rel=1e-3)
     for parts in named(list(layers), IN_VLLM).values():
         for end in ("weight_scale", "weight_scale_2", "input_scale"):
             scales = [tensors[f"{part}.{end}"] for part in parts if f"{part}.{end}" in tensors]
@@ -349,7 +355,6 @@ def test_joint_layers_have_equal_scales(written):
 
 
 # Holding
-
 
 ROW = LayerAssignment("", "qkv", (16, 32), "nvfp4", "nvfp4", weight_amax=torch.tensor([1.0]), activation_amax=2.0)
 IN_FP8 = {"format": "fp8", "activation_format": "fp8"}
