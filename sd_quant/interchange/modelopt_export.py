@@ -247,12 +247,12 @@ def with_codes(
         weight = nvfp4_weight(stored, shape, scale, double, dtype)
         return QuantizedLayer(NVFP4, f"1 for {BLOCK} numbers", size, weight, inputs)
     row = (shape[0], *(1 for _ in shape[1:]))
-    codes = stored.checked("weight", [shape], CODES)
+    stored.checked("weight", [shape], CODES)
     of_rows = prod(stored.checked(scale, [(), (1,), row, (shape[0],)], FLOAT_SCALES).shape) > 1
 
     def read() -> Tensor:  # FP8QTensor and INT8QTensor
         factor = stored.finite(scale).to(dtype)
-        return codes.read().to(dtype) * factor.reshape(row if of_rows else ())
+        return stored.finite("weight").to(dtype) * factor.reshape(row if of_rows else ())
 
     scales = "1 for a row" if of_rows else "1 for all"
     return QuantizedLayer(kind, scales, size, LazyTensor(shape, dtype, read), inputs)

@@ -490,13 +490,13 @@ LAYOUT = "checkpoint_weight_scale_layout"
 ORDER = "its {} is {}, expected {} as in what ModelOpt exports; give the folder"
 
 
-def damages(end: str):
-    """What becomes of a tensor, None if it is missing, and the words of the refusal."""
+def damages(end: str, kind: torch.dtype):
+    """What becomes of a tensor of this ``kind``, None if it is missing, and the words of the refusal."""
     missing = {"input_scale": "has no input_scale, which (FP8|NVFP4) requires", "weight_scale_2": "with other scales"}
     yield lambda tensor: None, missing.get(end, f"no '{end}' beside")
     yield lambda tensor: tensor.expand(2, *tensor.shape), rf"{end}' is \[2.*\] in .*, expected \["
     yield lambda tensor: tensor.to(torch.float64), f"{end}' is .* in float64, expected"
-    if end != "weight":
+    if kind.is_floating_point:
         yield lambda tensor: (tensor.float() * torch.nan).to(tensor.dtype), f"{end}' holds NaN or infinite numbers"
     if end == "input_scale":
         yield torch.zeros_like, "expected a number above 0"
@@ -508,7 +508,7 @@ def test_damaged_tensors_are_refused(written):
     name, row = next(iter(layers.items()))
     found = layer_tensors(stored(folder)[0], name)
     for end in found:
-        for change, words in damages(end):
+        for change, words in damages(end, found[end].dtype):
             tensors = {each: change(tensor) if each == end else tensor for each, tensor in found.items()}
             own = {each: lazy(tensor) for each, tensor in tensors.items() if tensor is not None}
             with pytest.raises(ArtifactError, match=words):
