@@ -4,7 +4,7 @@
 
 The archive is converted to a folder, ``StableDiffusionXLPipeline.from_pretrained`` loads it, networks, tokenizers and
 all, and makes an image in fp32; then ours makes it from the archive with the torch engines. diffusers is given NeMo's
-sampler, the three zeros behind the text that NeMo pads with, and the same noise: what is compared is how weights, text,
+sampler, the three zeros behind the text that NeMo pads with, and the same seed: what is compared is how weights, text,
 sizes and guidance become an image. The networks run the same code, so what differs is rounding.
 """
 
@@ -31,17 +31,17 @@ from sd_quant.places import input_path
 PROMPT = "a glossy icon of a lighthouse"
 
 
-def ours(checkpoint: Path, sampling: Sampling) -> tuple[Generated, torch.Tensor]:
+def ours(checkpoint: Path, sampling: Sampling) -> Generated:
     opened = open_nemo(checkpoint)
     pool = Pool(lambda part: load_part(opened, part), most=1)
     pipeline = pipeline_of(opened, Variant(pool, {part: part for part in opened.parts()}))
     generated = pipeline([PROMPT], sampling)
     pool.close()
-    return generated, pipeline.noise([0], sampling)
+    return generated
 
 
 @torch.no_grad()
-def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def diffusers_own(folder: Path, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents [steps, 4, h, w] and the image [H, W, 3], 0..1."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.scheduler = scheduler()
@@ -62,7 +62,7 @@ def diffusers_own(folder: Path, sampling: Sampling, noise: torch.Tensor) -> tupl
         guidance_scale=sampling.guidance_scale,
         height=sampling.height,
         width=sampling.width,
-        latents=noise,
+        generator=torch.Generator().manual_seed(sampling.seed),
         callback_on_step_end=remember,
         output_type="np",
     ).images[0]
@@ -77,12 +77,12 @@ def main() -> None:
     parser.add_argument("--work", type=input_path, help="where the folder, as large as the checkpoint, is for a while")
     options = parser.parse_args()
     sampling = Sampling(options.steps, 5.0, options.size, options.size, 1, 42)
-    generated, noise = ours(options.checkpoint, sampling)
+    generated = ours(options.checkpoint, sampling)
     gc.collect()
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         folder = Path(work) / "folder"
         convert(options.checkpoint, folder)
-        latents, image = diffusers_own(folder, sampling, noise)
+        latents, image = diffusers_own(folder, sampling)
     found = {
         "latents": [relative_error(theirs, mine) for theirs, mine in zip(latents, generated.latents[0], strict=True)],
         "picture_worst_of_255": (torch.from_numpy(generated.images[0]) - (255 * image).round()).abs().max().item(),
