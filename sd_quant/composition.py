@@ -159,7 +159,7 @@ def readable(argument: str, multirun: bool) -> str:
 
 
 def is_read(argument: str) -> bool:
-    """Whether Hydra's grammar has the argument, and OmegaConf's its value."""
+    """Whether Hydra can parse the argument, and OmegaConf its value."""
     try:
         override = OverridesParser.create().parse_override(argument)
         OmegaConf.create({} if override.is_sweep_override() else {"value": override.value()})

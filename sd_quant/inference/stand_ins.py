@@ -111,5 +111,5 @@ def bound(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 
 def has_generator(value: Any) -> bool:
-    """Whether an argument draws numbers, which a decoder is offered and none that decodes a given latent does."""
+    """Whether an argument holds a torch.Generator: a decoder accepts one, and decodes given latents without it."""
     return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))
