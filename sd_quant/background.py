@@ -3,7 +3,6 @@
 The road not taken is a process: its imports and the transfer of its input take longer than the work of a small model.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Result = TypeVar("Result")
-NAMED = "whose "  # prefix of the names of threads whose messages say whose they are
 
 
 class NoLongerWanted(Exception):
@@ -19,11 +17,10 @@ class NoLongerWanted(Exception):
 
 
 @contextmanager
-def beside(work: Callable[[Callable[[], None]], Result], whose: str = "") -> Iterator[Future[Result]]:
+def beside(work: Callable[[Callable[[], None]], Result]) -> Iterator[Future[Result]]:
     """Run ``work`` while the block runs, and yield its future; the block ends when both have.
 
-    ``work`` gets a function to call now and then, which raises NoLongerWanted when the block has failed. ``whose`` is
-    the name of the work in its log messages, where those of other work stand among them.
+    ``work`` gets a function to call now and then, which raises NoLongerWanted when the block has failed.
     """
     failed = threading.Event()
 
@@ -31,7 +28,7 @@ def beside(work: Callable[[Callable[[], None]], Result], whose: str = "") -> Ite
         if failed.is_set():
             raise NoLongerWanted
 
-    with ThreadPoolExecutor(1, thread_name_prefix=f"{NAMED}{whose}:" if whose else "") as pool:
+    with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work, check)
         try:
             yield future
@@ -45,18 +42,3 @@ def done(result: Result) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(result)
     return future
-
-
-def naming_threads(make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
-    """``make``, a factory of log records, with the name of the work in front of what its thread says."""
-
-    def made(*args, **kwargs) -> logging.LogRecord:
-        record, (name, separator, _) = make(*args, **kwargs), threading.current_thread().name.rpartition(":")
-        if separator and name.startswith(NAMED):
-            record.msg, record.args = f"{name.removeprefix(NAMED)}: {record.getMessage()}", ()
-        return record
-
-    return made
-
-
-logging.setLogRecordFactory(naming_threads(logging.getLogRecordFactory()))  # Hydra replaces handlers and their filters

@@ -3,19 +3,14 @@
 import logging
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
-from sd_quant.cli import Command, importing, record_failure
+from sd_quant.cli import Command, importing
 from sd_quant.config import QuantizeJob, check_heeded
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import check_no_other_run, done_before
-from sd_quant.stages.relay import Relay
 from sd_quant.stages.trace_ahead import tracer_for
 
 LOG = logging.getLogger(__name__)
-RELAY = Relay(record_failure)
 
 
 def task(job: QuantizeJob, directory: Path) -> float | None:
@@ -32,17 +27,7 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
         with importing():
             from sd_quant.stages.quantize import quantize
 
-        return quantize(job, directory, tracer, RELAY if goes_on_beside(job) else None)
-
-
-def goes_on_beside(job: QuantizeJob) -> bool:
-    """Whether the next job may begin while this one's plans are built, and before this one is timed.
-
-    So it is in a sweep of this process: a launcher's jobs may have run where nothing is timed afterwards, and a search
-    proposes a job by the results of those before it.
-    """
-    hydra = HydraConfig.get()
-    return hydra.mode == RunMode.MULTIRUN and hydra.runtime.choices["hydra/launcher"] == "basic" and job.search is None
+        return quantize(job, directory, tracer)
 
 
 def check_before_run(job: QuantizeJob, directory: Path, given: list[str]) -> None:
@@ -69,13 +54,11 @@ def compare_together(directory: Path) -> None:
     """Time the engines of a sweep's jobs together and judge its third-party checkpoints, after the last job."""
     with importing():
         from sd_quant.stages.judge import judge_sweep
-        from sd_quant.stages.time_sweep import fill_in_records, time_sweep
+        from sd_quant.stages.time_sweep import time_sweep
 
-    RELAY.finish()
     untimed = None
     try:
         time_sweep(directory)
-        fill_in_records(directory)
     except SdQuantError as error:  # the judgement does not depend on it
         untimed = error
     judge_sweep(directory)

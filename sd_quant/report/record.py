@@ -90,7 +90,6 @@ class Latency(TypedDict, total=False):
     clock: Annotated[str, Doc("the processor's clock, or events of a GPU")]
     samples_ms: Annotated[list[Finite], Doc("each round's call, or the mean of as many as an image makes, in order")]
     composed: Annotated[str, Doc("how the latency was added up, where it was not measured as a whole")]
-    of_job: Annotated[str, Doc("the job of the sweep that has measured it, where this one has not")]
     rest: Annotated[
         Finite, Doc("of an image: time beside its denoiser, as a share of the calls of the unquantized one")
     ]

@@ -40,7 +40,6 @@ from sd_quant.places import output_path
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.stages.closing import in_sweep
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.job_folder import kept_model
 from sd_quant.stages.load import Loaded
@@ -136,7 +135,7 @@ def plans_beside(
 
     Before: a builder that times kernels on the GPU, an engine of the block that loads plans, a single thread, or
     memory that does not hold both; ``memory`` is how many bytes the block takes. The block gets the future of the
-    reports. In a sweep messages of the build begin with the name of the job.
+    reports.
     """
 
     def build(check: Callable[[], None] = lambda: None) -> dict[str, PlanReport]:
@@ -154,7 +153,7 @@ def plans_beside(
     ):
         yield done(build())
         return
-    with beside(build, directory.name if in_sweep(directory) else "") as plans:
+    with beside(build) as plans:
         yield plans
 
 

@@ -11,7 +11,6 @@ A job of a sweep whose unquantized engines another job has timed takes their lat
 nothing: the sweep times all engines together when the jobs have ended, and fills in what the job lacks.
 """
 
-import copy
 import logging
 import math
 import statistics
@@ -47,14 +46,13 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
-from sd_quant.report.timing import Timed, in_image
+from sd_quant.report.timing import in_image
 from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 LOG = logging.getLogger(__name__)
-TIMED_LATER = "timed together with the other jobs' engines when all jobs have ended"
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
@@ -175,39 +173,6 @@ def compare_latency(
     speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"], rest)["speedup"]
     compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
-
-
-def latency_of_sweep(
-    of_job: str, known: Mapping[str, dict], denoiser: str, infer: Infer, simulated: str | None
-) -> dict:
-    """The record's ``latency`` with what no recipe changes from ``known``, that of the job ``of_job``.
-
-    The quantized denoiser, the only quantized part, is not timed here: see ``filled_in``.
-    """
-    latency = copy.deepcopy(dict(known))
-    reason = TIMED_LATER if simulated is None else f"simulated: {simulated}"
-    for name, runtime in latency.items():
-        for part, by_samples in runtime.items():
-            for samples, entry in by_samples.items():
-                by_samples[samples] = {FULL_PRECISION: entry[FULL_PRECISION] | {"of_job": of_job}}
-                if name == infer.engine:
-                    why = reason if part in (denoiser, IMAGE) else NOT_QUANTIZED["reason"]
-                    by_samples[samples][QUANTIZED] = {"p50_ms": None, "reason": why}
-    return latency
-
-
-def filled_in(known: Mapping[str, dict], engine: str, denoiser: str, timed: Timed, made: Conditions) -> dict:
-    """A record's ``latency`` with the quantized denoiser's rounds of its sweep, whose conditions are ``made``."""
-    latency = copy.deepcopy(dict(known))
-    (call,), (image,) = latency[engine][denoiser].values(), latency[engine][IMAGE].values()
-    full = call[FULL_PRECISION]
-    for name, samples in ((FULL_PRECISION, timed.full_precision), (QUANTIZED, timed.quantized)):
-        call[name] = judged(statistics_of(list(samples), full["warmup"], full["clock"]))
-    call |= speedup_entry(timed.denoiser_speedup()) | {"rounds": made}
-    if (speedup := timed.image_speedup()) is not None:
-        image[QUANTIZED] = {"p50_ms": image[FULL_PRECISION]["p50_ms"] / speedup.value, "composed": COMPOSED}
-        image |= speedup_entry(speedup)
-    return latency
 
 
 def half_call(checkpoint: Checkpoint, variant: Mapping[str, Engine], sampling: Sampling, infer: Infer) -> float:

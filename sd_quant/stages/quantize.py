@@ -4,9 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +18,9 @@ from sd_quant.devices import sharing, threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json, write_text
-from sd_quant.inference.memory import memory_of_plan
 from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
-from sd_quant.process import available_memory_bytes
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.report.record import Record, weights_sha256, write_record
 from sd_quant.report.summary import LOCK, PROVENANCE
@@ -51,19 +47,17 @@ from sd_quant.stages.job_folder import (
     kept_knobs,
     remove_leftovers,
 )
-from sd_quant.stages.latency import compare_latency, latency_of_sweep
+from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
-from sd_quant.stages.relay import Relay, Waiting
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.session import Session, cache_of, write_observed
-from sd_quant.stages.sweep_engines import latency_of_another
 from sd_quant.stages.trace_ahead import Tracer
-from sd_quant.stages.variants import FRAMEWORK, Variants, variants_of
+from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
 
@@ -71,21 +65,16 @@ LOG = logging.getLogger(__name__)
 TRACKED = "outputs/trackers"
 
 
-def quantize(job: QuantizeJob, directory: Path, tracer: Tracer, relay: Relay | None = None) -> float | None:
+def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
     ``tracer`` traces graphs meanwhile. If this very job is done already, the directory stays as it is. Files of an
-    interrupted attempt are removed. Of two processes with one directory the second waits for the first. With a
-    ``relay`` nothing is timed again that another job has timed, and the job may be left to it while its plans are
-    built; None is returned then.
+    interrupted attempt are removed. Of two processes with one directory the second waits for the first.
     """
-    if relay is not None:
-        relay.start(job.model)
     check_runtimes(job)
     check_own(directory)
     attempted = (directory / LOCK).exists()
-    with ExitStack() as held:
-        held.enter_context(locked(directory / LOCK, f"waiting for another process, which works in {directory}"))
+    with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = facts_of(job, directory)
         wanted = fingerprint_of(job, facts)
         record = finished(directory, wanted)
@@ -97,20 +86,11 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer, relay: Relay | N
         if attempted:
             remove_leftovers(directory)
         try:
-            plans, written = run(job, directory, facts, wanted, tracer, relay)
+            record = run(job, directory, facts, wanted, tracer)
         except Exception:
             check_still_there(directory)  # else that is why
             raise
-        lock = held.pop_all()
-
-    def end() -> float | None:
-        with lock:
-            return closing_words(written(), directory)
-
-    if plans is None or relay is None:
-        return end()
-    relay.waiting = Waiting(directory, plans, end)
-    return None
+        return closing_words(record, directory)
 
 
 def check_runtimes(job: QuantizeJob) -> None:
@@ -159,14 +139,8 @@ def why_not_measured(job: QuantizeJob, step: StageTimer, directory: Path) -> str
     return None if step.resets else "/proc/self/clear_refs cannot be written"
 
 
-def run(
-    job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer, relay: Relay | None = None
-) -> tuple[Future | None, Callable[[], Record]]:
-    """Take all steps in their order.
-
-    Returns the plans that are still being built, which happens only with a ``relay``, and a function that waits for
-    them, writes the record and returns it.
-    """
+def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer) -> Record:
+    """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), cache_of(job.cache)
     prompts, sha256, calibrated = job.infer.prompt_list(), weights_sha256(facts), calibrated_sha256(job, facts)
@@ -195,7 +169,7 @@ def run(
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
     trace_meanwhile(tracer, job.model, loaded.checkpoint, sha256, cache)
-    with sharing(lambda: tracer.busy() or relay is not None and relay.busy()) as share:
+    with sharing(tracer.busy) as share:
         with step("calibrate"):
             statistics = statistics_of(
                 loaded.base, loaded.roles, job, calibrated, between_calls=share, part_recipes=loaded.part_recipes
@@ -208,8 +182,7 @@ def run(
         rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported
         for name in rows:
             check_free(directory / HAND_OVER / name)
-        lasting = None if relay is None else relay.engines
-        variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline, lasting)
+        variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline)
         with step("images"):
             share()
             framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
@@ -218,12 +191,7 @@ def run(
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignments, directory), cache)
     tracer.end()
-    if relay is not None:
-        relay.settle()
-    with ExitStack() as building:
-        plans = building.enter_context(
-            plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes)
-        )
+    with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
         with step("images"), sharing(lambda: not plans.done()):
             infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
             comparison = compare_images(loaded.checkpoint, framework, variants, prompts, infer, kept)
@@ -236,24 +204,14 @@ def run(
         with step("parity"), sharing(lambda: not plans.done()):
             executed = executed_layers(variants)
             parity = verify(variants, comparison)
-        timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
-        recipe_alone = variants.together and not (chosen.parts or infer.pulls_levers or job.compiled_baseline)
-        known = None
-        if relay is not None and timed_later and recipe_alone:
-            known = latency_of_another(job, facts, directory, loaded.denoiser)
-        waits = known is not None and not plans.done() and room_for_next(variants)
-        if not waits:
-            plans.result()
-        rest = building.pop_all()
-    if known is not None:
-        latency = latency_of_sweep(*known, loaded.denoiser, infer, variants.simulated)
-    else:
-        timing = replace(job.timing, budget_s=0) if timed_later else job.timing
-        with step("latency"):  # with nothing beside it
-            latency = compare_latency(
-                loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
-                chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
-            )  # fmt: skip
+        reports = plans.result()
+    timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
+    timing = replace(job.timing, budget_s=0) if timed_later else job.timing
+    with step("latency"):  # with nothing beside it
+        latency = compare_latency(
+            loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
+            chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
+        )  # fmt: skip
     with step("levers") if infer.pulls_levers else nullcontext():
         levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
     memory: dict = {"reason": why_not_measured(job, step, directory)}
@@ -261,27 +219,13 @@ def run(
         with step("memory"):
             memory = memory_of_parts(variants, job.infer, step.restart_peak)
     variants.pool.close()
-
-    def written() -> Record:
-        with rest:
-            reports = plans.result()
-        results = Results(
-            loaded, chosen, peaks, reports, comparison, simulated, latency, parity, executed, handed_over, memory,
-            levers, floor,
-        )  # fmt: skip
-        check_still_there(directory)
-        record = record_of(job, fingerprint, facts, results, step, directory)
-        write_json(directory / PROVENANCE, facts)
-        write_record(record, directory)
-        track(job.trackers, record, directory, output_path(TRACKED))
-        return record
-
-    return plans if waits else None, written
-
-
-def room_for_next(variants: Variants) -> bool:
-    """Whether memory holds the engines of the next job beside the plan that is being built."""
-    if memory_of_plan(variants.loaded.parameters) + variants.memory_bytes <= available_memory_bytes():
-        return True
-    LOG.info("memory does not hold the next job beside the plans that are being built, so they are waited for")
-    return False
+    results = Results(
+        loaded, chosen, peaks, reports, comparison, simulated, latency, parity, executed, handed_over, memory, levers,
+        floor,
+    )  # fmt: skip
+    check_still_there(directory)
+    record = record_of(job, fingerprint, facts, results, step, directory)
+    write_json(directory / PROVENANCE, facts)
+    write_record(record, directory)
+    track(job.trackers, record, directory, output_path(TRACKED))
+    return record

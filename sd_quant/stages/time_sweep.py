@@ -20,14 +20,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import cast
+from typing import Any
 
 import yaml
 
-from sd_quant.config import QuantizeJob, Timing, artifact
+from sd_quant.config import QuantizeJob, Timing, artifact, completed
 from sd_quant.engines import RUNTIMES
-from sd_quant.errors import ArtifactError, exit_with_its_code
-from sd_quant.files import digest, write_json
+from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
+from sd_quant.files import digest, read_regular, sha256, write_json
+from sd_quant.files.archive import MAX_TEXT
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.inference.memory import QUANTIZED_BYTES, TORCH_BYTES, gpu_memory_of_variant, memory_of_variant
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes
@@ -40,31 +43,23 @@ from sd_quant.report.record import (
     DONE,
     IMAGE,
     VARIANTS,
-    Record,
     at,
     read_object,
     weights_sha256,
-    write_record,
 )
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
-from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, blocks_by_job, read_timing
-from sd_quant.stages.latency import conditions, denoiser_rounds, filled_in
+from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing
+from sd_quant.stages.latency import conditions, denoiser_rounds
 from sd_quant.stages.open_parts import open_compiled, open_file
 from sd_quant.stages.resources import workload_of
 from sd_quant.stages.session import Session, open_unchecked
-from sd_quant.stages.sweep_engines import (
-    SAME_MACHINE,
-    UNREADABLE,
-    hash_of,
-    knobs_of,
-    unquantized_file,
-    workload_of_engines,
-)
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
 MOST_BUDGETS = 5  # engines of a block that have a time of their own
 NO_ROOM = "memory does not hold its engine beside the unquantized one"
+SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
+UNREADABLE = (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError)
 
 
 @dataclass(frozen=True)
@@ -119,24 +114,6 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     write_json(directory / TIMING, record)
 
 
-def fill_in_records(directory: Path) -> None:
-    """Write what ``timing.json`` says into the records of the jobs that have left their timing to the sweep.
-
-    Raises ResourceError when the disk is full.
-    """
-    sweep = read_sweep(directory)
-    blocks = blocks_by_job(sweep.timing)
-    for job in sweep.own:
-        engine, batch = at(job.record, "knobs", "infer", "engine"), at(job.record, "knobs", "infer", "batch_size")
-        latency, denoiser = at(job.record, "latency"), at(job.record, "denoiser", "part")
-        left = "of_job" in (at(latency, engine, IMAGE, str(batch), VARIANTS[0]) or {})
-        if not left or job.name not in blocks or job.timed is None or job.record is None:
-            continue
-        filled = filled_in(latency, engine, denoiser, job.timed, blocks[job.name]["rounds"])
-        if filled != latency:
-            write_record(cast(Record, {**job.record, "latency": filled}), job.directory)
-
-
 def why_left_out(job: Job, here: dict) -> str | None:
     """The reason why the job's engine cannot be timed in this process, or None."""
     there = at(job.record, "environment", "machine") or {}
@@ -167,6 +144,33 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     if (share := at(quantized, "calls_share")) is not None:
         work.shares[job.name] = share
     return None
+
+
+def unquantized_file(directory: Path, kind: str, denoiser: str) -> Path:
+    """The unquantized denoiser's file of a job in a folder."""
+    return artifact(directory / "full_precision", kind, denoiser)
+
+
+def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:
+    """A digest of what the latencies of unquantized engines depend on, but for the machine."""
+    infer = knobs.infer
+    same = (
+        infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
+        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+        knobs.compiled_baseline,
+    )  # fmt: skip
+    return digest(infer.engine, str(same), str(weights), hash_of(reference))
+
+
+def knobs_of(job: Job) -> QuantizeJob:
+    """The knobs of a job's folder. Raises one of UNREADABLE."""
+    stored: Any = load_yaml(read_regular(job.directory / "config.yaml", MAX_TEXT))
+    return read(QuantizeJob, completed(stored))
+
+
+def hash_of(path: Path) -> str:
+    """A digest of an engine's file and of those that hold its weights."""
+    return digest(*map(sha256, onnx_files(path) if path.suffix.lower() == ".onnx" else [path]))
 
 
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
@@ -227,7 +231,6 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="the folder of a sweep")
     directory = parser.parse_args().directory
     time_sweep(directory, again=True)
-    fill_in_records(directory)
     print(rebuild(directory))
 
 

@@ -7,25 +7,22 @@ runtime that loads the file, ``Native`` by torch as an engine of its own, and ``
 quantizers.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from sd_quant.config import Infer, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.files import digest
 from sd_quant.inference.memory import (
     TORCH_BYTES,
     gpu_memory_of_variants,
     memory_of_part,
     memory_of_variants,
 )
-from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment
@@ -34,11 +31,9 @@ from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
 from sd_quant.stages.resources import Needs, by_torch, workload_of
 from sd_quant.stages.session import Session
-from sd_quant.stages.sweep_engines import files_of, hash_of
 
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 COMPILED_FRAMEWORK = "compiled_framework"
-LASTING_BYTES = 1e8  # of a file, at most, whose engine stays open: a larger one is called for longer than it is opened
 Assignments = Mapping[str, Mapping[str, LayerAssignment]]  # of the quantized parts, by part
 
 
@@ -105,12 +100,10 @@ def variants_of(
     directory: Path,
     simulated: str | None,
     compiled_baseline: bool = False,
-    lasting: dict[str, Engine] | None = None,
 ) -> Variants:
     """The variants of a run whose files are in ``directory``. None is open yet.
 
-    Where memory does not hold all of them, one part is open at a time. ``lasting`` holds engines that stay open after
-    the run, and gets those of small files that no recipe changes.
+    Where memory does not hold all of them, one part is open at a time.
     """
     work, parameters = workload_of(infer), loaded.parameters
     all_of_them = Needs(memory_of_variants(parameters, work), gpu_memory_of_variants(parameters, work))
@@ -120,11 +113,7 @@ def variants_of(
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
-    opened = partial(open_engine, loaded.checkpoint, infer, assignments)
-    if lasting is not None and together:
-        quantized = {*keys[QUANTIZED].values()} - {*keys[FULL_PRECISION].values()}
-        opened = partial(open_lasting, lasting, infer, opened, quantized)
-    pool = loaded.engines(opened, together)
+    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
@@ -159,27 +148,6 @@ def keys_of(
     if simulated:
         quantized[loaded.denoiser] = Simulated(loaded.denoiser)
     return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | quantized}
-
-
-class Lent(WatchedEngine):
-    """An engine that stays open when the pool closes that it is lent to."""
-
-    def close(self) -> None:
-        pass
-
-
-def open_lasting(
-    lasting: dict[str, Engine], infer: Infer, opened: Callable[[Any], Engine], quantized: Collection[object], key: Any
-) -> Engine:
-    """The engine of a key, from ``lasting`` where its file is small and not among the ``quantized`` ones."""
-    if not isinstance(key, Path) or key in quantized:
-        return opened(key)
-    if sum(file.stat().st_size for file in files_of(key)) > LASTING_BYTES:
-        return opened(key)
-    same = digest(hash_of(key), infer.engine, infer.precision, str([infer.vae_tile, infer.cuda_graph]))
-    if same not in lasting:
-        lasting[same] = opened(key)
-    return Lent(lasting[same])
 
 
 def open_engine(

@@ -15,7 +15,7 @@ from sd_quant.stages.quantize import quantize
 from sd_quant.stages.trace_ahead import Tracer
 
 from ..zoo.families import sd15_of_one_level
-from .shared import QUICK, json_of, record_of
+from .shared import QUICK, record_of
 
 pytestmark = pytest.mark.nightly
 
@@ -86,48 +86,3 @@ def test_files_are_the_same_and_plans_are_built_while_images_are_made_and_before
     record = record_of(runs[2])
     assert record["seconds"] > max(stage["seconds"] for stage in record["stages"].values())
     assert list(record["stages"])[-1] == "latency"  # with nothing beside it
-
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from sd_quant.errors import ResourceError
-from sd_quant.stages import export_trt
-
-build_plans = export_trt.build_plans
-
-def build(paths, out, *rest):
-    if out.name == "quant_level=2":  # waits for the next job
-        for _ in range(600):
-            if (out.parent / "quant_level=2.5" / "config.yaml").exists():
-                break
-            time.sleep(0.1)
-        else:
-            raise ResourceError("the next job has not begun")
-    if out.name == "quant_level=2.5":
-        raise ResourceError("no plan for this one")
-    return build_plans(paths, out, *rest)
-
-export_trt.build_plans = build
-from sd_quant.commands.quantize import main
-main()
-"""
-
-
-@pytest.mark.needs(cores=2)
-def test_plans_of_a_sweep_are_built_beside_the_next_job_and_fail_alone(model, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    sweep = tmp_path / "sweep"
-    (tmp_path / "patched.py").write_text(SCRIPT)
-    places = (model, f"cache.dir={tmp_path}/cache", f"hydra.sweep.dir={sweep}")
-    command = [sys.executable, tmp_path / "patched.py", "-m", *IMAGES, *PLANS, "quant_level=1,2,2.5,3", *places]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(HOME)}
-    ended = subprocess.run(command, cwd=HOME, env=environment, check=False, capture_output=True, text=True)
-    assert ended.returncode == 1 and "quant_level=2.5: no plan for this one" in ended.stderr, ended.stderr[-3000:]
-    assert json_of(sweep / "quant_level=2.5/failure.json")["reason"] == "no plan for this one"
-    said = ended.stdout
-    built, done = said.index("quant_level=2: unet.plan"), said.index("done: quant_level=2")
-    assert said.index("job 3 of 4") < built < done
-    for job in ("quant_level=1", "quant_level=2", "quant_level=3"):
-        timed = record_of(sweep / job)["latency"]["openvino"]["image"]["1"]["full_precision"]
-        assert timed.get("of_job") == (None if job == "quant_level=1" else "quant_level=1")

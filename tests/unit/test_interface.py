@@ -86,7 +86,9 @@ def test_what_cannot_be_is_refused_in_the_sentence_of_the_command(model, call, s
 
 
 def test_knobs_are_those_of_the_command(model):
-    job = model.job("fp8", {"quant_level": 4, "n_steps": 3, "scale": 2.5}, {"prompts": ["a [cat], ${b}"], "steps": 7})
+    recipe = {"quant_level": 4, "n_steps": 3, "scale": 2.5, "exp_name": "${b}"}
+    job = model.job("fp8", recipe, {"prompts": ["a [cat], ${b}"], "steps": 7})
+    assert job.quantize.exp_name == "${b}"
     assert (job.quantize.format, job.quantize.quant_level, job.quantize.n_steps) == ("fp8", 4, 3)
     assert (job.infer.scale, job.infer.prompts, job.infer.steps) == (2.5, ["a [cat], ${b}"], 7)
     assert job.quantize.alpha == "auto" or job.quantize.smoothing == "none"

@@ -14,7 +14,7 @@ from sd_quant.report.timing import Timed
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
 from sd_quant.stages.compare import CallsOfAnImage
-from sd_quant.stages.latency import compare_latency, filled_in, latency_of_sweep
+from sd_quant.stages.latency import compare_latency
 from tests.presets import job
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # whole images
@@ -234,29 +234,3 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clocked,
     assert found["openvino"]["image"]["1"]["full_precision"]["rest"] > 0  # an image ends on the processor
     alone = infer.time_engine(checkpoint, variants["quantized"], ["a rocket"], INFER, False)["unet_xl"]["2"]
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
-
-
-def test_a_job_of_a_sweep_has_what_no_recipe_changes_from_another_and_its_own_when_all_are_timed(checkpoint, clocked):
-    """Another machine's clock would show in every number."""
-    variants = clocked.variants()
-    known = compared(checkpoint, variants)
-    found = latency_of_sweep("alpha=0.5", known, "unet_xl", INFER, None)
-
-    (call,), (image,) = found["openvino"]["unet_xl"].values(), found["openvino"]["image"].values()
-    assert call.keys() == image.keys() == {"full_precision", "quantized"}
-    assert call["quantized"] == image["quantized"] == {"p50_ms": None, "reason": timing.TIMED_LATER}
-    assert image["full_precision"] == known["openvino"]["image"]["1"]["full_precision"] | {"of_job": "alpha=0.5"}
-    assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
-    assert found["openvino"]["vae"]["1"]["quantized"]["reason"] == "not quantized"
-    assert "of_job" not in known["openvino"]["image"]["1"]["full_precision"]
-
-    rounds = Timed("block 0", [3000.0] * 6, [2000.0] * 6, rest=1.5, image_ms=20000.0)
-    filled = filled_in(found, "openvino", "unet_xl", rounds, {"together": True})
-    (call,), (image,) = filled["openvino"]["unet_xl"].values(), filled["openvino"]["image"].values()
-    assert (call["full_precision"]["p50_ms"], call["quantized"]["p50_ms"], call["speedup"]) == (3000, 2000, 1.5)
-    assert call["rounds"] == {"together": True} and image["full_precision"]["p50_ms"] == 20000
-    assert image["speedup"] == pytest.approx((3 + 4.5) / (2 + 4.5)) == 20000 / image["quantized"]["p50_ms"]
-    assert filled_in(filled, "openvino", "unet_xl", rounds, {"together": True}) == filled
-
-    simulated = latency_of_sweep("alpha=0.5", known, "unet_xl", INFER, "no engine has NVFP4")
-    assert simulated["openvino"]["image"]["1"]["quantized"]["reason"] == "simulated: no engine has NVFP4"

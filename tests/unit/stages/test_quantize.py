@@ -38,13 +38,3 @@ def test_another_part_that_the_engine_cannot_execute_is_refused_before_the_first
         ConfigError, match="^quantize.parts gives clip1 the preset nvfp4, which infer.engine=openvino cann"
     ):
         quantize.check_runtimes(read(QuantizeJob, mapping))
-
-
-def test_plans_are_waited_for_where_memory_does_not_hold_the_next_job_beside_them(monkeypatch, caplog):
-    """A plan takes 4.2 bytes a parameter and 1 GB for the process while it is built."""
-    variants = SimpleNamespace(loaded=SimpleNamespace(parameters={"unet": 10**9}), memory_bytes=2e9)
-    caplog.set_level("INFO")
-    monkeypatch.setattr(quantize, "available_memory_bytes", lambda: 7.3e9)
-    assert quantize.room_for_next(variants) and not caplog.messages
-    monkeypatch.setattr(quantize, "available_memory_bytes", lambda: 7.1e9)
-    assert not quantize.room_for_next(variants) and "so they are waited for" in caplog.text

@@ -15,7 +15,6 @@ from sd_quant.report.provenance import machine
 from sd_quant.report.record import read_object
 from sd_quant.report.timing import TIMING
 from sd_quant.stages import time_sweep
-from sd_quant.stages.sweep_engines import latency_of_another
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -198,55 +197,3 @@ def test_without_a_finished_job_nothing_is_written_and_without_a_sweep_it_is_ref
     (folder / "a" / "metrics.json").unlink()
     time_sweep.time_sweep(folder)
     assert not list(folder.rglob(TIMING)) and not opened
-
-
-def facts(**of_the_machine) -> dict:
-    return {"machine": machine() | of_the_machine, "inputs": {"checkpoint": {"sha256": "0123"}}}
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "",
-        "another machine",
-        "fewer threads",
-        "other images",
-        "another checkpoint",
-        "disturbed",
-        "not its own",
-        "unreadable",
-    ],
-)
-def test_unquantized_engines_are_timed_by_the_first_job_that_has_them(sweep, reason):
-    changes: dict = {}
-    if reason in ("disturbed", "not its own"):
-        image = {"p50_ms": None} if reason == "disturbed" else IMAGE["full_precision"] | {"of_job": "z"}
-        changes = {"latency": {"openvino": {"image": {"1": {"full_precision": image}}}}}
-    if reason == "another checkpoint":
-        changes = {"inputs": {"checkpoint": {"sha256": "4567"}}}
-    folder = sweep(a=("one", ["infer.steps=7"] if reason == "other images" else [], changes), b=("two", [], {}))
-    (folder / "b" / "metrics.json").unlink()
-    if reason == "unreadable":
-        (folder / "a" / "config.yaml").write_text("[")
-    mine = {"another machine": {"cpu": "another"}, "fewer threads": {"threads": 99}}.get(reason, {})
-    found = latency_of_another(composed(), facts(**mine), folder / "b", "unet_xl")
-    assert found == (None if reason else ("a", {"openvino": {"image": {"1": IMAGE}}}))
-
-
-def test_records_that_wait_get_the_rounds_of_the_sweep(sweep, opened):
-    """Of the two jobs one has timed itself, and its record stays."""
-    times = {"p50_ms": 9.0, "warmup": 1, "clock": "wall_clock"}
-    call = {"full_precision": times, "quantized": {"p50_ms": None, "reason": "later"}}
-    image = {"full_precision": IMAGE["full_precision"] | {"of_job": "a"}, "quantized": {"p50_ms": None}}
-    changes = {
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-        "latency": {"openvino": {"unet_xl": {"2": call}, "image": {"1": image}}},
-    }
-    folder = sweep(a=("one", [], {}), b=("two", [], changes))
-    before = (folder / "a" / "metrics.json").read_bytes()
-    time_sweep.time_sweep(folder)
-    time_sweep.fill_in_records(folder)
-    latency = read_object(folder / "b" / "metrics.json")["latency"]["openvino"]
-    assert latency["unet_xl"]["2"]["quantized"]["samples_ms"] == [1.0] * 5 and latency["unet_xl"]["2"]["speedup"] == 1
-    assert latency["image"]["1"]["quantized"]["p50_ms"] == 50
-    assert (folder / "a" / "metrics.json").read_bytes() == before

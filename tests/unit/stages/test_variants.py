@@ -7,7 +7,7 @@ import pytest
 
 from sd_quant.stages import session, variants
 from sd_quant.stages.session import Session
-from sd_quant.stages.variants import Native, Simulated, keys_of, open_lasting
+from sd_quant.stages.variants import Native, Simulated, keys_of
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -80,29 +80,3 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     (memory, gpu), (memory_without, gpu_without) = asked
     assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
-
-
-def test_small_engines_that_no_recipe_changes_stay_open_for_the_next_job(monkeypatch, tmp_path):
-    """By their files' content: each job has files of its own."""
-    opened, closed, lasting, infer = [], [], {}, job().infer
-
-    def opener(key):
-        opened.append(key)
-        return SimpleNamespace(name="", inputs={}, device=None, close=lambda: closed.append(key))
-
-    def file(name, content):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
-        return path
-
-    first, same, other = file("a/vae.plan", "vae"), file("b/vae.plan", "vae"), file("c/vae.plan", "another")
-    own = file("a/unet.plan", "unet")
-    for key in (first, same, other, own, own, "vae"):
-        open_lasting(lasting, infer, opener, {own}, key).close()
-    assert opened == [first, other, own, own, "vae"] and closed == [own, own, "vae"] and len(lasting) == 2
-    open_lasting(lasting, job("infer.precision=bf16").infer, opener, {own}, first)
-    assert opened[5:] == [first]
-    monkeypatch.setattr(variants, "LASTING_BYTES", 2)
-    open_lasting(lasting, infer, opener, {own}, first)
-    assert opened[6:] == [first] and len(lasting) == 3
