@@ -6,7 +6,8 @@
 Twelve jobs on the shipped checkpoint, of which ten differ, run from an empty cache. Then the same command runs with
 another empty cache, is killed with SIGKILL when half of its jobs are done, and is started again. Both tables have to
 agree in every column that is no time or peak. The first job's time is from its start to its record, that of each other
-from the end of the one before. The time of timing all engines together is printed too. With ``--against`` the version in that checkout does the same sweep first, by this interpreter.
+from the end of the one before. The time of timing all engines together is printed too. With ``--against`` the version
+in that checkout does the same sweep first, by this interpreter.
 
 The first job includes everything that the others share, and nothing is warm but the disk's cache. The marginal job is
 the median of the others, each with its own export, plan, images, latency and parity.

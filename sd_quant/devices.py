@@ -3,7 +3,7 @@
 The road not taken is a knob: CUDA_VISIBLE_DEVICES hides a GPU from everything that a job starts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from sd_quant.process import cores
 
 CPU = torch.device("cpu")
-_lent = 0  # threads that torch has given up for concurrent work
 
 
 def best_device() -> torch.device:
@@ -24,29 +23,7 @@ def threads() -> int:
     It is torch's own, which follows OMP_NUM_THREADS and takes one thread per core, within the container's limit. By
     default OpenVINO and ONNX Runtime follow neither, so torch would be compared on fewer cores than they have.
     """
-    return max(1, min(torch.get_num_threads() + _lent, cores()))
-
-
-@contextmanager
-def sharing(others: Callable[[], int]) -> Iterator[Callable[[], None]]:
-    """Reserve one core per concurrent worker in the block; yields a function that asks for their number again.
-
-    Torch's threads wait for each other without sleeping, so one thread too many slows all of them down.
-    """
-    global _lent
-    before, lent = torch.get_num_threads(), _lent
-
-    def look() -> None:
-        global _lent
-        torch.set_num_threads(max(1, before - others()))
-        _lent = lent + before - torch.get_num_threads()
-
-    look()
-    try:
-        yield look
-    finally:
-        torch.set_num_threads(before)
-        _lent = lent
+    return max(1, min(torch.get_num_threads(), cores()))
 
 
 @contextmanager

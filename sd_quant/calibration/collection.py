@@ -81,7 +81,6 @@ def calibrate(
     accelerator: str = "auto",
     devices: int = 1,
     announce: Callable[[str, int, float | None], object] | None = None,
-    between_calls: Callable[[], object] = lambda: None,
     on_latent: OnLatent = lambda number, latent: None,
     hessians: Hessians = NO_HESSIANS,
 ) -> Statistics:
@@ -90,8 +89,7 @@ def calibrate(
     ``hessians`` of some of these layers are summed besides.
     ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
     prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
-    ``between_calls`` is called before each call of the denoiser, if the calls are made in this process. ``on_latent``
-    gets the number and what is decoded of each prompt that does not come from the cache, fp32 [C, h, w].
+    ``on_latent`` gets the number and what is decoded of each prompt that does not come from the cache, fp32 [C, h, w].
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
     are fewer GPUs than ``devices``.
     """
@@ -118,7 +116,7 @@ def calibrate(
                 announce = None
                 arguments = (names, prompts, segment, sampling, hessians)
                 statistics = (
-                    collect_segment(fabric, model, *arguments, between_calls=between_calls, on_latent=on_latent)
+                    collect_segment(fabric, model, *arguments, on_latent=on_latent)
                     if devices == 1
                     else collect_in_processes(fabric, model.checkpoint, on_latent, *arguments)
                 )
@@ -192,7 +190,6 @@ def collect_segment(
     sampling: Sampling,
     hessians: Hessians = NO_HESSIANS,
     subset: slice = slice(None),
-    between_calls: Callable[[], object] = lambda: None,
     on_latent: OnLatent = lambda number, latent: None,
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
@@ -239,7 +236,6 @@ def collect_segment(
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
             now.update(step=step, counted=now["batch"])
-            between_calls()
 
         made = pipeline(
             prompts,

@@ -8,7 +8,6 @@ from sd_quant.config import QuantizeJob, check_heeded
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import check_no_other_run, done_before
-from sd_quant.stages.trace_ahead import tracer_for
 
 LOG = logging.getLogger(__name__)
 
@@ -23,11 +22,10 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
     if (record := done_before(job, directory)) is not None:  # before the imports that the work itself needs
         LOG.info(DONE_BEFORE)
         return closing_words(record, directory)
-    with tracer_for(job.cache) as tracer:
-        with importing():
-            from sd_quant.stages.quantize import quantize
+    with importing():
+        from sd_quant.stages.quantize import quantize
 
-        return quantize(job, directory, tracer)
+    return quantize(job, directory)
 
 
 def check_before_run(job: QuantizeJob, directory: Path, given: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,15 +44,14 @@ def statistics_of(
     job: RecipeJob,
     checkpoint_sha256: str,
     prompts: list[str] | None = None,
-    between_calls: Callable[[], object] = lambda: None,
     part_recipes: Mapping[str, Recipe] = {},
 ) -> Statistics:
     """Collect or read the statistics of every layer that some recipe may quantize.
 
     One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
     ``roles`` are those of all the denoiser's layers. ``prompts`` stand in for those that the job names.
-    ``between_calls`` is called before each call of the denoiser. ``part_recipes`` are those of other parts; statistics
-    are collected of those that take any. A warning names the parts whose activations fp16 might not hold.
+    ``part_recipes`` are those of other parts; statistics are collected of those that take any. A warning names the
+    parts whose activations fp16 might not hold.
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -89,7 +88,6 @@ def statistics_of(
         accelerator=knobs.accelerator,
         devices=knobs.devices,
         announce=partial(announce_calibration, knobs, sampling.steps_taken),
-        between_calls=between_calls,
         hessians=hessians,
         **kept,
     )

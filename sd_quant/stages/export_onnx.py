@@ -12,7 +12,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.config import Model, artifact
+from sd_quant.config import artifact
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, temporary_folder
@@ -22,7 +22,6 @@ from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
-from sd_quant.stages.trace_ahead import Tracer, several_threads
 
 LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
@@ -74,21 +73,6 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             size = sum(each.stat().st_size for each in onnx_files(path))
             LOG.info("%s.onnx%s: %.1f MB", file.part, "" if file.delivered else ", unquantized", size / 1e6)
             advance()
-
-
-def trace_meanwhile(tracer: Tracer, model: Model, checkpoint: Checkpoint, checkpoint_sha256: str, cache: Cache) -> None:
-    """Let the ``tracer`` trace the parts whose graphs the ``cache`` lacks, the denoiser first, or end it."""
-    parts = exported(checkpoint.parts()) if cache.directory is not None and several_threads() else ()
-    missing = [part for part in parts if not cache.holds("graph", graph_origin(checkpoint, checkpoint_sha256, part))]
-    if not missing:
-        tracer.end()
-        return
-    tracer.trace({
-        "model": dataclasses.asdict(model),
-        "sha256": checkpoint_sha256,
-        "cache": [str(cache.directory), cache.limit_bytes],
-        "parts": missing,
-    })  # fmt: skip
 
 
 def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:

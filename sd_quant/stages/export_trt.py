@@ -2,9 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import onnx
 import torch
 import yaml
 
-from sd_quant.background import beside, done
 from sd_quant.cache import Cache
 from sd_quant.config import (
     ExportJob,
@@ -25,7 +21,6 @@ from sd_quant.config import (
     size_of,
     targets_for,
 )
-from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan, profile_of
@@ -33,11 +28,8 @@ from sd_quant.engines.tensorrt.library import runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, own_command, read_record
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
-from sd_quant.inference.memory import memory_of_plan
-from sd_quant.metrics.memory import StageTimer
 from sd_quant.models.parts import exported
 from sd_quant.places import output_path
-from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.export_onnx import delivered_files, export_parts
@@ -127,46 +119,13 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
     return profile_of(onnx_path, part, infer.batch_size, limits, size, sizes, guided=guided)
 
 
-@contextmanager
-def plans_beside(
-    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, step: StageTimer, memory: float
-) -> Iterator[Future[dict[str, PlanReport]]]:
-    """Build the run's plans while the block runs, where that takes nothing from it, or before it.
-
-    Before: a builder that times kernels on the GPU, an engine of the block that loads plans, a single thread, or
-    memory that does not hold both; ``memory`` is how many bytes the block takes. The block gets the future of the
-    reports.
-    """
-
-    def build(check: Callable[[], None] = lambda: None) -> dict[str, PlanReport]:
-        if trt.library == "none":
-            return {}
-        with step("plans"):
-            return build_run_plans(loaded, directory, trt, infer, cache, check)
-
-    if (
-        trt.library == "none"
-        or not RUNTIMES[plan_library(trt)].ahead_of_time
-        or RUNTIMES[infer.engine].file == "plan"
-        or threads() == 1
-        or memory_of_plan(loaded.parameters) + memory > available_memory_bytes()
-    ):
-        yield done(build())
-        return
-    with beside(build) as plans:
-        yield plans
-
-
-def build_run_plans(
-    loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache, check: Callable[[], None]
-) -> dict[str, PlanReport]:
+def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:
     """Build the plans of a run's parts, and of their unquantized twins if the run's engine loads plans.
 
-    Returns the reports by part, without the twins'. ``check`` is called all the while; what it raises
-    stops the build.
+    Returns the reports by part, without the twins'.
     """
     paths = {part: artifact(directory, "onnx", part) for part in exported(loaded.parts)}
-    plans = build_plans(paths, directory, trt, infer, cache, check)
+    plans = build_plans(paths, directory, trt, infer, cache)
     if RUNTIMES[infer.engine].file == "plan":
         unquantized = directory / "full_precision"
         twins = {part: path for part in paths if (path := artifact(unquantized, "onnx", part)).exists()}
@@ -180,12 +139,8 @@ def build_plans(
     trt: Trt,
     infer: Infer | ExportShape,
     cache: Cache,
-    check: Callable[[], None] = lambda: None,
 ) -> dict[str, PlanReport]:
-    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part.
-
-    ``check`` is called all the while; what it raises stops the build.
-    """
+    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
     targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []
@@ -211,9 +166,7 @@ def build_plans(
                 optimization_level=trt.optimization_level,
                 workspace_gib=trt.workspace_gib,
                 timing_cache=output_path(trt.timing_cache) if trt.timing_cache else None,
-                progress=lambda *_: check(),
             )
-            check()
             cache.provide("plan", origin, plan.parent, lambda folder, build=build, name=plan.name: build(folder / name))
             reports[part] = read_record(plan)
             LOG.info("%s.plan: %.1f MB, %s %s for %s", part, reports[part].bytes / 1e6, library,

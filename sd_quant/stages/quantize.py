@@ -14,7 +14,7 @@ import yaml
 from sd_quant.cache import locked
 from sd_quant.config import Infer, QuantizeJob, plan_library
 from sd_quant.config.recipe import part_recipe
-from sd_quant.devices import sharing, threads
+from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json, write_text
@@ -30,8 +30,8 @@ from sd_quant.stages.checks import check_request
 from sd_quant.stages.choose import choose
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import KeptOutputs, compare_images, framework_images, save_pairs
-from sd_quant.stages.export_onnx import export_parts, files_of_a_run, trace_meanwhile
-from sd_quant.stages.export_trt import check_gpu, plans_beside
+from sd_quant.stages.export_onnx import export_parts, files_of_a_run
+from sd_quant.stages.export_trt import build_run_plans, check_gpu
 from sd_quant.stages.fit_budget import bytes_to_share
 from sd_quant.stages.fit_pipeline import check_fit
 from sd_quant.stages.generate import keep_prompts
@@ -56,7 +56,6 @@ from sd_quant.stages.part_memory import memory_of_parts
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
 from sd_quant.stages.session import Session, cache_of, write_observed
-from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
@@ -65,11 +64,11 @@ LOG = logging.getLogger(__name__)
 TRACKED = "outputs/trackers"
 
 
-def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
+def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
-    ``tracer`` traces graphs meanwhile. If this very job is done already, the directory stays as it is. Files of an
-    interrupted attempt are removed. Of two processes with one directory the second waits for the first.
+    If this very job is done already, the directory stays as it is. Files of an interrupted attempt are removed. Of two
+    processes with one directory the second waits for the first.
     """
     check_runtimes(job)
     check_own(directory)
@@ -86,7 +85,7 @@ def quantize(job: QuantizeJob, directory: Path, tracer: Tracer) -> float | None:
         if attempted:
             remove_leftovers(directory)
         try:
-            record = run(job, directory, facts, wanted, tracer)
+            record = run(job, directory, facts, wanted)
         except Exception:
             check_still_there(directory)  # else that is why
             raise
@@ -139,7 +138,7 @@ def why_not_measured(job: QuantizeJob, step: StageTimer, directory: Path) -> str
     return None if step.resets else "/proc/self/clear_refs cannot be written"
 
 
-def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer: Tracer) -> Record:
+def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Record:
     """Take all steps in their order, write the record and return it."""
     torch.set_num_threads(threads())
     step, cache = StageTimer(), cache_of(job.cache)
@@ -168,46 +167,42 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str, tracer
     simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
-    trace_meanwhile(tracer, job.model, loaded.checkpoint, sha256, cache)
-    with sharing(tracer.busy) as share:
-        with step("calibrate"):
-            statistics = statistics_of(
-                loaded.base, loaded.roles, job, calibrated, between_calls=share, part_recipes=loaded.part_recipes
-            )
-        kept = KeptOutputs(facts, directory, cache)
-        chosen, peaks = choose(loaded, statistics, directory, step, kept), statistics.peaks
-        del statistics  # Hessians may take gigabytes
-        assignment = chosen.assignment
-        assignments = {loaded.denoiser: assignment, **chosen.parts}
-        rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported
-        for name in rows:
-            check_free(directory / HAND_OVER / name)
-        variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline)
-        with step("images"):
-            share()
-            framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
-            floor = noise_floor(job.noise_floor, loaded, variants, framework, prompts, job.infer, kept)
-            variants.make_room()
+    with step("calibrate"):
+        statistics = statistics_of(loaded.base, loaded.roles, job, calibrated, part_recipes=loaded.part_recipes)
+    kept = KeptOutputs(facts, directory, cache)
+    chosen, peaks = choose(loaded, statistics, directory, step, kept), statistics.peaks
+    del statistics  # Hessians may take gigabytes
+    assignment = chosen.assignment
+    assignments = {loaded.denoiser: assignment, **chosen.parts}
+    rows = rows_of(job.hand_over, assignments, loaded.checkpoint)  # refused before anything is exported
+    for name in rows:
+        check_free(directory / HAND_OVER / name)
+    variants = variants_of(loaded, job.infer, assignments, directory, simulated, job.compiled_baseline)
+    with step("images"):
+        framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], prompts, job.infer, kept)
+        floor = noise_floor(job.noise_floor, loaded, variants, framework, prompts, job.infer, kept)
+        variants.make_room()
     with step("export"):
         export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignments, directory), cache)
-    tracer.end()
-    with plans_beside(loaded, directory, job.trt, job.infer, cache, step, variants.memory_bytes) as plans:
-        with step("images"), sharing(lambda: not plans.done()):
-            infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
-            comparison = compare_images(loaded.checkpoint, framework, variants, prompts, infer, kept)
-            recipe = "mixed" if job.quantize.mixes else job.quantize.format
-            label = f"{recipe} level {job.quantize.quant_level:g}"
-            frame = job.infer.width if loaded.checkpoint.family.MOVES else None
-            save_pairs(comparison, prompts, label, directory, frame)
-        with step("hand_over") if rows else nullcontext():
-            handed_over = hand_over_run(loaded, assignments, rows, job, directory, facts["overrides"])
-        with step("parity"), sharing(lambda: not plans.done()):
-            executed = executed_layers(variants)
-            parity = verify(variants, comparison)
-        reports = plans.result()
+    reports = {}
+    if job.trt.library != "none":
+        with step("plans"):
+            reports = build_run_plans(loaded, directory, job.trt, job.infer, cache)
+    with step("images"):
+        infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
+        comparison = compare_images(loaded.checkpoint, framework, variants, prompts, infer, kept)
+        recipe = "mixed" if job.quantize.mixes else job.quantize.format
+        label = f"{recipe} level {job.quantize.quant_level:g}"
+        frame = job.infer.width if loaded.checkpoint.family.MOVES else None
+        save_pairs(comparison, prompts, label, directory, frame)
+    with step("hand_over") if rows else nullcontext():
+        handed_over = hand_over_run(loaded, assignments, rows, job, directory, facts["overrides"])
+    with step("parity"):
+        executed = executed_layers(variants)
+        parity = verify(variants, comparison)
     timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
-    with step("latency"):  # with nothing beside it
+    with step("latency"):
         latency = compare_latency(
             loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
             chosen.parts, comparison.of_an_image if infer.pulls_levers else None,

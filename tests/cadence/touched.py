@@ -19,7 +19,6 @@ HOSTILE = ("tests/cli/test_hostile_input.py", "tests/fuzz/*")
 TARGETS = (
     "tests/cli/test_hand_over.py",
     "tests/cli/test_judge.py",
-    "tests/cli/test_beside.py",
     "tests/unit/interchange/*",
 )
 PAGES = ("tests/cli/test_report_browser.py", "tests/cli/test_votes_browser.py")

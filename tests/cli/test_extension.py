@@ -25,7 +25,6 @@ from sd_quant.quantization.percentile import COLLECT_METHODS
 from sd_quant.quantization.smoothing import SMOOTHINGS, per_layer
 from sd_quant.report.rebuild import rebuild
 from sd_quant.stages import infer, quantize
-from sd_quant.stages.trace_ahead import Tracer
 from sd_quant.trackers import TRACKERS
 
 from ..zoo.families import sd15_of_one_level
@@ -162,7 +161,7 @@ def test_one_of_each_is_one_file_and_one_line(added, tmp_path):
         "quantize.observer=my_observer", "trackers=[my_tracker]", f"cache.dir={tmp_path / 'cache'}", *QUICK,
     )  # fmt: skip
     run.mkdir()
-    psnr = quantize.quantize(job, run, Tracer())
+    psnr = quantize.quantize(job, run)
     record = record_of(run)
 
     assert record["status"] == "done" and not record["simulated"] and record["fidelity"]["psnr"]["mean"] == psnr

@@ -20,26 +20,3 @@ def test_all_runtimes_have_torchs_threads_within_what_the_process_has(monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
     monkeypatch.setattr(devices, "cores", lambda: cores)
     assert devices.threads() == expected
-
-
-def test_torch_leaves_cores_to_others_and_every_other_runtime_keeps_its_own(monkeypatch):
-    monkeypatch.setattr(devices, "cores", lambda: 4)
-    before, others = torch.get_num_threads(), [1]
-    torch.set_num_threads(3)
-    try:
-        with devices.sharing(lambda: others[0]) as look:
-            assert (torch.get_num_threads(), devices.threads()) == (2, 3)
-            with devices.sharing(lambda: 1):
-                assert (torch.get_num_threads(), devices.threads()) == (1, 3)
-            assert (torch.get_num_threads(), devices.threads()) == (2, 3)
-            others[0] = 9
-            look()
-            assert (torch.get_num_threads(), devices.threads()) == (1, 3)
-            others[0] = 0
-            look()
-            assert (torch.get_num_threads(), devices.threads()) == (3, 3)
-            others[0] = 1
-            look()
-        assert (torch.get_num_threads(), devices.threads()) == (3, 3)
-    finally:
-        torch.set_num_threads(before)

@@ -50,7 +50,6 @@ ROOMS = (
     "models",  # families
     "names",  # of tensors, in each author's layout
     "progress",
-    "background",  # work in a thread
     "devices",
     "process",
     "cache",

@@ -1,6 +1,4 @@
 import struct
-import threading
-from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -9,12 +7,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from sd_quant.background import NoLongerWanted
 from sd_quant.cache import Cache
 from sd_quant.config import ExportShape, Trt
 from sd_quant.errors import ResourceError
 from sd_quant.stages import export_trt
-from sd_quant.stages.export_trt import build_plans, check_gpu, plans_beside, profile
+from sd_quant.stages.export_trt import build_plans, check_gpu, profile
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -95,79 +92,3 @@ def test_a_plan_in_the_cache_is_of_the_gpu_that_it_was_built_on(
     [(kind, origin, target)] = asked
     assert (kind, origin["gpu"], origin["version"], target) == ("plan", gpu, "1", tmp_path / "plan")
     assert origin["profile"] == profile(onnx_path, "unet_xl", trt(), SHAPE)
-
-
-class Told:
-    """Steps of a job that say when they begin and end."""
-
-    def __init__(self):
-        self.said = []
-
-    @contextmanager
-    def __call__(self, name):
-        self.said.append(f"{name} begin")
-        yield
-        self.said.append(f"{name} end")
-
-
-LOADED = SimpleNamespace(parameters={"unet_xl": 1000})
-
-
-INFER = SimpleNamespace(engine="openvino")
-
-
-@pytest.fixture
-def spare(monkeypatch) -> None:
-    """A machine with memory and threads for a build beside other work."""
-    monkeypatch.setattr(export_trt, "threads", lambda: 2)
-    monkeypatch.setattr(export_trt, "available_memory_bytes", lambda: 100e9)
-
-
-def test_plans_are_built_while_the_block_runs(spare, monkeypatch, tmp_path):
-    met = threading.Barrier(2, timeout=30)  # which neither passes alone
-
-    def build(*_):
-        met.wait()
-        return {"unet_xl": "built"}
-
-    monkeypatch.setattr(export_trt, "build_run_plans", build)
-    step = Told()
-    with plans_beside(LOADED, tmp_path, trt(library="tensorrt_rtx"), INFER, None, step, 1e9) as plans:
-        assert not plans.done()
-        met.wait()
-        assert plans.result() == {"unet_xl": "built"}
-    assert step.said == ["plans begin", "plans end"]
-
-
-@pytest.mark.parametrize("why", ["kernels are timed", "the engine loads them", "one thread", "little memory"])
-def test_plans_are_built_before_where_the_block_cannot_spare_what_it_takes(spare, monkeypatch, why):
-    step, built_in = Told(), []
-    monkeypatch.setattr(export_trt, "build_run_plans", lambda *_: built_in.append(threading.current_thread()) or {})
-    if why == "one thread":
-        monkeypatch.setattr(export_trt, "threads", lambda: 1)
-    library = "tensorrt" if why == "kernels are timed" else "tensorrt_rtx"
-    infer = SimpleNamespace(engine="tensorrt_rtx") if why == "the engine loads them" else INFER
-    memory = 99.9e9 if why == "little memory" else 1e9
-    with plans_beside(LOADED, None, trt(library=library), infer, None, step, memory) as plans:
-        assert step.said == ["plans begin", "plans end"] and plans.done() and plans.result() == {}
-    assert built_in == [threading.main_thread()]
-
-
-def test_without_plans_there_is_no_step_of_them(spare):
-    step = Told()
-    with plans_beside(LOADED, None, trt(library="none"), INFER, None, step, 1e9) as plans:
-        assert plans.result() == {} and step.said == []
-
-
-def test_a_build_asks_all_the_while_whether_it_is_wanted(onnx_path, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    knobs, asked = trt(library="tensorrt_rtx", targets=["SM89"]), []
-
-    def check():
-        asked.append(True)
-        if len(asked) > 1:  # once before the part
-            raise NoLongerWanted
-
-    with pytest.raises(NoLongerWanted):
-        build_plans({"unet_xl": onnx_path}, tmp_path, knobs, SHAPE, Cache(None), check)
-    assert not list(tmp_path.rglob("*.plan"))

@@ -26,7 +26,7 @@ def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypat
     monkeypatch.setattr(quantize, "write_observed", lambda *_: pytest.fail("it goes on"))
     job = read(QuantizeJob, composed("quantize", *knobs))
     with pytest.raises(ConfigError, match="modelopt_export is for servers, and none loads this pipeline"):
-        quantize.run(job, tmp_path, {}, "", None)
+        quantize.run(job, tmp_path, {}, "")
 
 
 def test_another_part_that_the_engine_cannot_execute_is_refused_before_the_first_step():
