@@ -47,6 +47,7 @@ from sd_quant.report.record import (
     read_object,
     weights_sha256,
 )
+from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds
@@ -231,7 +232,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="the folder of a sweep")
     directory = parser.parse_args().directory
     time_sweep(directory, again=True)
-    print(rebuild(directory))
+    rebuild(directory)
+    print(last_words(directory))
 
 
 if __name__ == "__main__":

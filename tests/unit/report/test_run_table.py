@@ -34,8 +34,9 @@ def test_every_number_stands_in_its_place():
     assert row(table, "torch, full precision") == ["1", "800", "ms"]
     assert row(table, "openvino, full precision") == ["1", "60.00", "ms", "13.33x"]
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "1.50x"]
-    assert row(table, "SSIM") == ["0.9800", "0.9700"]
-    assert row(table, "LPIPS") == ["0.0100", "0.0200"]
+    assert row(table, "PSNR") == ["24.31", "±", "0.64", "dB", "[3]", "24.26", "dB"]
+    assert row(table, "SSIM") == ["0.9800", "±", "0.0000", "0.9700"]
+    assert row(table, "LPIPS") == ["0.0100", "±", "0.0000", "0.0200"]
     assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
     assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
     assert "SLOWER" not in table
@@ -47,13 +48,7 @@ def test_memory_of_parts_is_added_up_only_where_all_of_it_is_known():
     title = "peak memory of a part's engine"
     assert row(table, "unet_xl", title) == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
     assert row(table, "vae", title) == ["23.8", "MiB", "23.8", "MiB", "1.00x"]
-    assert row(table, "all parts open at once, derived") == [
-        "114.4",
-        "MiB",
-        "62.0",
-        "MiB",
-        "1.85x",
-    ]  # 90+10+20, 40+10+15
+    assert " ".join(row(table, "all parts open at once, derived")) == "114.4 MiB 62.0 MiB 1.85x"  # 90+10+20, 40+10+15
     assert row(table, "one at a time, derived") == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
     made["memory"] = with_values(MEMORY, {"unet_xl.quantized": {"reason": "simulated: no kernels"}})
     assert row(run_table(made), "all parts open at once, derived") == ["114.4", "MiB", "–"]
@@ -64,9 +59,9 @@ def test_the_compiled_framework_is_a_second_baseline():
     made = record()
     made["latency"]["torch_compiled"] = {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}
     table = run_table(made)
-    assert row(table, "torch_compiled, full precision") == ["1", "100", "ms"]
+    assert row(table, "torch_compiled, full") == ["1", "100", "ms"]  # its name goes on in the next line
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "2.50x", "1.50x"]
-    assert "one call, torch_compiled" not in table and "vs torch_compiled" in table
+    assert "one call, torch_compiled" not in table and "torch  torch_compiled  precision" in table
 
 
 def test_each_null_is_a_dash_with_its_reason():
@@ -79,8 +74,10 @@ def test_each_null_is_a_dash_with_its_reason():
     assert reason(row(table, "vae", "size")) == "not quantized"
     assert reason(row(table, "vae", "one call")) == "not quantized"
     assert reason(row(table, "clip1", "size")) == "not in the record"
-    assert notes[row(table, "PSNR")[2]] == "1 of 8 images: identical"  # a number whose mean leaves images out
+    assert notes[row(table, "PSNR")[4]] == "1 of 8 images: identical"  # a number whose mean leaves images out
     assert len(set(notes.values())) == len(notes)
+    identical = run_table(with_values(record(), {"fidelity.psnr.values": [24.3, 24.5, None]}))
+    assert row(identical, "PSNR") == ["24.31", "dB", "[3]", "24.26", "dB"]  # no interval without them
 
 
 def test_a_slower_engine_is_called_slower_in_words_at_the_top():
@@ -164,6 +161,15 @@ def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(
     assert [line.split("  ")[0] for line in recipes] == names and not empty
     assert "44.00 ± 0.64" in recipes[0] and "1.33x" in recipes[1] and "–" in recipes[4]
     assert failed == "level=5: the disk is full" and unfinished.startswith("level=6: it left no record")
+
+
+def test_tables_fit_a_terminal_of_80_columns_and_part_no_figure(small_sweep):
+    for row in small_sweep.rows:
+        row["job"] += ",calibration_prompts=outputs/prompts.txt,alpha=0.5"
+    lines = sweep_table(small_sweep).splitlines()
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) == 80 and sum(" ± 0.64 " in line and "x ± 0.0" in line for line in table) == 4
+    assert "prompts.txt,alpha=0.5" in table
 
 
 def test_a_plan_that_keeps_attention_in_high_precision_says_so():
