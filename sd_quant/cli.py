@@ -47,7 +47,7 @@ from sd_quant.errors import (
     of_the_machine,
 )
 from sd_quant.knobs import described
-from sd_quant.places import CONF, check_shipped, output_path, shown, url
+from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import going_on, working
 from sd_quant.report.summary import FAILURE, read_sweep
@@ -219,12 +219,14 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         except KeyboardInterrupt:
             cancelled = True
         from sd_quant.report.rebuild import rebuild
+        from sd_quant.report.shipped import last_words
         from sd_quant.report.summary import sweep_table
 
         with working("report"):
-            page, finished = rebuild(directory), read_sweep(directory)
+            rebuild(directory)
+        finished = read_sweep(directory)
         print(sweep_table(finished))
-        print(f"report: {url(page)}", flush=True)
+        print(last_words(directory), flush=True)
     if cancelled:
         return fail("cancelled; what was finished is kept, and the same command goes on", CANCELLED)
     code, sentence = sweep.outcome(finished, ended_with)

@@ -2,7 +2,7 @@
 
 # The files that reports write into the folder of a job or a sweep.
 WRITES = (
-    "metrics.json", "failure.json", "provenance.json", "report.html", "summary.*",
+    "metrics.json", "failure.json", "provenance.json", "report.html", "summary.*", "recommendation.json",
     "votes.html", "votes_key*.json", "votes.csv", "votes.json",
     "parts.png", "trajectory.png", "layers.png", "ranges.png",
 )  # fmt: skip

@@ -75,7 +75,6 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
         facts=facts(sweep),
         question="Which recipe to ship" if sweep.own else "Which candidate is worth its bits",
         advice=advice,
-        recommended=names.get(advice.job),
         rule=rule[0].upper() + rule[1:],
         warnings=warnings_of(sweep, names),
         rows=table,

@@ -13,23 +13,26 @@ from sd_quant.report.plots import write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
+from sd_quant.report.shipped import recommendation_of, write_recommendation
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
 from sd_quant.report.votes import write_votes
 
 
 def rebuild(directory: Path) -> Path:
-    """Write the summaries, the plots and the pages into a sweep's or a run's folder; returns the report's path.
+    """Write everything that is shown of a sweep or a run into its folder; returns the report's path.
 
     Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
     """
     sweep = read_sweep(directory)
-    write_summary(sweep)
+    recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
+    advice = recommendation_of(sweep, recipes)
+    write_summary(sweep, advice.marks, advice.sentence)
+    write_recommendation(sweep, advice)
     write_plots(sweep)
     published = published_tables(sweep)
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
-    recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
     by_recipe = score_tables(sweep, recipes) + floor_tables(sweep, recipes) + category_tables(sweep, recipes)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
     return write_report(sweep, tables, write_votes(sweep, recipes))

@@ -23,7 +23,7 @@ Pareto front, which moves when an unrelated job joins the sweep.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sd_quant.metrics import SCORES
@@ -36,7 +36,9 @@ from sd_quant.report.timing import Timed, log_speedup_over
 
 IDENTICAL_SSIM = 1 - 1e-6
 FEWEST_IMAGES = 5  # of which the interval of the mean counts, and not the mean alone
+MOST_TIES = 3  # that a sentence names
 NULLABLE = ("floor_db", "worst_db", "speedup", "image_ms")
+RECIPE, UNQUANTIZED, UNDECIDED = "recipe", "unquantized", "undecided"  # what a recommendation ships
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,38 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said."""
+    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said.
+
+    ``sd_quant.report.shipped`` adds what lies in the folder: the last four.
+    """
 
     job: str | None
-    sentence: str
+    sentence: str  # begins with the headline where something is shipped
     tied: tuple[str, ...] = ()  # jobs that cannot be told apart from the recommended one
+    ship: str = UNDECIDED  # or RECIPE or UNQUANTIZED
+    headline: str = "No recommendation"
+    best: str | None = None  # the job whose recipe is shipped, or is the best of those that are not
+    folder: str = ""  # of that job, relative to the report's; empty where nothing is shipped
+    files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # onnx, plan, exports: by part or target
+    figures: Mapping[str, float | None] = field(default_factory=dict)  # columns of summary.csv of the best job
+    command: str = ""  # that makes images with what is shipped
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """What the column ``recommended`` of summary.csv says of jobs."""
+        return dict.fromkeys(self.tied, "tied") | ({self.job: "yes"} if self.job else {})
+
+
+def recipe(row: Row, name: str, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
+    """The recommendation of a recipe, with what speaks for it and against it."""
+    headline = f"Ship {name}"
+    return Recommendation(row["job"], f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, row["job"])
+
+
+def unquantized(why: str, measured: Sequence[Option], rule: Rule, tied: Sequence[str] = ()) -> Recommendation:
+    """The recommendation of the unquantized engine over the recipes that were measured."""
+    headline, best = "Ship the unquantized engine", most_worth(measured, rule).row["job"]
+    return Recommendation(None, f"{headline}: {why}", (*tied,), UNQUANTIZED, headline, best)
 
 
 def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
@@ -199,12 +228,22 @@ def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
     return sum_of(fidelity, Interval(*(end / math.log1p(rule.time_of_a_db) for end in time)))
 
 
+def unquantized_option(rule: Rule) -> Option:
+    return Option(None, (rule.enough_db,), None, 1.0)
+
+
+def most_worth(options: Sequence[Option], rule: Rule) -> Option:
+    """The option of most worth, which for the unquantized engine is 0."""
+    unquantized = unquantized_option(rule)
+    return max(
+        options, key=lambda each: difference(each, unquantized, rule, rule.confidence).value if each.row else 0.0
+    )
+
+
 def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, list[Option]]:
     """The option of most worth, and all that cannot be told apart from it, itself among them."""
-    unquantized = Option(None, (rule.enough_db,), None, 1.0)
-    worth = {option: difference(option, unquantized, rule, rule.confidence).value for option in measured}
-    everyone = [unquantized, *measured]
-    best = max(everyone, key=lambda option: worth.get(option, 0.0))
+    everyone = [unquantized_option(rule), *measured]
+    best = most_worth(everyone, rule)
     confidence = 1 - (1 - rule.confidence) / len(measured)
 
     def is_tied(option: Option) -> bool:
@@ -239,9 +278,9 @@ def verdict(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], st
     failing = {option: why for option in measured if (why := below_floor(option, rule))}
     passing = [option for option in measured if option not in failing]
     if rule.target and all((wanted_speedup(option, rule) or math.inf) <= 1 for option in measured):
-        found = Recommendation(None, f"Ship the unquantized engine: it reaches {rule.target} itself.")
+        found = unquantized(f"it reaches {rule.target} itself.", measured, rule)
     elif not passing:
-        found = Recommendation(None, "Ship the unquantized engine: no recipe here passes the floor.")
+        found = unquantized("no recipe here passes the floor.", measured, rule)
     else:
         found = (of_target if rule.target else of_worth)(passing, rule, describe)
     return replace(found, sentence=found.sentence + told_of(failing, describe))
@@ -269,13 +308,14 @@ def of_target(passing: Sequence[Option], rule: Rule, describe: Callable[[Row], s
             None,
             f"No recipe that passes the floor surely reaches {rule.target}. The fastest, {describe(fastest.row)}, is "
             f"{figures(fastest.row)}{time_of(fastest, rule)}: it {known[reaches(fastest, rule)]}.",
+            best=fastest.row["job"],
         )
     chosen = max(reaching, key=lambda option: (option.fidelity, option.speedup))
     number = len(reaching)
     among = "only recipe that surely reaches" if number == 1 else f"most faithful of {number} recipes that surely reach"
     clauses = [figures(chosen.row) + time_of(chosen, rule), f"the {among} {rule.target}"]
     clauses += beside(chosen, passing, describe)
-    return Recommendation(chosen.row["job"], f"{describe(chosen.row)}: {'; '.join(clauses)}.")
+    return recipe(chosen.row, describe(chosen.row), clauses)
 
 
 def time_of(option: Option, rule: Rule) -> str:
@@ -294,21 +334,18 @@ def of_worth(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], s
     rivals = [describe(each.row) for each in tied if each.row and each is not chosen]
     names = tuple(each.row["job"] for each in tied if each.row and each is not chosen)
     if not chosen.row:
-        row = max(measured, key=lambda each: difference(each, chosen, rule, rule.confidence).value).row
+        row = most_worth(measured, rule).row
         judged, hint = ("cannot be told to be", " More prompts may tell.") if rivals else ("is not", "")
-        return Recommendation(
-            None,
-            f"Ship the unquantized engine: the best recipe here, {describe(row)}, is {figures(row)}, which {judged} "
-            f"worth what it loses.{hint}{share(row)}",
-            names,
-        )
+        why = f"the best recipe here, {describe(row)}, is {figures(row)}, which {judged} worth what it loses."
+        return unquantized(f"{why}{hint}{share(row)}", measured, rule, names)
     clauses = [figures(chosen.row)]
     if rivals:
+        told = rivals if len(rivals) <= MOST_TIES else [*rivals[: MOST_TIES - 1], f"{len(rivals) - MOST_TIES + 1} more"]
         clauses.append(
-            f"it cannot be told apart from {joined(rivals)}, and is the most faithful of the {len(rivals) + 1}"
+            f"it cannot be told apart from {joined(told)}, and is the most faithful of the {len(rivals) + 1}"
         )
     clauses += beside(chosen, measured, describe)
-    return Recommendation(chosen.row["job"], f"{describe(chosen.row)}: {'; '.join(clauses)}.", names)
+    return recipe(chosen.row, describe(chosen.row), clauses, names)
 
 
 def beside(chosen: Option, everyone: Sequence[Option], describe: Callable[[Row], str]) -> list[str]:

@@ -35,7 +35,7 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
-from sd_quant.report.table import Column, Table, as_markdown, as_text
+from sd_quant.report.table import Column, Table, as_markdown, as_text, markdown_text
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -369,12 +369,16 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
     return columns
 
 
-def write_summary(sweep: Sweep) -> None:
-    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder."""
-    table = sweep.rows
+def write_summary(sweep: Sweep, recommended: Mapping[str, str] = {}, sentence: str = "") -> None:
+    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder.
+
+    ``recommended`` is the column of that name by job, ``sentence`` stands at the top of ``summary.md``.
+    """
+    table = [{"job": row["job"], "recommended": recommended.get(row["job"]), **row} for row in sweep.rows]
     write_csv(table, sweep.directory / "summary.csv")
     write_parquet(table, sweep.directory / "summary.parquet")
-    write_text(sweep.directory / "summary.md", markdown(sweep))
+    top = f"**{markdown_text(sentence)}**\n\n" if sentence else ""
+    write_text(sweep.directory / "summary.md", top + markdown(sweep))
 
 
 def write_parquet(table: list[Row], path: Path) -> None:

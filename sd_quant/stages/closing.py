@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.metrics import SCORES
-from sd_quant.places import shown, url
+from sd_quant.places import shown
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.readings import score_of
 from sd_quant.report.record import RECORD
 from sd_quant.report.run_table import run_table
+from sd_quant.report.shipped import RECOMMENDATION, last_words
 from sd_quant.report.summary import REPORT, SWEEP
 
 LOG = logging.getLogger(__name__)
@@ -28,14 +29,15 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
-    page = directory / REPORT
-    if not page.exists() or page.stat().st_mtime_ns < (directory / RECORD).stat().st_mtime_ns:
+    drawn = [directory / REPORT, directory / RECOMMENDATION]
+    made = (directory / RECORD).stat().st_mtime_ns
+    if any(not path.exists() or path.stat().st_mtime_ns < made for path in drawn):
         from sd_quant.report.rebuild import rebuild  # which draws
 
         with working("report"):
             rebuild(directory)
     print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
-    print(f"report: {url(page)}")
+    print(last_words(directory))
     return psnr
 
 

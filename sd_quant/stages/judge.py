@@ -23,10 +23,10 @@ from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
 from sd_quant.interchange.other_parts import read_parts
 from sd_quant.knobs import read
-from sd_quant.places import url
 from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, at, base_sha256, read_object, weights_sha256
+from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
@@ -56,9 +56,9 @@ def judge(job: JudgeJob, directory: Path) -> None:
         try:
             judge_all(subjects, baseline, directory)
         finally:  # those that are judged are shown, whatever became of the others
-            page = rebuild(directory)
+            rebuild(directory)
             print(sweep_table(read_sweep(directory)))
-            print(f"report: {url(page)}", flush=True)
+            print(last_words(directory), flush=True)
 
 
 def plan_of(judge: Judge) -> dict:

@@ -63,14 +63,14 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])
     exit_with_its_code(main)
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
-        "sweep.json", "summary.csv", "summary.md", "summary.parquet", "report.html", "votes.html", "votes_key.json",
+        "sweep.json", "recommendation.json", "summary.csv", "summary.md", "summary.parquet", "report.html", "votes.html",
         "pareto_latency.png", "pareto_size.png", "parts.png", "trajectory.png", "layers.png",
     }  # fmt: skip
     assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
     text = (directory / "report.html").read_text(encoding="utf-8")
     order = [
         "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
-        "quantize.py -m", "Which recipe to ship", "<strong>quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
+        "quantize.py -m", "Which recipe to ship", "<strong>Ship quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
         "Worth of a recipe",
         "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
         'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="parts-figure_1"', 'id="trajectory-figure_1"',
@@ -192,7 +192,7 @@ def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plo
 def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_large(tmp_path, without_plots):
     text, parsed, data = written(read_sweep(write_job(tmp_path / "a run", size=1000)))
     assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
-    assert "<strong>a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
+    assert "<strong>Ship a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
     assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
     assert image(data, 0).size == (gallery.LONGEST_EDGE, gallery.LONGEST_EDGE) and image(data, 0).format == "WEBP"
     assert data["images"][0]["width"] == gallery.LONGEST_EDGE

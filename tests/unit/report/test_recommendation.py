@@ -51,7 +51,9 @@ def test_the_sentence_of_a_clear_case():
     advice = recommended(job("level 2.5", 32.0, 1.9), job("level 3", 29.0, 1.976))
     assert advice.job == "level 2.5" and not advice.tied
     figures, other = advice.sentence.split("; ")
-    assert figures.startswith("level 2.5: 1.90x (1.87 to 1.93) as fast as the unquantized engine from prompt to image")
+    assert figures.startswith(
+        "Ship level 2.5: 1.90x (1.87 to 1.93) as fast as the unquantized engine from prompt to image"
+    )
     assert figures.endswith("PSNR 32.0 dB (31.8 to 32.2)")
     assert other == "level 3 gains 4% of speed and loses 3.0 dB."
 
@@ -144,8 +146,8 @@ def test_of_few_images_the_mean_counts_for_the_floor():
 @pytest.mark.parametrize(
     ("target", "expected", "said"),
     [
-        ({"speedup": 1.5}, "near", "near: 1.60x (1.57 to 1.63) as fast as the unquantized engine from prompt to image, "
-            "PSNR 36.0 dB (35.8 to 36.2); the most faithful of 2 recipes that surely reach 1.5x the speed of the "
+        ({"speedup": 1.5}, "near", "Ship near: 1.60x (1.57 to 1.63) as fast as the unquantized engine from prompt to "
+            "image, PSNR 36.0 dB (35.8 to 36.2); the most faithful of 2 recipes that surely reach 1.5x the speed of the "
             "unquantized engine; fast gains 25% of speed and loses 4.0 dB; exact loses 13% of speed and gains 3.0 dB."),
         ({"image_ms": 40}, "near", "PSNR 36.0 dB (35.8 to 36.2), 38 ms (37 to 38) for an image; the most faithful of 2 "
             "recipes that surely reach 40 ms from prompt to image;"),
@@ -269,7 +271,7 @@ def test_where_there_is_nothing_to_compare_none_is_recommended_and_why_is_said()
         ((failed, simulated), "No job has both"),
         ((without_rounds,), "cannot be told"),
         ((a, of_another, failed), "The jobs are of 2 checkpoints"),
-        ((a, b, elsewhere), "The jobs were timed on 2 machines and are compared within each. On None: a: 2.00x"),
+        ((a, b, elsewhere), "The jobs were timed on 2 machines and are compared within each. On None: Ship a: 2.00x"),
     ):
         advice = recommended(*jobs)
         assert advice.job is None and sentence in advice.sentence

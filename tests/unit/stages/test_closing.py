@@ -1,10 +1,12 @@
 """The last lines that a run prints, and the report that they name."""
 
+import json
 import os
 
 import pytest
 
 from sd_quant.report.record import RECORD
+from sd_quant.report.shipped import RECOMMENDATION
 from sd_quant.report.summary import REPORT
 from sd_quant.stages import closing
 
@@ -17,16 +19,21 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
     def rebuild(directory):
         drawn.append(directory)
         (directory / REPORT).write_text("page")
+        content = {"command": "python infer.py run=here", "sentence": "Ship it: it is fast."}
+        (directory / RECOMMENDATION).write_text(json.dumps(content))
 
     monkeypatch.setattr(closing, "run_table", lambda record: "the table")
     monkeypatch.setattr("sd_quant.report.rebuild.rebuild", rebuild)
     (tmp_path / RECORD).write_text("{}")
     for _ in range(2):
         closing.closing_words({}, tmp_path)
-        assert drawn == [tmp_path] and f"{tmp_path}/report.html" in capsys.readouterr().out
+        *_, page, command, last = capsys.readouterr().out.splitlines()
+        assert drawn == [tmp_path] and page == f"report: file://{tmp_path}/report.html"
+        assert (command, last) == ("images with it: python infer.py run=here", "Ship it: it is fast.")
     later = (tmp_path / REPORT).stat().st_mtime_ns + 1
     os.utime(tmp_path / RECORD, ns=(later, later))  # such as by a hand-over
     closing.closing_words({}, tmp_path)
-    (tmp_path / REPORT).unlink()
-    closing.closing_words({}, tmp_path)
-    assert len(drawn) == 3
+    for name in (REPORT, RECOMMENDATION):
+        (tmp_path / name).unlink()
+        closing.closing_words({}, tmp_path)
+    assert len(drawn) == 4

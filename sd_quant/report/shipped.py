@@ -1,0 +1,110 @@
+"""What a recommendation ships: the job's folder and files, its figures, and the command that makes images with it.
+
+``recommendation.json`` beside the report has it for other programs, and the terminal ends with it. It is written with
+the report and removed when a folder is worked on again, so it never speaks of other jobs than the folder holds. The
+road not taken is a link to the winner, which a copied folder would lose.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from sd_quant.files import write_json
+from sd_quant.places import shown, url
+from sd_quant.report.candidates import judgement
+from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, recommend, rule_of
+from sd_quant.report.record import VARIANTS, at, read_object
+from sd_quant.report.summary import REPORT, Job, Sweep
+from sd_quant.shell import literal, pasted
+from sd_quant.text import one_line, printable
+
+RECOMMENDATION = "recommendation.json"
+SCHEMA_VERSION = 1
+FIGURES = (
+    *(f"{column}{end}" for column in ("psnr_db", "image_speedup") for end in ("", "_low", "_high")),
+    *("psnr_worst_db", "image_ms", "image_full_precision_ms"),
+    *("denoiser_onnx_bytes", "denoiser_onnx_full_precision_bytes", "denoiser_plan_bytes"),
+)
+KNOBS = (  # of ``infer``, which infer.py does not take from the run
+    *("width", "height", "sizes", "steps", "scale", "negative_prompt", "image", "mask", "strength", "vae_tile"),
+)
+LEVERS = ("sampler", "sampler_steps", "schedule", "guidance_until")  # of the recipe's images alone
+STEPS = 20  # of infer.py, where a model recommends none
+
+
+def recommendation_of(sweep: Sweep, names: Mapping[str, str]) -> Recommendation:
+    """The recommendation of a folder with all that it ships; ``names`` are the recipes by job."""
+    if not sweep.own:  # candidates alone, which have no latency in common and no plans
+        return Recommendation(None, judgement(sweep))
+    advice = recommend(sweep, lambda row: names[row["job"]])
+    found = [(job, row) for job, row in zip(sweep.jobs, sweep.rows, strict=True) if job.name == advice.best]
+    for job, row in found:
+        advice = replace(advice, figures={column: finite(row[column]) for column in FIGURES})
+        if advice.ship != UNDECIDED:
+            unquantized = advice.ship == UNQUANTIZED
+            files = files_of(job, sweep.directory, unquantized)
+            command = command_of(job, unquantized) if files["onnx"] else ""
+            folder = job.directory.relative_to(sweep.directory).as_posix()
+            advice = replace(advice, folder=folder, files=files, command=command)
+    return advice
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str, str]]:
+    """The files of a job that are there, relative to the report's ``directory``, by kind and part or target."""
+    folder, full_precision = job.directory, job.directory / VARIANTS[0]
+    quantized = {path.stem for path in full_precision.glob("onnx/*/*.onnx")} if unquantized else ()
+
+    def found(pattern: str) -> dict[str, str]:
+        paths = [path for path in folder.glob(pattern) if path.stem not in quantized]
+        paths += full_precision.glob(pattern) if unquantized else []
+        return {path.stem: path.relative_to(directory).as_posix() for path in sorted(paths)}
+
+    exports = {} if unquantized else found("hand_over/*/")
+    return {"onnx": found("onnx/*/*.onnx"), "plan": found("plan/*.plan"), "exports": exports}
+
+
+def command_of(job: Job, unquantized: bool) -> str:
+    """The command that makes an image of the job's first prompt with its engines, by its own knobs."""
+    model, infer = (at(job.record, "knobs", section) for section in ("model", "infer"))
+    usual = {name: at(model, name) for name in ("width", "height")}
+    usual |= {name: at(model, "recommended", name) or value for name, value in (("scale", None), ("steps", STEPS))}
+    values = {name: value for name in KNOBS if (value := at(infer, name)) != usual.get(name)}
+    if not unquantized:
+        chosen = {"schedule": schedule} if (schedule := at(job.record, "levers", "schedule")) else {}
+        values |= {name: at(infer, name) for name in LEVERS} | chosen
+    prompt = next(iter(at(job.record, "prompts") or []), "what the image shows")
+    return pasted(
+        "infer", f"run={literal(shown(job.directory))}", *(["variant=full_precision"] if unquantized else []),
+        f"prompts=[{literal(one_line(prompt))}]",
+        *(f"infer.{name}={written(value)}" for name, value in values.items() if value is not None),
+    )  # fmt: skip
+
+
+def written(value: Any) -> str:
+    """The value of a knob, as it is typed."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return str(value) if type(value) in (int, float) else literal(one_line(value))
+
+
+def write_recommendation(sweep: Sweep, advice: Recommendation) -> None:
+    """Write ``recommendation.json`` into the folder. Raises ResourceError when the disk is full."""
+    content = {"schema_version": SCHEMA_VERSION, **asdict(advice), "rule": str(rule_of(sweep.verdict))}
+    write_json(sweep.directory / RECOMMENDATION, content)
+
+
+def last_words(directory: Path) -> str:
+    """Where the report is, how to make images with what it recommends, and last the recommendation itself."""
+    try:
+        advice = read_object(directory / RECOMMENDATION) or {}
+    except (OSError, ValueError):
+        advice = {}
+    lines = [f"report: {url(directory / REPORT)}"]
+    lines += [f"images with it: {advice['command']}"] if advice.get("command") else []
+    return "\n".join(map(printable, [*lines, advice.get("sentence") or ""]))
