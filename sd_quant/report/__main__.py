@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sd_quant.errors import ConfigError, exit_with_its_code
 from sd_quant.report.rebuild import rebuild
+from sd_quant.report.shipped import last_words
 
 
 def main() -> None:
@@ -13,7 +14,8 @@ def main() -> None:
     directory = parser.parse_args().directory
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not there, expected the folder of a sweep or of a run")
-    print(rebuild(directory))
+    rebuild(directory)
+    print(last_words(directory))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
+from sd_quant.report.shipped import last_words
 from sd_quant.report.record import (
     DONE,
     IMAGE,
@@ -228,7 +229,8 @@ def main() -> None:
     directory = parser.parse_args().directory
     time_sweep(directory, again=True)
     fill_in_records(directory)
-    print(rebuild(directory))
+    rebuild(directory)
+    print(last_words(directory))
 
 
 if __name__ == "__main__":

@@ -63,10 +63,12 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])
     exit_with_its_code(main)
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
-        "sweep.json", "recommendation.json", "summary.csv", "summary.md", "summary.parquet", "report.html", "votes.html",
-        "pareto_latency.png", "pareto_size.png", "parts.png", "trajectory.png", "layers.png",
+        "sweep.json", "recommendation.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "votes.html", "votes_key.json", "pareto_latency.png", "pareto_size.png", "parts.png", "trajectory.png",
+        "layers.png",
     }  # fmt: skip
-    assert Path(capsys.readouterr().out.strip()) == directory / "report.html"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"report: file://{directory}/report.html" and said[-1].startswith("Ship quant_level=2: 1.20x")
     text = (directory / "report.html").read_text(encoding="utf-8")
     order = [
         "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
