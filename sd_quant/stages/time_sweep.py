@@ -36,7 +36,6 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.shipped import last_words
 from sd_quant.report.record import (
     DONE,
     IMAGE,
@@ -47,6 +46,7 @@ from sd_quant.report.record import (
     weights_sha256,
     write_record,
 )
+from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, blocks_by_job, read_timing
 from sd_quant.stages.latency import conditions, denoiser_rounds, filled_in

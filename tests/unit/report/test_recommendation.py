@@ -148,7 +148,8 @@ def test_of_few_images_the_mean_counts_for_the_floor():
     [
         ({"speedup": 1.5}, "near", "Ship near: 1.60x (1.57 to 1.63) as fast as the unquantized engine from prompt to "
             "image, PSNR 36.0 dB (35.8 to 36.2); the most faithful of 2 recipes that surely reach 1.5x the speed of "
-            "the unquantized engine; fast gains 25% of speed and loses 4.0 dB; exact loses 13% of speed and gains 3.0 dB."),
+            "the unquantized engine; fast gains 25% of speed and loses 4.0 dB; exact loses 13% of speed and gains "
+            "3.0 dB."),
         ({"image_ms": 40}, "near", "PSNR 36.0 dB (35.8 to 36.2), 38 ms (37 to 38) for an image; the most faithful of 2 "
             "recipes that surely reach 40 ms from prompt to image;"),
         ({"speedup": 1.62}, "fast", "the only recipe that surely reaches 1.62x"),
