@@ -14,10 +14,10 @@ from typing import Annotated
 from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
 from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, at_least, check, described, fields_of, options_of, read
 from sd_quant.places import existing, output_path
-from sd_quant.report.gate import FAILED, PASSED, UNTOLD, decide, read_run
+from sd_quant.report.gate import FAILED, OPEN, PASSED, decide, read_run
 from sd_quant.report.gate_output import SUFFIXES, text_of, write_gate
 
-EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code, UNTOLD: UNDECIDED}
+EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code} | dict.fromkeys(OPEN, UNDECIDED)
 MARGINS = ("psnr_margin", "ssim_margin", "lpips_margin", "speedup_margin")
 NOT_BARS = ("run", "baseline", "output", "confidence", "worst_share")
 USAGE = """Pass or fail a finished run by bars that were fixed before.
@@ -25,7 +25,8 @@ USAGE = """Pass or fail a finished run by bars that were fixed before.
   sd-quant gate run=<folder> min_psnr=35 max_lpips=0.01 min_speedup=1.2
   sd-quant gate run=<folder> baseline=<folder> psnr_margin=0.5 output=gate.xml
 
-The exit code is 0 if all criteria pass, 1 if one fails, {untold} if it cannot be told. docs/gate.md has the statistics.
+The exit code is 0 if all criteria pass, 1 if one fails, {untold} if it cannot be told, which may be a failure.
+docs/gate.md has the statistics.
 
 == Knobs: name=value ==
 {knobs}"""

@@ -2,7 +2,8 @@
 
 A criterion is a mean over prompts, or a speed-up, with a bar. It passes if its whole interval lies on the good side,
 fails if it lies on the bad side, and cannot be told otherwise: then the number of prompts or rounds that would tell is
-estimated. The run passes if every criterion does, and fails if one does.
+estimated. The run passes if every criterion does, and fails if one does. The interval that decides is the one that is
+shown, with its level.
 
 - The unit is the prompt. The images of one prompt count as one, by their mean.
 - The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
@@ -15,8 +16,9 @@ estimated. The run passes if every criterion does, and fails if one does.
   than ``worst_share`` of all others are below it: acceptance number zero of quality control.
 - Two kinds of error. *Passed although a criterion is not met*: all have to pass, so the probability is at most that of
   one, and a correction would only cost prompts (intersection-union test; Berger, Technometrics 24, 1982). *Failed
-  although all are met*: one suffices, so more criteria mean more errors, and the claims "fails" are Holm's
-  (Scandinavian Journal of Statistics 6, 1979), whatever their dependence. Each kind has 2.5 % at 95 % of confidence.
+  although all are met*: one suffices, so more criteria mean more errors, and where the value is on the bad side, the
+  interval's level is Holm's (Scandinavian Journal of Statistics 6, 1979), whatever the dependence. Each kind has 2.5 %
+  at 95 % of confidence. What would fail alone, and not at that level, is called likely to fail.
 - Against a baseline, the difference of a prompt's images in the two runs is the value: a test of non-inferiority. Not
   to be significantly worse is no pass.
 
@@ -42,7 +44,8 @@ from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
 
 PROMPTS, ROUNDS = "prompts", "rounds"
-PASSED, FAILED, UNTOLD = "passed", "failed", "cannot be told"
+PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be told"
+OPEN = (LIKELY, UNTOLD)
 SIDE = 128  # pixels to which images are reduced to look for degenerate ones
 SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds; who would draw more
@@ -103,7 +106,7 @@ class Verdict:
     value: str
     bar: str
     verdict: str
-    figures: Mapping[str, float | int | None]  # value, low, high, bar, count
+    figures: Mapping[str, float | int | None]  # value, low, high, their level, bar, count
     reason: str = ""
     more: int | None = None
     unit: str = ""
@@ -113,7 +116,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """``outcome`` is PASSED, FAILED or UNTOLD."""
+    """``outcome`` is PASSED, FAILED, LIKELY or UNTOLD."""
 
     run: Path
     outcome: str
@@ -236,18 +239,15 @@ def untransformed(quantile: float, skewness: float) -> float:
     return 3 / skewness * (math.cbrt(1 + skewness * (quantile - skewness / 6)) - 1)
 
 
-def failed_by_holm(estimates: Sequence[Estimate], confidence: float) -> set[str]:
-    """The knobs of the criteria that fail: with the confidence, none of them is met.
+def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, float]:
+    """The level of the interval that decides each criterion, by its knob: the confidence where the value is good.
 
-    Whatever fails when the error is shared among all that are left leaves, and the others share it anew.
+    Elsewhere the error is shared among the criteria: whatever fails leaves, and the others share it anew.
     """
-    failed: set[str] = set()
-    while left := [each for each in estimates if each.knob not in failed]:
-        shared = 1 - (1 - confidence) / len(left)
-        if not (new := {each.knob for each in left if each.bad(each.at(shared))}):
-            break
-        failed |= new
-    return failed
+    shared = 1 - (1 - confidence) / max(1, len(estimates))
+    levels = {each.knob: shared if each.bad(exactly(each.at(shared).value)) else confidence for each in estimates}
+    left = [each for each in estimates if not each.bad(each.at(shared))]
+    return levels | (levels_of(left, confidence) if len(left) < len(estimates) else {})
 
 
 def more_needed(estimate: Estimate, confidence: float) -> int | None:
@@ -399,8 +399,8 @@ def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> 
 # Verdicts
 
 
-def verdict_of(estimate: Estimate, failed: set[str], criteria: int, confidence: float) -> Verdict:
-    """The outcome of an estimated criterion, of so many, of which ``failed`` fail."""
+def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
+    """The outcome of an estimated criterion by its interval at this level."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
     if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
         outcome = FAILED if estimate.unit == PROMPTS else UNTOLD
@@ -408,20 +408,20 @@ def verdict_of(estimate: Estimate, failed: set[str], criteria: int, confidence: 
             estimate.knob, estimate.title, DASH, bar, outcome, {"bar": estimate.bar, "count": 0}, estimate.note,
             worst=estimate.worst, form=estimate.form,
         )  # fmt: skip
-    interval = estimate.at(confidence)
-    outcome = FAILED if estimate.knob in failed else PASSED if estimate.good(interval) else UNTOLD
-    more, reason = None, estimate.note
-    if outcome == UNTOLD:
-        to_fail = estimate.bad(exactly(interval.value))
-        level = 1 - (1 - confidence) / (criteria - len(failed)) if to_fail else confidence
+    interval, alone = estimate.at(level), estimate.at(confidence)
+    told = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else None
+    outcome = told or (LIKELY if estimate.bad(alone) else UNTOLD)
+    more, reason, form = None, estimate.note, estimate.form.split()[0].rstrip("x")
+    if outcome in OPEN:
         more = more_needed(estimate, level)
         guess = "about" if interval.known else "at least"  # one prompt has no spread
         hint = f"{guess} {more} more {estimate.unit} would tell" if more else "it lies too near the bar to be told"
-        single = f"; alone it would fail, and not among {criteria} criteria" if estimate.bad(interval) else ""
-        reason = "; ".join(filter(None, (f"{hint}{single}", reason)))
+        single = f"alone it fails{between(alone.low, alone.high, form, confidence)}" if outcome == LIKELY else ""
+        reason = "; ".join(filter(None, (single, hint, reason)))
     ends = (interval.low, interval.high) if interval.known else (None, None)
-    value = estimate.form.format(interval.value) + between(*ends, estimate.form.split()[0].rstrip("x"))
-    figures = {"value": interval.value, "low": ends[0], "high": ends[1], "bar": estimate.bar, "count": estimate.count}
+    value = estimate.form.format(interval.value) + between(*ends, form, level)
+    figures = dict(zip(("value", "low", "high"), (interval.value, *ends), strict=True))
+    figures |= {"level": level, "bar": estimate.bar, "count": estimate.count}
     return Verdict(
         estimate.knob, estimate.title, value, bar, outcome, figures, reason, more, estimate.unit, estimate.worst,
         estimate.form,
@@ -502,24 +502,25 @@ def decide(
     Raises ConfigError for a bar on a figure that the run does not have, and for a baseline of other images.
     """
     estimates = estimates_of(run, baseline, bars)
-    told = [each for each in estimates if each.count]
-    failed = failed_by_holm(told, confidence)
-    verdicts = [verdict_of(each, failed, len(told), confidence) for each in estimates]
+    levels = levels_of([each for each in estimates if each.count], confidence)
+    verdicts = [verdict_of(each, levels.get(each.knob, confidence), confidence) for each in estimates]
     for key, score in OF_IMAGES.items():
         if (knob := f"worst_{key}") in bars:
             verdicts.append(verdict_of_worst(run, score, bars[knob], worst_share, confidence))
     verdicts.append(verdict_of_degenerate(run))
     outcomes = {verdict.verdict for verdict in verdicts}
-    outcome = FAILED if FAILED in outcomes else UNTOLD if UNTOLD in outcomes else PASSED
+    outcome = next(each for each in (FAILED, LIKELY, UNTOLD, PASSED) if each in outcomes)
     return Gate(run.folder, outcome, sentence_of(outcome, verdicts), verdicts)
 
 
 def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
     """The outcome, with the criteria that failed, or with what would tell."""
-    named = ", ".join(each.criterion for each in verdicts if each.verdict == outcome)
-    if outcome != UNTOLD:
-        return f"failed: {named}" if outcome == FAILED else "passed"
-    open_ = [each for each in verdicts if each.verdict == UNTOLD]
+    open_ = [each for each in verdicts if each.verdict in OPEN]
+    named = [
+        f"{word}: {', '.join(found)}"
+        for word in ((FAILED,) if outcome == FAILED else OPEN)
+        if (found := [each.criterion for each in verdicts if each.verdict == word])
+    ]
     hints = {
         PROMPTS: "prompts would tell (infer.prompts)",
         ROUNDS: "rounds would tell (a smaller timing.half_width and a larger timing.budget_s)",
@@ -527,6 +528,6 @@ def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
     needed = [
         f"about {max(numbers)} more {hint}"
         for unit, hint in hints.items()
-        if (numbers := [each.more for each in open_ if each.unit == unit and each.more])
+        if outcome != FAILED and (numbers := [each.more for each in open_ if each.unit == unit and each.more])
     ]
-    return f"cannot be told: {named}" + (f"; {' and '.join(needed)}" if needed else "")
+    return "; ".join(filter(None, [*named, " and ".join(needed)])) or PASSED

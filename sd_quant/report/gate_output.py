@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from sd_quant.files import write_json, write_text
 from sd_quant.places import shown as shown_path
-from sd_quant.report.gate import FAILED, UNTOLD, Gate, Shown, Verdict
+from sd_quant.report.gate import FAILED, OPEN, Gate, Shown, Verdict
 from sd_quant.report.table import Table, as_text, table_of_texts
 from sd_quant.text import one_line, printable
 
@@ -23,7 +23,7 @@ LONGEST_PROMPT = 60
 def text_of(gate: Gate) -> str:
     """The table of criteria, the worst images, and the outcome."""
     titles = ["criterion", "value", "bar", "verdict"]
-    rows = [[each.criterion, f"{each.title} {each.value}", each.bar, each.verdict] for each in gate.verdicts]
+    rows = [[each.criterion, each.value, each.bar, each.verdict] for each in gate.verdicts]
     notes = [f"{each.criterion}: {each.reason}" for each in gate.verdicts if each.reason]
     table = Table(table_of_texts(titles, rows).columns, rows, notes=notes)
     images = as_text(table_of_texts(["worst images", "value", "file"], list(image_rows(gate))))
@@ -86,7 +86,7 @@ def xml_of(gate: Gate) -> str:
     counts = {
         "tests": len(verdicts),
         "failures": verdicts.count(FAILED),
-        "errors": verdicts.count(UNTOLD),
+        "errors": sum(map(verdicts.count, OPEN)),
         "skipped": 0,
     }
     numbers = {name: str(count) for name, count in counts.items()}
@@ -99,7 +99,7 @@ def xml_of(gate: Gate) -> str:
         told = printable(
             f"{each.title}: {each.value}, expected {each.bar}" + (f"; {each.reason}" if each.reason else "")
         )
-        if each.verdict in (FAILED, UNTOLD):
+        if each.verdict in (FAILED, *OPEN):
             kind = "failure" if each.verdict == FAILED else "error"
             ElementTree.SubElement(case, kind, {"message": told, "type": each.verdict}).text = images_of(each)
         else:

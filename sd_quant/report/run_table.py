@@ -4,14 +4,15 @@ Everything comes from the record, so the table can be printed again later. A num
 dash, with its reason below the table.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
-from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
@@ -31,7 +32,7 @@ from sd_quant.report.readings import (
 )
 from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
 from sd_quant.report.summary import Job, timed_alone
-from sd_quant.report.table import DASH, Table, as_text, table_of_texts
+from sd_quant.report.table import CLAUSES, DASH, Table, as_text, folded, table_of_texts
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
@@ -159,13 +160,21 @@ def baselines_of(record: Mapping[str, Any]) -> list[str]:
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     rows = []
     for score in fidelity_scores():
-        value, worst, _ = score_of(record, score)
-        title = f"{score.title}, last step" if score.against is Against.LATENTS else score.title
-        of_images = score.against is Against.IMAGES
-        rows.append([
-            title, _cell(value, score.text, reasons), _cell(worst, score.text, reasons) if of_images else "",
-        ])  # fmt: skip
-    return as_text(table_of_texts(["fidelity to full precision", "mean", "worst"], rows))
+        value, worst, values = score_of(record, score)
+        if score.against is Against.IMAGES:
+            rows.append([score.title, _cell(value, _mean(score, values), reasons), _cell(worst, score.text, reasons)])
+        else:
+            rows.append([f"{score.title}, last step", _cell(value, score.text, reasons), ""])
+    return as_text(table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows))
+
+
+def _mean(score: Score, values: Sequence[float | None]) -> Callable[[float], str]:
+    """The text of a mean, with the further end of its interval over the images where all have a value."""
+    interval = None if None in values else score.mean(values)
+    if interval is None or not interval.known:
+        return score.text
+    reach = max(interval.high - interval.value, interval.value - interval.low)
+    return lambda value: f"{score.format.format(value)} ± {score.text(reach)}"
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
@@ -252,7 +261,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
     costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
-    return ["; ".join(costs)] if costs else []
+    return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
 
 
 def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:

@@ -4,22 +4,27 @@ A ``Column`` says how its figures are written, so a figure reads the same in a t
 page. The road not taken is ``rich``: colours and boxes do not survive a log file.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from sd_quant.text import printable
 
 DASH = "–"  # stands for a figure that does not exist
+WIDTH = 80  # columns of a terminal
+WORDS, CLAUSES = r"[^ ,/]*[ ,/]+|[^ ,/]+", r".+?(?:[,;] |$)"  # between which a line may end
 
 
 def figure(value: float | None, form: str, scale: float = 1.0) -> str:
     return DASH if value is None else form.format(value * scale)
 
 
-def between(low: float | None, high: float | None, form: str) -> str:
-    """`` (1.21 to 1.26)``, or nothing where there is no interval."""
-    return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)})"
+def between(low: float | None, high: float | None, form: str, level: float | None = None) -> str:
+    """`` (1.21 to 1.26)``, with its ``level`` `` (1.21 to 1.26 at 95 %)``; nothing where there is no interval."""
+    at_level = "" if level is None else f" at {100 * level:.3g} %"
+    return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)}{at_level})"
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,40 @@ def table_of_texts(titles: Sequence[str], rows: Sequence[Sequence[str]], heading
 
 
 def as_text(table: Table) -> list[str]:
-    """Lines for a terminal, the first column left-aligned and the others right-aligned; none without rows."""
+    """Lines for a terminal, the first column left-aligned and the others right-aligned; none without rows.
+
+    Where they would be longer than WIDTH, titles, lists and at last names go on in the next line, figures never.
+    """
     if not table.rows:
         return []
-    cells = [[printable(cell) for cell in row] for row in (table.titles, *table.cells)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    head, *lines = [
-        first.ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        for first, *others in cells
-    ]
+    texts = [[printable(cell) for cell in row] for row in (table.titles, *table.cells)]
+    parts = [[re.findall(CLAUSES if number and place else WORDS, cell) for place, cell in enumerate(row)]
+             for number, row in enumerate(texts)]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    least = [max(len(part.rstrip()) for cell in column for part in cell or [""]) for column in zip(*parts, strict=True)]
+    while sum(widths) + 2 * len(widths) - 2 > WIDTH and widths != least:
+        wide = [place for place, width in enumerate(widths) if width > least[place]]
+        widths[max(wide, key=lambda place: (place > 0, widths[place]))] -= 1  # names last
+    lines = []
+    for row in parts:
+        cells = [folded(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for first, *others in zip_longest(*cells, fillvalue=""):
+            right = (f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+            lines.append((first.ljust(widths[0]) + "".join(right)).rstrip())
+        if row is parts[0]:
+            lines.append("-" * (sum(widths) + 2 * len(widths) - 2))
     notes = [printable(note) for note in table.notes]
-    return [head, "-" * len(head), *(line.rstrip() for line in lines), *([""] if notes else []), *notes]
+    return [*lines, *([""] if notes else []), *notes]
+
+
+def folded(parts: Sequence[str], width: int = WIDTH) -> list[str]:
+    """Lines of at most this width, unless a part is longer."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len((lines[-1] + part).rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def as_markdown(table: Table) -> str:

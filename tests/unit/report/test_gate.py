@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sd_quant.commands.gate import EXIT_CODES
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.gate import (
     FAILED,
+    LIKELY,
     PASSED,
     UNTOLD,
     Estimate,
     Run,
     decide,
-    failed_by_holm,
+    levels_of,
     mean_of_skewed,
     read_run,
 )
@@ -81,6 +83,22 @@ def test_a_short_run_says_how_many_more_prompts_would_tell():
     assert at_the_bar.more is None and "too near the bar" in at_the_bar.reason
 
 
+def test_what_fails_alone_does_not_read_as_if_it_could_pass():
+    """The interval that is shown is the one that decides, and the run is neither passed nor failed."""
+    values = [31.05, 31.83, 32.34, 32.76, 33.16, 33.55, 33.98, 34.47, 35.11, 36.25]
+    run = run_of(10, fidelity__psnr__values=values)
+    alone = decide(run, None, {"min_psnr": 35.0})
+    assert alone.outcome == FAILED and alone.verdicts[0].value == "33.45 dB (32.39 to 34.65 at 95 %)"
+    gate = decide(run, None, BARS | {"min_psnr": 35.0})
+    psnr, *others = gate.verdicts
+    assert psnr.value == "33.45 dB (32.10 to 35.04 at 98.3 %)" and psnr.figures["level"] == pytest.approx(1 - 0.05 / 3)
+    assert psnr.reason.startswith("alone it fails (32.39 to 34.65 at 95 %); about 1 more prompts would tell")
+    assert gate.outcome == psnr.verdict == LIKELY and EXIT_CODES[gate.outcome] == 5
+    assert gate.sentence == "likely failed: min_psnr; about 1 more prompts would tell (infer.prompts)"
+    assert "cannot be told" not in text_of(gate) and 'type="likely failed"' in xml_of(gate)
+    assert all(each.verdict == PASSED and each.figures.get("level", 0.95) == 0.95 for each in others)
+
+
 def test_the_unit_is_the_prompt_and_one_prompt_tells_nothing():
     prompts = [f"prompt {index // 16}" for index in range(64)]
     run = run_of(prompts=prompts)
@@ -98,7 +116,8 @@ def test_no_error_of_several_criteria_is_more_likely_than_stated():
             Estimate(str(index), "", 0.0, True, partial(mean_of_skewed, sample), count, "prompts", "{}")
             for index, sample in enumerate(samples)
         ]
-        wrongly_failed += bool(failed_by_holm(estimates, 0.95))
+        levels = levels_of(estimates, 0.95)
+        wrongly_failed += any(each.bad(each.at(levels[each.knob])) for each in estimates)
         wrongly_passed += estimates[0].good(estimates[0].at(0.95))  # as if all others were met for sure
     assert wrongly_failed / draws <= 0.05 and wrongly_passed / draws <= 0.05
 
