@@ -42,7 +42,7 @@ from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
 from sd_quant.report.readings import seconds_of_stages
 from sd_quant.report.record import DONE, RECORD
-from sd_quant.report.summary import FAILED, FAILURE, SWEEP, UNFINISHED, Sweep, is_running
+from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Sweep, is_running
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
@@ -258,6 +258,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
                 )
             if "search" in plan:
                 plan = plan | {"jobs": begun_jobs(directory, there["jobs"], plan["search"]["grid"])}
+        (directory / RECOMMENDATION).unlink(missing_ok=True)  # which is of the jobs that were done before
         write_json(directory / SWEEP, plan)
         yield
 

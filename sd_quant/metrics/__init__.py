@@ -72,9 +72,10 @@ class Score:
         None without a value; the ends are infinite for a single one.
         """
         known = [value for value in values if value is not None]
-        if not known:
-            return None
-        found = mean_interval(known)
+        return self.inside(mean_interval(known)) if known else None
+
+    def inside(self, found: Interval) -> Interval:
+        """The interval, if it is known, inside of the score's range."""
         # rounding may put a mean of float32 outside of the range by its last digit; it stays inside its interval
         ends = max(found.low, min(self.least, found.value)), min(found.high, max(self.most, found.value))
         return Interval(found.value, *ends) if found.known else found

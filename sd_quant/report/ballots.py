@@ -28,17 +28,7 @@ FORMAT = "sd-quant votes 1"
 MOST_BYTES = 2**24  # of a voter's file
 ALPHA, POWER = 0.05, 0.8
 ENOUGH_VOTERS = 15  # of ITU-R BT.500, for statements about people in general
-TITLES = (
-    "comparison",
-    "votes",
-    "cannot tell",
-    "prefer the second",
-    "p, Holm",
-    "verdict",
-    "more votes",
-    "agree",
-    "kappa",
-)
+TITLES = "comparison", "votes", "cannot tell", "prefer the second", "p, Holm", "verdict", "more votes", "agree", "kappa"
 
 
 class Cast(TypedDict):
@@ -332,22 +322,8 @@ def write_count(count: Count, folder: Path) -> list[Path]:
 
 def row_of(result: Result) -> dict[str, Any]:
     found = result.preference
-    share = dict.fromkeys(("value", "low", "high")) if found.share is None else found.share._asdict()
-    return {
-        "a": result.a,
-        "b": result.b,
-        "votes": found.votes,
-        "prefer_a": found.first,
-        "prefer_b": found.second,
-        "cannot_tell": found.neither,
-        "share_b": share["value"],
-        "share_b_low": share["low"],
-        "share_b_high": share["high"],
-        "p": found.p,
-        "p_holm": result.p,
-        "verdict": result.verdict,
-        "more_votes": result.more,
-        "judged_by_all": result.agreement.items,
-        "agreement": result.agreement.share,
-        "kappa": result.agreement.kappa,
-    }
+    counts = {"votes": found.votes, "prefer_a": found.first, "prefer_b": found.second, "cannot_tell": found.neither}
+    share = dict(zip(("share_b", "share_b_low", "share_b_high"), found.share or [None] * 3, strict=True))
+    told = {"p": found.p, "p_holm": result.p, "verdict": result.verdict, "more_votes": result.more}
+    agreed = dict(zip(("judged_by_all", "agreement", "kappa"), result.agreement, strict=True))
+    return {"a": result.a, "b": result.b, **counts, **share, **told, **agreed}

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, t_quantile
-from sd_quant.report.readings import degenerate_of, number_at, score_of
+from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, score_of
 from sd_quant.report.recommendation import are_identical
 from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
 from sd_quant.report.summary import machine_of, timed_alone, workload
@@ -46,7 +46,6 @@ from sd_quant.report.timing import Timed, log_speedup_over
 PROMPTS, ROUNDS = "prompts", "rounds"
 PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be told"
 OPEN = (LIKELY, UNTOLD)
-SIDE = 128  # pixels to which images are reduced to look for degenerate ones
 SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds; who would draw more
 OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
@@ -182,8 +181,8 @@ def rounds_of(run: Run, knob: str) -> Timed | str:
     return reason
 
 
-def file_of(run: Run, index: int, variant: str = VARIANTS[1]) -> Path | None:
-    names = (run.folder / "images" / variant / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
+def file_of(run: Run, index: int) -> Path | None:
+    names = (run.folder / "images" / VARIANTS[1] / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
     return next((path for path in names if path.is_file()), None)
 
 
@@ -281,17 +280,10 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
     counted = [best if value == math.inf else value for value in known(values)]
     identical = sum(value == math.inf for value in known(values))
     note = f"{identical} of {len(values)} images are identical to full precision and count as {score.text(best)}"
-
-    def at_confidence(confidence: float) -> Interval:
-        interval = mean_of_skewed(means, confidence)
-        if not interval.known:
-            return interval
-        low, high = max(interval.low, score.least), min(interval.high, max(score.most, interval.value))
-        return Interval(interval.value, low, high)
-
     means = by_prompt(run.record["prompts"], counted) if len(counted) == len(values) else []
     return Estimate(
-        knob, f"mean {score.title}", bar, score.more_is_better, at_confidence, len(means), PROMPTS, form_of(score),
+        knob, f"mean {score.title}", bar, score.more_is_better,
+        lambda confidence: score.inside(mean_of_skewed(means, confidence)), len(means), PROMPTS, form_of(score),
         worst_of(run, values, score.more_is_better), note if identical else missing_of(score, values),
     )  # fmt: skip
 
@@ -458,10 +450,10 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 def verdict_of_degenerate(run: Run) -> Verdict:
     """No image is degenerate, whatever the means. Raises ArtifactError for a record that names an image it has not."""
-    prompts, words = run.record.get("prompts") or [], degenerate_words(run)
+    prompts, words = run.record.get("prompts") or [], degenerate_of(run.record)
     title, bar, figures = "degenerate images", "none", {"bar": 0, "count": len(prompts)}
-    if words is None:
-        reason = "the record does not say, and its images are not there; make the run again"
+    if at(run.record, "degenerate") is None:
+        reason = "the record does not say; make the run again"
         return Verdict("degenerate", title, DASH, bar, UNTOLD, figures, reason)
     if unknown := [index for index in words if index not in range(len(prompts))]:
         raise ArtifactError(
@@ -469,29 +461,10 @@ def verdict_of_degenerate(run: Run) -> Verdict:
             "again"
         )
     shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index in [*words][:SHOWN]]
-    reason = "; ".join([*words.values()][:SHOWN]) + ("; ..." if len(words) > SHOWN else "")
     return Verdict(
         "degenerate", title, f"{len(words)} of {len(prompts)}", bar, FAILED if words else PASSED,
-        {"value": len(words), **figures}, reason, worst=shown, form="degenerate",
+        {"value": len(words), **figures}, degenerate_images(run.record), worst=shown, form="degenerate",
     )  # fmt: skip
-
-
-def degenerate_words(run: Run) -> dict[Any, str] | None:
-    """The degenerate images in words, by index; None where neither the record nor the run's images tell.
-
-    The records of earlier versions do not say. Raises as ``read_fitted`` does for an image that cannot be read.
-    """
-    if at(run.record, "degenerate") is not None:
-        return degenerate_of(run.record)
-    indices = range(len(run.record.get("prompts") or []))
-    pairs = [[file_of(run, index, variant) for index in indices] for variant in VARIANTS]
-    if not indices or None in pairs[0] + pairs[1]:
-        return None
-    from sd_quant.files.images import read_fitted  # late, as they are seldom needed
-    from sd_quant.metrics.degenerate import degenerate
-
-    reference, images = ([read_fitted(path, SIDE, SIDE, "RGB")[0] for path in paths if path] for paths in pairs)
-    return degenerate_of({"degenerate": degenerate(reference, images)})
 
 
 def decide(

@@ -5,6 +5,7 @@ Most show a ``skipped`` test as green, and a ``failure`` would say what nobody k
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -55,50 +56,30 @@ def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
 
 
 def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run": str(gate.run),
-        "outcome": gate.outcome,
-        "exit_code": exit_code,
-        "sentence": gate.sentence,
-        "criteria": [
-            {
-                "criterion": each.criterion,
-                "title": each.title,
-                "verdict": each.verdict,
-                **each.figures,
-                "reason": each.reason or None,
-                "more": each.more,
-                "unit": each.unit or None,
-                "worst": [
-                    {"index": image.index, "prompt": image.prompt, "value": image.value, "file": path_of(image)}
-                    for image in each.worst
-                ],
-            }
-            for each in gate.verdicts
-        ],
-    }
+    """What ``output=`` writes as JSON; no interval and no more prompts are null."""
+
+    def criterion(each: Verdict) -> dict[str, Any]:
+        named = {"criterion": each.criterion, "title": each.title, "verdict": each.verdict, **each.figures}
+        worst = [{**asdict(image), "file": path_of(image)} for image in each.worst]
+        return {**named, "reason": each.reason or None, "more": each.more, "unit": each.unit or None, "worst": worst}
+
+    run = {"run": str(gate.run), "outcome": gate.outcome, "exit_code": exit_code, "sentence": gate.sentence}
+    return {"schema_version": SCHEMA_VERSION, **run, "criteria": [*map(criterion, gate.verdicts)]}
 
 
 def xml_of(gate: Gate) -> str:
     """JUnit's XML: a test suite with a case for each criterion."""
     verdicts = [each.verdict for each in gate.verdicts]
-    counts = {
-        "tests": len(verdicts),
-        "failures": verdicts.count(FAILED),
-        "errors": sum(map(verdicts.count, OPEN)),
-        "skipped": 0,
-    }
-    numbers = {name: str(count) for name, count in counts.items()}
+    failures, errors = (str(sum(map(verdicts.count, words))) for words in ((FAILED,), OPEN))
+    numbers = {"tests": str(len(verdicts)), "failures": failures, "errors": errors, "skipped": "0"}
     suites = ElementTree.Element("testsuites", numbers)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": "sd-quant gate", "time": "0", **numbers})
     for each in gate.verdicts:
         case = ElementTree.SubElement(
             suite, "testcase", {"classname": "sd-quant.gate", "name": each.criterion, "time": "0"}
         )
-        told = printable(
-            f"{each.title}: {each.value}, expected {each.bar}" + (f"; {each.reason}" if each.reason else "")
-        )
+        because = f"; {each.reason}" if each.reason else ""
+        told = printable(f"{each.title}: {each.value}, expected {each.bar}{because}")
         if each.verdict in (FAILED, *OPEN):
             kind = "failure" if each.verdict == FAILED else "error"
             ElementTree.SubElement(case, kind, {"message": told, "type": each.verdict}).text = images_of(each)

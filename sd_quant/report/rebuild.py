@@ -27,7 +27,7 @@ def rebuild(directory: Path) -> Path:
     sweep = read_sweep(directory)
     recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
     advice = recommendation_of(sweep, recipes)
-    write_summary(sweep, advice.marks, advice.sentence)
+    write_summary(sweep, dict.fromkeys(advice.tied, "tied") | {advice.job: "yes"}, advice.sentence)
     write_recommendation(sweep, advice)
     write_plots(sweep)
     published = published_tables(sweep)

@@ -119,10 +119,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said.
-
-    ``sd_quant.report.shipped`` adds what lies in the folder: the last four.
-    """
+    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said."""
 
     job: str | None
     sentence: str  # begins with the headline where something is shipped
@@ -130,15 +127,11 @@ class Recommendation:
     ship: str = UNDECIDED  # or RECIPE or UNQUANTIZED
     headline: str = "No recommendation"
     best: str | None = None  # the job whose recipe is shipped, or is the best of those that are not
-    folder: str = ""  # of that job, relative to the report's; empty where nothing is shipped
+    # the rest is added by sd_quant.report.shipped, from what lies in the folder
+    folder: str | None = None  # of that job, relative to the report's; None where nothing is shipped
     files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # onnx, plan, exports: by part or target
     figures: Mapping[str, float | None] = field(default_factory=dict)  # columns of summary.csv of the best job
-    command: str = ""  # that makes images with what is shipped
-
-    @property
-    def marks(self) -> dict[str, str]:
-        """What the column ``recommended`` of summary.csv says of jobs."""
-        return dict.fromkeys(self.tied, "tied") | ({self.job: "yes"} if self.job else {})
+    command: str | None = None  # that makes images with what is shipped
 
 
 def recipe(row: Row, name: str, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
@@ -228,22 +221,17 @@ def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
     return sum_of(fidelity, Interval(*(end / math.log1p(rule.time_of_a_db) for end in time)))
 
 
-def unquantized_option(rule: Rule) -> Option:
-    return Option(None, (rule.enough_db,), None, 1.0)
-
-
-def most_worth(options: Sequence[Option], rule: Rule) -> Option:
-    """The option of most worth, which for the unquantized engine is 0."""
-    unquantized = unquantized_option(rule)
-    return max(
-        options, key=lambda each: difference(each, unquantized, rule, rule.confidence).value if each.row else 0.0
-    )
+def most_worth(measured: Sequence[Option], rule: Rule) -> Option:
+    """The recipe of most worth, whether it is worth anything or not."""
+    unquantized = Option(None, (rule.enough_db,), None, 1.0)
+    return max(measured, key=lambda option: difference(option, unquantized, rule, rule.confidence).value)
 
 
 def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, list[Option]]:
     """The option of most worth, and all that cannot be told apart from it, itself among them."""
-    everyone = [unquantized_option(rule), *measured]
-    best = most_worth(everyone, rule)
+    unquantized, best = Option(None, (rule.enough_db,), None, 1.0), most_worth(measured, rule)
+    everyone = [unquantized, *measured]
+    best = best if difference(best, unquantized, rule, rule.confidence).value > 0 else unquantized
     confidence = 1 - (1 - rule.confidence) / len(measured)
 
     def is_tied(option: Option) -> bool:

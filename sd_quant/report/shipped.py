@@ -5,7 +5,6 @@ the report and removed when a folder is worked on again, so it never speaks of o
 road not taken is a link to the winner, which a copied folder would lose.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,11 +15,10 @@ from sd_quant.places import shown, url
 from sd_quant.report.candidates import judgement
 from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, recommend, rule_of
 from sd_quant.report.record import VARIANTS, at, read_object
-from sd_quant.report.summary import REPORT, Job, Sweep
+from sd_quant.report.summary import RECOMMENDATION, REPORT, Job, Sweep
 from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line, printable
 
-RECOMMENDATION = "recommendation.json"
 SCHEMA_VERSION = 1
 FIGURES = (
     *(f"{column}{end}" for column in ("psnr_db", "image_speedup") for end in ("", "_low", "_high")),
@@ -41,18 +39,14 @@ def recommendation_of(sweep: Sweep, names: Mapping[str, str]) -> Recommendation:
     advice = recommend(sweep, lambda row: names[row["job"]])
     found = [(job, row) for job, row in zip(sweep.jobs, sweep.rows, strict=True) if job.name == advice.best]
     for job, row in found:
-        advice = replace(advice, figures={column: finite(row[column]) for column in FIGURES})
+        advice = replace(advice, figures={column: row[column] for column in FIGURES})
         if advice.ship != UNDECIDED:
             unquantized = advice.ship == UNQUANTIZED
             files = files_of(job, sweep.directory, unquantized)
-            command = command_of(job, unquantized) if files["onnx"] else ""
+            command = command_of(job, unquantized) if files["onnx"] else None
             folder = job.directory.relative_to(sweep.directory).as_posix()
             advice = replace(advice, folder=folder, files=files, command=command)
     return advice
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str, str]]:

@@ -39,7 +39,7 @@ from sd_quant.report.table import Column, Table, as_markdown, as_text, markdown_
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
-PROVENANCE, REPORT = "provenance.json", "report.html"
+PROVENANCE, REPORT, RECOMMENDATION = "provenance.json", "report.html", "recommendation.json"
 FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 
@@ -369,7 +369,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
     return columns
 
 
-def write_summary(sweep: Sweep, recommended: Mapping[str, str] = {}, sentence: str = "") -> None:
+def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: str = "") -> None:
     """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder.
 
     ``recommended`` is the column of that name by job, ``sentence`` stands at the top of ``summary.md``.

@@ -83,9 +83,8 @@ def as_text(table: Table) -> list[str]:
              for number, row in enumerate(texts)]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     least = [max(len(part.rstrip()) for cell in column for part in cell or [""]) for column in zip(*parts, strict=True)]
-    while sum(widths) + 2 * len(widths) - 2 > WIDTH and widths != least:
-        wide = [place for place, width in enumerate(widths) if width > least[place]]
-        widths[max(wide, key=lambda place: (place > 0, widths[place]))] -= 1  # names last
+    if (gaps := 2 * len(widths) - 2) + sum(widths) > WIDTH:
+        widths = [min(widths[0], max(least[0], WIDTH - gaps - sum(least[1:]))), *least[1:]]
     lines = []
     for row in parts:
         cells = [folded(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -93,7 +92,7 @@ def as_text(table: Table) -> list[str]:
             right = (f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
             lines.append((first.ljust(widths[0]) + "".join(right)).rstrip())
         if row is parts[0]:
-            lines.append("-" * (sum(widths) + 2 * len(widths) - 2))
+            lines.append("-" * (gaps + sum(widths)))
     notes = [printable(note) for note in table.notes]
     return [*lines, *([""] if notes else []), *notes]
 

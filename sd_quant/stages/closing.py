@@ -12,8 +12,8 @@ from sd_quant.progress import working
 from sd_quant.report.readings import score_of
 from sd_quant.report.record import RECORD
 from sd_quant.report.run_table import run_table
-from sd_quant.report.shipped import RECOMMENDATION, last_words
-from sd_quant.report.summary import REPORT, SWEEP
+from sd_quant.report.shipped import last_words
+from sd_quant.report.summary import RECOMMENDATION, REPORT, SWEEP
 
 LOG = logging.getLogger(__name__)
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"

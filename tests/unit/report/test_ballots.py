@@ -68,7 +68,7 @@ def test_the_sides_are_taken_back_and_each_comparison_is_counted(folder):
     assert found == [(10, 10, "not shown"), (2, 18, "nvfp4 is preferred")]
     assert count.results[1].p == pytest.approx(2 * 2 * 211 / 2**20)  # Holm's of two; 1 + 20 + 190 of 2^20 are as far
     assert [each.more for each in count.results] == [None, None]  # equal: no number tells; shown: none is needed
-    text = "\n".join([*as_text(votes_table(count)), *notes(count)])
+    text = "\n".join([*map(str, votes_table(count).rows), *notes(count)])
     assert "full precision or nvfp4" in text and "90 % (68 to 99)" in text
     assert "Counted: AB." in text and "One person's votes are a statement about one person." in text
 

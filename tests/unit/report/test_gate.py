@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from sd_quant.commands.gate import EXIT_CODES
 from sd_quant.errors import ArtifactError, ConfigError
@@ -143,18 +141,10 @@ def test_the_worst_image_fails_where_it_is_and_passes_by_the_number_of_prompts(c
     assert decide(run_of(count), None, {"worst_lpips": 0.004}).outcome == FAILED
 
 
-def test_a_degenerate_image_fails_whatever_the_mean(tmp_path):
+def test_a_degenerate_image_fails_whatever_the_mean():
     stated = decide(run_of(degenerate=[{"index": 3, "reason": "black"}]), None, BARS)
     assert stated.sentence == "failed: degenerate" and stated.verdicts[-1].reason == "image 3 is black"
     assert decide(run_of(2, degenerate=None), None, {"min_speedup": 1.2}).outcome == UNTOLD  # nobody knows
-    lively = np.random.default_rng(0).integers(0, 255, (2, 64, 64, 3), np.uint8)
-    for variant, images in (("full_precision", lively), ("quantized", [lively[0], 0 * lively[1]])):
-        (tmp_path / "images" / variant).mkdir(parents=True)
-        for index, pixels in enumerate(images):
-            Image.fromarray(pixels).save(tmp_path / "images" / variant / f"{index:04}.png")
-    older = run_of(2, degenerate=None)._replace(folder=tmp_path)
-    [_, broken] = decide(older, None, {"min_speedup": 1.2}).verdicts
-    assert broken.reason.startswith("image 1 is black") and broken.worst[0].file.name == "0001.png"
     with pytest.raises(ArtifactError, match="degenerate names image 2"):
         decide(run_of(2, degenerate=[{"index": 2}]), None, BARS)
 

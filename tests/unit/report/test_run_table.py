@@ -34,8 +34,9 @@ def test_every_number_stands_in_its_place():
     assert row(table, "torch, full precision") == ["1", "800", "ms"]
     assert row(table, "openvino, full precision") == ["1", "60.00", "ms", "13.33x"]
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "1.50x"]
-    assert row(table, "SSIM") == ["0.9800", "0.9700"]
-    assert row(table, "LPIPS") == ["0.0100", "0.0200"]
+    assert row(table, "PSNR") == ["24.31", "±", "0.64", "dB", "[3]", "24.26", "dB"]
+    assert row(table, "SSIM") == ["0.9800", "±", "0.0000", "0.9700"]
+    assert row(table, "LPIPS") == ["0.0100", "±", "0.0000", "0.0200"]
     assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
     assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
     assert "SLOWER" not in table
@@ -64,9 +65,9 @@ def test_the_compiled_framework_is_a_second_baseline():
     made = record()
     made["latency"]["torch_compiled"] = {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}
     table = run_table(made)
-    assert row(table, "torch_compiled, full precision") == ["1", "100", "ms"]
+    assert row(table, "torch_compiled, full") == ["1", "100", "ms"]  # its name goes on in the next line
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "2.50x", "1.50x"]
-    assert "one call, torch_compiled" not in table and "vs torch_compiled" in table
+    assert "one call, torch_compiled" not in table and "torch  torch_compiled  precision" in table
 
 
 def test_each_null_is_a_dash_with_its_reason():
@@ -79,7 +80,7 @@ def test_each_null_is_a_dash_with_its_reason():
     assert reason(row(table, "vae", "size")) == "not quantized"
     assert reason(row(table, "vae", "one call")) == "not quantized"
     assert reason(row(table, "clip1", "size")) == "not in the record"
-    assert notes[row(table, "PSNR")[2]] == "1 of 8 images: identical"  # a number whose mean leaves images out
+    assert notes[row(table, "PSNR")[4]] == "1 of 8 images: identical"  # a number whose mean leaves images out
     assert len(set(notes.values())) == len(notes)
 
 
@@ -109,6 +110,12 @@ def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
 def test_what_two_decimals_do_not_show_is_not_called_slower():
     for speedup in (1.0, 0.996):
         assert "SLOWER" not in run_table(with_values(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
+
+
+def test_an_interval_takes_more_than_one_image_and_a_value_of_each():
+    for values in ([24.3], [24.3, None], []):
+        table = run_table(with_values(record(), {"fidelity.psnr.values": values}))
+        assert row(table, "PSNR") == ["24.31", "dB", "[3]", "24.26", "dB"]
 
 
 NULL = {"value": None, "reason": "the engine is missing"}
@@ -164,6 +171,15 @@ def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(
     assert [line.split("  ")[0] for line in recipes] == names and not empty
     assert "44.00 ± 0.64" in recipes[0] and "1.33x" in recipes[1] and "–" in recipes[4]
     assert failed == "level=5: the disk is full" and unfinished.startswith("level=6: it left no record")
+
+
+def test_tables_fit_a_terminal_of_80_columns_and_part_no_figure(small_sweep):
+    for row in small_sweep.rows:
+        row["job"] += ",calibration_prompts=outputs/prompts.txt,alpha=0.5"
+    lines = sweep_table(small_sweep).splitlines()
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) == 80 and sum(" ± 0.64 " in line and "x ± 0.0" in line for line in table) == 4
+    assert "prompts.txt,alpha=0.5" in table
 
 
 def test_a_plan_that_keeps_attention_in_high_precision_says_so():

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from sd_quant.report.record import RECORD
-from sd_quant.report.shipped import RECOMMENDATION
-from sd_quant.report.summary import REPORT
+from sd_quant.report.summary import RECOMMENDATION, REPORT
 from sd_quant.stages import closing
 
 pytestmark = pytest.mark.commit
