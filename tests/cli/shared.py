@@ -21,7 +21,7 @@ PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")  # of those prompts, by the main job
 JOBS = ["quant_level=1", "quant_level=2", "quant_level=3"]
 # Columns that another run has otherwise.
-TIMES = ("_ms", "_speedup", "_speedup_low", "_speedup_high", "_time", "seconds", "memory_bytes")
+TIMES = ("_ms", "_speedup", "_speedup_low", "_speedup_high", "_time", "seconds", "memory_bytes", "recommended")
 
 
 def well(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
