@@ -53,6 +53,8 @@ def metrics_page(schema: dict) -> str:
 [JSON schema](../sd_quant/report/metrics.schema.json) is in the package. `schema_version` changes when a name is removed
 or changes its meaning; names may be added within a version. A number that does not exist is null with a `reason` beside
 it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
+What of a run or a sweep is to be shipped stands in
+[recommendation.json](sweeps.md#the-recommendation-for-other-programs).
 
 | name | type | meaning |
 |---|---|---|
