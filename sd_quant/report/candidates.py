@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval
-from sd_quant.report.readings import MIB
 from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Sweep
@@ -197,7 +196,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         str(at(entry, "maker")),
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
-        figure(at(entry, "stored_bytes"), "{:,.1f}", MIB),
+        figure(at(entry, "stored_bytes"), "{:,.1f}", 2**-20),
         "; ".join([*layers, *parts_of(entry), *loras]),
         ", ".join(inputs) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),

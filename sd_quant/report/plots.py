@@ -23,7 +23,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.drawing import ACCENT, FAINT, INK, LINES, OTHER, SOFT, fitted, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
-from sd_quant.report.readings import MIB, memory_of, memory_to_fit, names, number_at, score_of
+from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, recommend
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at
 from sd_quant.report.sensitivity_plot import COLOURS
@@ -43,7 +43,7 @@ MOST_FLOORS = 3  # of the ways to compute full precision, the lowest
 DB_BEYOND = 3.0  # of identical images, whose PSNR is infinite, and of the unquantized engine, beyond the recipes
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MiB"}
-SCALE = {TIME: 100.0, SIZE: MIB}
+SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
@@ -180,7 +180,7 @@ def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Seque
     """Draw a bar of MiB for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
     lefts = [0.0] * len(bars)
     for piece, colour in zip(pieces, cycle(LINES), strict=False):
-        widths = [bar.get(piece, 0.0) * MIB for bar in bars.values()]
+        widths = [bar.get(piece, 0.0) / 2**20 for bar in bars.values()]
         colour = OTHER if piece == WORKING else colour
         last = axes.barh(
             range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(piece, len(WORKING))

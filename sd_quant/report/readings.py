@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.report.record import ABSENT, VARIANTS, at
 
-MIB = 2**-20  # scales bytes to MiB, their unit in tables, plots and pages
-
 
 class Number(NamedTuple):
     """A number of a record. ``reason`` says why ``value`` is None, or which images a mean leaves out."""

@@ -21,7 +21,7 @@ from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
 from sd_quant.report.csv_files import write_csv
-from sd_quant.report.readings import MIB, Number, latency_of, number_at, quotient, score_of, seconds_of_job
+from sd_quant.report.readings import Number, latency_of, number_at, quotient, score_of, seconds_of_job
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
@@ -412,7 +412,7 @@ def shown_columns() -> list[Column]:
         Column("denoiser speedup", "denoiser_speedup", "{:.2f}x", more_is_better=True, is_text=False),
         Column("image, ms", "image_ms", "{:,.0f}", is_text=False),
         Column("image speedup", "image_speedup", "{:.2f}x", more_is_better=True, is_text=False),
-        Column("denoiser, MiB", "denoiser_bytes", "{:,.1f}", scale=MIB, is_text=False),
+        Column("denoiser, MiB", "denoiser_bytes", "{:,.1f}", scale=2**-20, is_text=False),
         Column("bits a weight", "denoiser_bits", "{:.2f}", is_text=False),
         Column("plan for", "denoiser_plan_targets"),
         Column("run by", "run_by"),
