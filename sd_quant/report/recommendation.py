@@ -151,7 +151,7 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images = capped(job.record, rule.enough_db)
-        if row["status"] == DONE and images and row["image_speedup"]:
+        if row["status"] == DONE and images and row["image_speedup"] and fidelity_db(row) is not None:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
             psnr = tuple(filter(math.isfinite, capped(job.record, math.inf)))
             found.append(Option(row, images, timed, row["image_speedup"], psnr, degenerate_images(job.record)))

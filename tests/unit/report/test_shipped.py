@@ -33,11 +33,8 @@ def test_a_recipe_is_shipped_with_its_files_and_figures_until_the_sweep_goes_on(
     folder = small_sweep.directory
     found = recommendation(folder, folder / "level=2")
     assert (found["schema_version"], found["ship"], found["job"], found["folder"]) == (1, "recipe", *["level=2"] * 2)
-    assert found["files"] == {
-        "onnx": {"unet_xl": f"level=2/{FILES[0]}", "vae": f"level=2/{FILES[1]}"},
-        "plan": {"unet_xl": f"level=2/{FILES[3]}", "vae": f"level=2/{FILES[4]}"},
-        "exports": {"gguf": "level=2/hand_over/gguf"},
-    }
+    onnx, plan = ({"unet_xl": f"level=2/{FILES[at]}", "vae": f"level=2/{FILES[at + 1]}"} for at in (0, 3))
+    assert found["files"] == {"onnx": onnx, "plan": plan, "exports": {"gguf": "level=2/hand_over/gguf"}}
     row = read_sweep(folder).rows[1]
     assert found["figures"]["image_speedup_low"] == row["image_speedup_low"] and found["figures"]["psnr_db"] == 39.0
     assert found["sentence"].startswith("Ship quant_level=2: 1.20x") and "worth of a recipe" in found["rule"]
@@ -63,10 +60,9 @@ def test_the_command_has_the_knobs_that_infer_does_not_take_from_the_run(tmp_pat
     model = {"recommended": {"scale": 5.0}, "width": 64, "height": 32}
     changes = {f"knobs.infer.{name}": value for name, value in infer.items()} | {"levers": {"schedule": "ccr"}}
     change_record(write_job(tmp_path, 39.0, 1.5), changes | {"knobs.model": model})
-    assert shlex.split(recommendation(tmp_path, tmp_path)["command"])[4:] == [
-        "infer.height=64", "infer.steps=8", 'infer.negative_prompt="a blur; rm -rf"', "infer.sampler=dpm",
-        "infer.schedule=ccr",
-    ]  # fmt: skip
+    command = recommendation(tmp_path, tmp_path)["command"]
+    assert "height=64 infer.steps=8 'infer.negative_prompt=\"a blur; rm -rf\"' infer.sampler=dpm" in command
+    assert command.endswith(" infer.schedule=ccr")
 
 
 def test_without_figures_nothing_is_shipped_and_a_damaged_file_says_nothing(tmp_path):

@@ -1,6 +1,5 @@
 """The last lines that a run prints, and the report that they name."""
 
-import json
 import os
 
 import pytest
@@ -18,8 +17,7 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
     def rebuild(directory):
         drawn.append(directory)
         (directory / REPORT).write_text("page")
-        content = {"command": "python infer.py run=here", "sentence": "Ship it: it is fast."}
-        (directory / RECOMMENDATION).write_text(json.dumps(content))
+        (directory / RECOMMENDATION).write_text('{"command": "infer run=here", "sentence": "Ship it: it is fast."}')
 
     monkeypatch.setattr(closing, "run_table", lambda record: "the table")
     monkeypatch.setattr("sd_quant.report.rebuild.rebuild", rebuild)
@@ -28,7 +26,7 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
         closing.closing_words({}, tmp_path)
         *_, page, command, last = capsys.readouterr().out.splitlines()
         assert drawn == [tmp_path] and page == f"report: file://{tmp_path}/report.html"
-        assert (command, last) == ("images with it: python infer.py run=here", "Ship it: it is fast.")
+        assert (command, last) == ("images with it: infer run=here", "Ship it: it is fast.")
     later = (tmp_path / REPORT).stat().st_mtime_ns + 1
     os.utime(tmp_path / RECORD, ns=(later, later))  # such as by a hand-over
     closing.closing_words({}, tmp_path)
