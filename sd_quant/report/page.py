@@ -139,24 +139,19 @@ def described(row: Row, sweep: Sweep) -> str:
     return row.get(CANDIDATE) or varied or recipe_of(next(job for job in sweep.jobs if job.name == row["job"]))
 
 
-def records(sweep: Sweep) -> list[Any]:
-    return [job.record for job in sweep.jobs if job.status == DONE]
-
-
 def distinct(values: Iterable[Any]) -> str:
     """All different values in one text, without absent ones."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
 def model_name(sweep: Sweep) -> str:
-    return distinct(Path(str(at(record, "knobs", "model", "path") or "")).stem for record in records(sweep)) or (
-        sweep.directory.absolute().name
-    )
+    paths = (at(job.record, "knobs", "model", "path") or "" for job in sweep.jobs)
+    return distinct(Path(str(path)).stem for path in paths) or sweep.directory.absolute().name
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Facts of the jobs by name; where jobs differ, all values."""
-    done = records(sweep)
+    done = [job.record for job in sweep.jobs if job.status == DONE]
     calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
     return [
         ("checkpoint", distinct(map(weights_of, done))),

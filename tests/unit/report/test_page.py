@@ -130,17 +130,16 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
 def test_where_the_unquantized_engine_is_to_ship_the_best_recipe_is_marked_and_shown_first(tmp_path, without_plots):
     for level, decibels in (("1", 34.0), ("2", 35.0)):
         change_record(write_job(tmp_path / level, decibels, 0.8), {"knobs.keep": 1, "knobs.format": "int8"})
-    sweep = write_plan(tmp_path, {level: {"quant_level": int(level)} for level in "12"})
-    text, _, data = written(sweep)
+    jobs = [
+        {"name": level, "varied": {"quant_level": int(level)}, "same_as": twin} for level, twin in ("1 ", "2 ", "32")
+    ]
+    text, _, data = written(write_plan(tmp_path, {"1": {"quant_level": 1}}, jobs=jobs))
+    assert "sweep of 3 jobs, 2 of them different" in text
     assert "<h1>Ship the unquantized engine <small>The best recipe, quant_level=2, is 0.80x" in text
     assert 'class="done recommended"' in row(text, "unquantized") and ">recommended<" in row(text, "unquantized")
     assert ">best recipe<" in row(text, "quant_level=2") and "badge" not in row(text, "quant_level=1")
     assert [(recipe["badge"], recipe["first"]) for recipe in data["recipes"]] == [(None, False), ("best recipe", True)]
     assert "much the worst" not in text  # a layer is kept already
-    content = json.loads((tmp_path / "sweep.json").read_text())
-    content["jobs"][1]["same_as"] = "1"
-    (tmp_path / "sweep.json").write_text(json.dumps(content))
-    assert "sweep of 2 jobs, 1 of them different" in written(read_sweep(tmp_path))[0]
 
 
 def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep, without_plots):
