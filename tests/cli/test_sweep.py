@@ -29,7 +29,7 @@ def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
     told = (unbroken / "stdout").read_text()
     assert f"sweep of 3 jobs in {unbroken}/sweep" in told and "job 3 of 3: quant_level=3" in told
     left = {path.name for path in (unbroken / "sweep").iterdir()}
-    assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html"} <= left
+    assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html", "recommendation.json"} <= left
     assert {"pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png", "ranges.png"} <= left
     assert [(row["job"], row["status"]) for row in table(unbroken)] == [(job, "done") for job in JOBS]
     sizes = [float(row["denoiser_onnx_bytes"]) for row in table(unbroken)]
