@@ -179,9 +179,11 @@ def images_of(record: Any) -> str | None:
 
 def weights_of(record: Any) -> str:
     """The names of the checkpoint's file and of the LoRAs that are fused into it."""
-    path, loras = (at(record, "knobs", "model", knob) for knob in ("path", "loras"))
-    files = [path or "", *(loras if isinstance(loras, list) else [])]
-    return " + ".join(Path(str(each)).name for each in files)
+    model = at(record, "knobs", "model")
+    loras = at(model, "loras")
+    return " + ".join(
+        Path(str(each)).name for each in (at(model, "path") or "", *(loras if isinstance(loras, list) else []))
+    )
 
 
 def engine_of(record: Any) -> str:
