@@ -158,7 +158,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
     return [
         table_of_texts(
-            ["candidate", "made by", "verdict", "bits a weight", "MB", "layers quantized", "inputs",
+            ["candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs",
              "error of the network", "its own library", "agrees with our reading", "a call, ms",
              "over torch in full precision"],
             contents,
@@ -196,7 +196,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         str(at(entry, "maker")),
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
-        figure(at(entry, "stored_bytes"), "{:,.1f}", 1e-6),
+        figure(at(entry, "stored_bytes"), "{:,.1f}", 2**-20),
         "; ".join([*layers, *parts_of(entry), *loras]),
         ", ".join(inputs) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),

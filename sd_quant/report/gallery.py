@@ -25,11 +25,14 @@ MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
 NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # that PIL raises for a damaged file
 
 
-def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> tuple[dict, list[str]]:
+def gallery(
+    sweep: Sweep, names: Mapping[str, str], badges: Mapping[str | None, str], best: str | None
+) -> tuple[dict, list[str]]:
     """The images as data of the page's script, and sentences on images that are left out.
 
     A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
-    embedded once. Of many prompts, those with the worst pairs are taken.
+    embedded once. Of many prompts, those with the worst pairs are taken. ``badges`` are words on jobs; the page opens
+    with the job ``best``.
     """
     done = [job for job in sweep.jobs if job.status == DONE]
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -87,7 +90,9 @@ def gallery(sweep: Sweep, names: Mapping[str, str], recommended: str | None) -> 
         for job, count in absent.items()
         if count
     ]
-    recipes = [{"name": printable(names[job.name]), "recommended": job.name == recommended} for job in done]
+    recipes = [
+        {"name": printable(names[job.name]), "badge": badges.get(job.name), "first": job.name == best} for job in done
+    ]
     return {"images": embedded, "recipes": recipes, "prompts": prompts}, notes
 
 

@@ -6,6 +6,7 @@ difference image: at 20 dB everything differs somewhere, and the eye asks whethe
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -144,24 +145,9 @@ def _save(image: Image.Image, path: Path) -> None:
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """``text`` in at most two lines no wider than ``width``, an ellipsis where it was cut, no control characters."""
-    words = printable(text[:400]).split()
-    lines = [""]
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width:
-            lines[-1] = longer
-        elif not lines[-1]:
-            lines[-1] = word
-        else:
-            lines.append(word)
-    cut_after = CAPTION_LINES - 1 if len(lines) > CAPTION_LINES else None
-    return [_fit(line, font, width, number == cut_after) for number, line in enumerate(lines[:CAPTION_LINES])]
-
-
-def _fit(line: str, font: ImageFont.FreeTypeFont, width: int, ellipsis: bool) -> str:
-    """``line`` shortened until it, with an ellipsis if anything is missing, is no wider than ``width``."""
-    shown = line + "..." if ellipsis else line
-    while line and font.getlength(shown) > width:
-        line = line[:-1]
-        shown = line.rstrip() + "..."
-    return shown
+    line = " ".join(printable(text[:400]).split())
+    for letters in range(width // 3, 3, -1):
+        lines = wrap(line, letters, max_lines=CAPTION_LINES, placeholder="...")
+        if all(font.getlength(each) <= width for each in lines):
+            return lines
+    return []

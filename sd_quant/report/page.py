@@ -1,14 +1,16 @@
 """``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
 
-The recommendation comes first, then what speaks against it, then the table, the plots and the images that it rests
-on. Prompts, names and reasons are other people's text: the template escapes all that is no ``Markup``, the data of the
-script stay data, and a content security policy allows that one script and no request. The road not taken is a notebook
-or a dashboard: either needs a server or a library where it is opened.
+The recommendation is the title, with the folder, the files and a command below it; then comes what speaks against it,
+then the table, the plots and the images that it rests on. Bytes are in MiB everywhere. Prompts, names and reasons are
+other people's text: the template escapes all that is no ``Markup``, the data of the script stay data, and a content
+security policy allows that one script and no request. The road not taken is a notebook or a dashboard: either needs a
+server or a library where it is opened.
 """
 
 import base64
 import hashlib
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,33 +22,34 @@ from markupsafe import Markup
 
 from sd_quant.files import write_text
 from sd_quant.places import shown
-from sd_quant.report.candidates import judgement
 from sd_quant.report.candidates import rule as rule_of_candidates
+from sd_quant.report.drawing import fitted, svg
 from sd_quant.report.gallery import gallery
-from sd_quant.report.plots import SIZE, TIME, figures, fitted, knob_value, svg
+from sd_quant.report.plots import figures, knob_value, much_the_worst, recipe_of
 from sd_quant.report.readings import degenerate_images, slower
-from sd_quant.report.recommendation import Recommendation, fidelity_db, front, recommend, rule_of
+from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, rule_of
+from sd_quant.report.recommendation import figures as figures_of
 from sd_quant.report.record import CANDIDATE, DONE, at, read_object
+from sd_quant.report.shipped import recommendation_of
 from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, machine_of, shown_columns, workload
 from sd_quant.report.table import Column, Table
 from sd_quant.report.timing import blocks_by_job, busy_because
+from sd_quant.report.unquantized import unquantized_row
 from sd_quant.text import printable
 
 FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
-FRONTS = {
-    TIME: {"sign": "◆", "meaning": "no other recipe is both faster and closer to full precision"},
-    SIZE: {"sign": "■", "meaning": "no other recipe is both smaller and closer to full precision"},
-}
 CAPTIONS = {
-    "pareto_latency": "Fidelity and time, with the interval of the time at 95 % over the rounds in which each engine "
-    "was timed beside the unquantized one. The line joins the recipes that no other beats in both.",
+    "pareto_latency": "Fidelity and time, with intervals at 95 %: of the time over the rounds in which each engine was "
+    "timed beside the unquantized one, of PSNR over prompts. The line joins what nothing beats in both, ★ is what to "
+    "ship. Recipes are compared prompt by prompt, so two whose intervals of PSNR overlap may differ.",
     "pareto_size": "Fidelity and the size of the denoiser: of its ONNX file, or of what a candidate stores for it.",
     "parts": "The files of all parts, before and after, and the memory that their engines hold, each measured alone "
     "and added up: beside the process, with the most that opening or calling one of them takes beyond. With one part "
     "open at a time, the largest has to fit; quantize.parts and fit shrink others than the denoiser.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
     "ranges": "How large the inputs of three layers are at each denoising step, of those that change most: of a linear "
-    "its channels', of a convolution its prompts'. The dashed line is the largest that the recipe keeps.",
+    "its channels', of a convolution its prompts'. The recipe's range ends at the dashed line and larger inputs are "
+    "clipped to it: 34 % kept means that it ends at 34 % of the largest input.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }
 
@@ -57,30 +60,32 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
     ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``. Raises ResourceError when the disk
     is full.
     """
-    table, columns = sweep.rows, shown_columns()
+    table, whole = sweep.rows, unquantized_row(sweep)
     names = {row["job"]: described(row, sweep) for row in table}
-    advice, rule = recommend(sweep, lambda row: names[row["job"]]), str(rule_of(sweep.verdict))
-    if not sweep.own:  # candidates alone, which have no latency in common and no plans
-        advice, rule = Recommendation(None, judgement(sweep)), rule_of_candidates(sweep)
-        columns = [column for column in columns if any(row[column.key] is not None for row in table)]
-    compares = sum(row["status"] == DONE for row in table) > 1
-    images, notes = gallery(sweep, names, advice.job)
+    advice = recommendation_of(sweep, names)
+    rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
+    table = [*([whole] if whole else []), *table]
+    columns = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+    badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
+    images, notes = gallery(sweep, names, badges, advice.best)
     style, script = (Markup(source(name)) for name in ("page.css", "page.js"))
     page = ENVIRONMENT.get_template("page.html").render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=style,
         script=script,
-        title=model_name(sweep),
-        kind=kind_of_folder(sweep),
+        kind=f"{model_name(sweep)} · {kind_of_folder(sweep)}",
         facts=facts(sweep),
-        question="Which recipe to ship" if sweep.own else "Which candidate is worth its bits",
+        headline=advice.headline if sweep.own else "Which candidate is worth its bits",
+        figures=figures_in_words(advice, sweep, names),
         advice=advice,
+        suggestions=suggestions(sweep, advice),
+        badges=badges,
+        names=names | {UNQUANTIZED: UNQUANTIZED},
         rule=rule[0].upper() + rule[1:],
-        warnings=warnings_of(sweep, names),
+        warnings=(warnings := warnings_of(sweep, names)),
+        kinds=", ".join(f"{count} {kind}" for kind, count in Counter(each.split(":")[0] for each in warnings).items()),
         rows=table,
         columns=columns,
-        varied=sweep.varied,
-        marks=[mark | {"jobs": jobs_on_front(table, cost)} for cost, mark in FRONTS.items() if compares],
         plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
         tables=tables,
         image_notes=notes,
@@ -93,16 +98,35 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
     return path
 
 
-def jobs_on_front(table: Sequence[Row], cost: str) -> set[str]:
-    return {row["job"] for row in front(table, cost)}
+def figures_in_words(advice: Recommendation, sweep: Sweep, names: Mapping[str, str]) -> str:
+    """The second line of the title: the figures of the recipe to ship, else of the best, or why there is none."""
+    best = next((row for row in sweep.rows if row["job"] == advice.best), None)
+    if best is None or advice.ship == UNDECIDED:
+        return advice.sentence
+    return figures_of(best) if advice.job else f"The best recipe, {names[best['job']]}, is {figures_of(best)}"
+
+
+def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
+    """What to try next, each with its command: to keep a layer, where an error stands out in the best recipe."""
+    for job in sweep.own:
+        if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
+            worst = much_the_worst(job)
+            given = [each for each in map(str, at(job.record, "overrides") or []) if not each.startswith("keep=")]
+            text = (
+                "One layer is much the worst: the output of {} has an error of {:.2g} %, the next {:.2g} %. To try "
+                "whether a layer in floating point helps, this keeps the one whose quantization costs the denoiser's "
+                "output most, which may be another:"
+            )
+            return [(text.format(*worst), shlex.join(["sd-quant", "quantize", *given, "keep=1"]))] if worst else []
+    return []
 
 
 def kind_of_folder(sweep: Sweep) -> str:
-    own, judged = len(sweep.own), len(sweep.jobs) - len(sweep.own)
+    own, judged = len(sweep.names), len(sweep.jobs) - len(sweep.own)
     jobs = f"sweep of {own} jobs" if own > 1 else "one job" if own else ""
-    return " and ".join(
-        filter(None, [jobs, f"{judged} candidates" if judged > 1 else "one candidate" if judged else ""])
-    )
+    jobs += f", {len(sweep.own)} of them different" if len(sweep.own) < own else ""
+    candidates = f"{judged} candidates" if judged > 1 else "one candidate" if judged else ""
+    return " and ".join(filter(None, [jobs, candidates]))
 
 
 def source(name: str) -> str:
@@ -110,15 +134,9 @@ def source(name: str) -> str:
 
 
 def described(row: Row, sweep: Sweep) -> str:
-    """A recipe as on the command line; a single run by all its overrides, or else by the name of its folder."""
-    if row.get(CANDIDATE):
-        return row[CANDIDATE]
-    given = " ".join(at(sweep.jobs[0].record, "overrides") or []) if len(sweep.jobs) == 1 else ""
-    return " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied) or fitted(given, 80) or row["job"]
-
-
-def records(sweep: Sweep) -> list[Any]:
-    return [job.record for job in sweep.jobs if job.status == DONE]
+    """A recipe as on the command line, by the knobs that vary; a single run by its format and level."""
+    varied = " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied)
+    return row.get(CANDIDATE) or varied or recipe_of(next(job for job in sweep.jobs if job.name == row["job"]))
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -127,26 +145,21 @@ def distinct(values: Iterable[Any]) -> str:
 
 
 def model_name(sweep: Sweep) -> str:
-    return distinct(Path(str(at(record, "knobs", "model", "path") or "")).stem for record in records(sweep)) or (
-        sweep.directory.absolute().name
-    )
+    paths = (at(job.record, "knobs", "model", "path") or "" for job in sweep.jobs)
+    return distinct(Path(str(path)).stem for path in paths) or sweep.directory.absolute().name
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Facts of the jobs by name; where jobs differ, all values."""
-    done = records(sweep)
-    calibration = (
-        f"{at(record, 'knobs', 'calib_size')} prompts, {at(record, 'knobs', 'n_steps')} steps"
-        for record in done
-        if at(record, "knobs", "calib_size")
-    )
+    done = [job.record for job in sweep.jobs if job.status == DONE]
+    calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
     return [
         ("checkpoint", distinct(map(weights_of, done))),
         ("engine", distinct(engine_of(record) for record in done)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
-        ("calibration", distinct(calibration)),
+        ("calibration", distinct(f"{prompts} prompts, {steps} steps" for prompts, steps in calibrated if prompts)),
         ("searched", str(sweep.search or "")),
         ("command", shlex.join(sweep.command)),
     ]

@@ -1,24 +1,18 @@
-"""The plots of a sweep: fidelity against time and size, the latents by step, the layers' errors and their ranges.
+"""The plots of a sweep: fidelity against time and size, bytes, the latents by step, the layers' errors and ranges.
 
-Each is drawn once, in the colours of ``PALETTE``. A PNG keeps these colours; in the SVG of a page they become variables
-of its style sheet, so a plot is dark where the page is dark. The road not taken is a plotting library in the browser: a
-report has to open from a mail, years later, and load nothing.
+The unquantized engine is a point among the recipes: a recipe that is slower than it is on no front. The road not taken
+is a line at its cost alone, on which nobody sees that it is also the closest.
 """
 
 import csv
-import io
 import math
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -27,83 +21,50 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
+from sd_quant.report.drawing import ACCENT, FAINT, INK, LINES, OTHER, SOFT, fitted, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
-from sd_quant.report.recommendation import fidelity_db, front, recommend
-from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
+from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, recommend
+from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
-from sd_quant.text import printable
+from sd_quant.report.unquantized import unquantized_row
 
-LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
-PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
-OTHER = "#b9bec5"  # a line among too many to tell apart
-PALETTE = {  # colour -> the page's variable; all differ, as the colour is what becomes the variable
-    PAPER: "paper", INK: "ink", SOFT: "soft", FAINT: "faint", BAND: "band", ACCENT: "accent",
-    OTHER: "other",
-    **{colour: f"line-{number}" for number, colour in enumerate(LINES, 1)},
-}  # fmt: skip
-STYLE: dict[Any, Any] = {
-    "axes.edgecolor": SOFT,
-    "axes.facecolor": PAPER,
-    "axes.labelcolor": SOFT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.facecolor": PAPER,
-    "font.size": 10,
-    "grid.color": FAINT,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "sd-quant",  # ids that are the same every time
-    "text.color": INK,
-    "text.parse_math": False,  # a name may have dollar signs
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-}
-HALF, WHOLE = (5.6, 3.8), (11.6, 3.9)  # of a page's width, in inches
-PIXELS_PER_INCH = 150
-LONGEST_NAME = 28
+PIXELS_PER_INCH = 300
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
-WORST_LAYERS = 6
-CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BARS = 8  # recipes whose bytes by part are drawn
-UNQUANTIZED_BAR, WORKING = "unquantized", "opening or calling one"
+WORKING = "opening or calling one"
+WORST_LAYERS = 6
+STANDS_OUT = 1.4  # times the next layer's error
+CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BOXES = 20
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
 MOST_FLOORS = 3  # of the ways to compute full precision, the lowest
-DB_BEYOND = 3.0  # identical images have an infinite PSNR and are drawn this far above the rest
+DB_BEYOND = 3.0  # of identical images, whose PSNR is infinite, and of the unquantized engine, beyond the recipes
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
-COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MB"}
-UNQUANTIZED = {TIME: lambda row: 1.0, SIZE: lambda row: row["denoiser_onnx_full_precision_bytes"]}
-SCALE = {TIME: 100.0, SIZE: 1e-6}
-UNIT = {TIME: "%", SIZE: "MB"}
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """The style of the plots; needed for drawing and for saving, as both read matplotlib's settings."""
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
-        yield
+COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MiB"}
+SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
     """The plots by name, of which those that show nothing are left out."""
-    table = sweep.rows
-    best = recommend(sweep, lambda row: row["job"]).job
-    done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != best)
-    floors = floor_lines(done)
+    advice = recommend(sweep, lambda row: row["job"])
+    done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != advice.best)
+    labels = {job.name: short_name(job, sweep.varied) for job in sweep.jobs} | {UNQUANTIZED: UNQUANTIZED}
+    table, whole, floors = sweep.rows, unquantized_row(sweep), floor_lines(done)
     with style():
         drawn = {
-            "pareto_latency": pareto(table, sweep.varied, TIME, best, floors),
-            "pareto_size": pareto(table, sweep.varied, SIZE, best, floors),
-            "parts": parts(done, sweep.varied),
-            "trajectory": trajectory(sweep, best),
-            "layers": next(filter(None, map(layers, done)), None),
+            "pareto_latency": pareto(table, labels, TIME, advice, whole, floors),
+            "pareto_size": pareto(table, labels, SIZE, advice, whole, floors),
+            "parts": parts(done, labels),
+            "trajectory": trajectory(sweep.jobs, labels, advice.best),
+            "layers": next((drawn for job in done if (drawn := layers(job, labels[job.name]))), None),
             "ranges": next(filter(None, map(ranges, done)), None),
         }
+        for name in ("pareto_latency", "pareto_size", "trajectory"):
+            if sweep.varied and drawn[name]:
+                title = f"named by {fitted(' · '.join(sweep.varied), 80)}"
+                drawn[name].axes[0].set_title(title, fontsize=9, color=SOFT)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -114,104 +75,70 @@ def write_plots(sweep: Sweep) -> None:
             figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
 
 
-def svg(figure: Figure, name: str) -> str:
-    """An ``<svg>`` element for a page that defines the variables ``--plot-<colour>`` of ``PALETTE``.
-
-    Its ids start with ``name``, so that several fit on one page. It is safe HTML, whatever the labels say.
-    """
-    text = io.StringIO()
-    with style():
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    root = ElementTree.fromstring(text.getvalue())
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):  # the latter would apply to the whole page
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.partition("}")[2]
-        element.attrib = {key.rpartition("}")[2]: for_page(value, name) for key, value in element.attrib.items()}
-        if "id" in element.attrib:
-            element.attrib["id"] = f"{name}-{element.attrib['id']}"
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "style": "stroke-linejoin: round"}
-    return ElementTree.tostring(root, encoding="unicode")
+def short_name(job: Job, varied: Sequence[str]) -> str:
+    """A job's name in a plot: a candidate's own, the values of the varied knobs, or else its recipe."""
+    values = " · ".join(knob_value(job.varied.get(knob)) for knob in varied)
+    return fitted(job.varied.get(CANDIDATE) or values or recipe_of(job))
 
 
-def for_page(value: str, name: str) -> str:
-    """An attribute's value with the page's colours and font, and with the ids that ``svg`` gives to elements."""
-    value = re.sub(r"#[0-9a-f]{6}\b", lambda match: colour_on_page(match[0]), value)
-    value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
-    return re.sub(r"(font:[^;]*?px) [^;]*|font-family:[^;]*;?", r"\1", value)
-
-
-def colour_on_page(colour: str) -> str:
-    return f"var(--plot-{PALETTE[colour]})" if colour in PALETTE else colour
-
-
-def short_name(row: Mapping, varied: Sequence[str]) -> str:
-    """A row's name in a plot: the values of the varied knobs, or the job's name."""
-    values = " · ".join(knob_value(row.get(knob)) for knob in varied)
-    return fitted(row.get(CANDIDATE) or values or row["job"])
+def recipe_of(job: Job) -> str:
+    """The format and the level of a job, ``int8, level 3``; its name where the record has no format."""
+    form, level = (at(job.record, "knobs", knob) for knob in ("format", "quant_level"))
+    return f"{form}, level {knob_value(level)}" if form and level is not None else job.name
 
 
 def knob_value(value: object) -> str:
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def fitted(text: str, longest: int = LONGEST_NAME) -> str:
-    """``text`` in one line, shortened in its middle where it is too long."""
-    line = printable(text)
-    half = longest // 2
-    return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
-
-
 def pareto(
-    table: Sequence[Row], varied: Sequence[str], cost: str, recommended: str | None, floors: Mapping[str, float] = {}
-) -> Figure | None:
+    table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation,
+    whole: Row | None = None, floors: Mapping[str, float] = {},
+) -> Figure | None:  # fmt: skip
     """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
 
-    ``floors`` are dB of the noise floor by way, lowest first.
+    ``whole`` is the unquantized engine's row; ``floors`` are dB of the noise floor by way, lowest first.
     """
-    usable = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
-    if len(usable) < 2:
+    recipes = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
+    if len(recipes) < 2:
         return None
-    highest = max((fidelity_db(row) for row in usable if math.isfinite(fidelity_db(row))), default=0.0) + DB_BEYOND
+    finite = [row for row in recipes if math.isfinite(fidelity_db(row))]
+    highest = max((row["psnr_db_high"] or row["psnr_db"] for row in finite), default=0.0) + DB_BEYOND
+    if whole is not None and fidelity_db(whole) is None:  # nobody measured: it is full precision
+        whole = whole | {"ssim": 1.0}
+    usable = [*recipes, *([] if whole is None or whole[cost] is None else [whole])]
     place = lambda row: (row[cost] * SCALE[cost], min(fidelity_db(row), highest))  # noqa: E731
-    best = front(usable, cost)
-    psnr, figure = SCORES["psnr"], Figure(figsize=HALF, layout="constrained")
+
+    def name(row: Row) -> str:
+        fidelity = fidelity_db(row)
+        beyond = f", {fidelity:.1f} dB ↑" if highest < fidelity < math.inf else ""
+        identical = ", identical" if math.isinf(fidelity) and row is not whole else ""
+        best_of_all = ", best recipe" if row["job"] == advice.best != advice.job else ""
+        return f"{labels[row['job']]}{beyond}{identical}{best_of_all}"
+
+    best, shipped = front(usable, cost), advice.job or advice.ship
+    psnr, figure = SCORES["psnr"], new_figure()
     axes = figure.subplots()
     axes.set(xlabel=f"{COSTS[cost]} (less is better)", ylabel=f"{psnr.title} to full precision, {psnr.unit}")
     axes.grid(linewidth=0.6)
     axes.margins(0.1, 0.14)
     axes.plot(*zip(*map(place, best), strict=True), color=SOFT, linewidth=1.2, zorder=2)
     for row in usable:
-        chosen = row["job"] == recommended
-        if cost == TIME:
-            draw_interval(axes, row, place(row)[1])
-        colour = ACCENT if chosen else INK if row in best else SOFT
-        axes.plot(*place(row), "*" if chosen else "o", color=colour, markersize=14 if chosen else 6, zorder=3)
-    unquantized = [value * SCALE[cost] for row in usable if (value := UNQUANTIZED[cost](row)) is not None]
-    if unquantized:
-        mark_unquantized(axes, unquantized, UNIT[cost])
-    low, high = axes.get_ylim()
-    if high - low < 1:  # a decibel: less is no difference, and its ticks would be digits behind an offset
-        axes.set_ylim((low + high - 1) / 2, (low + high + 1) / 2)
+        draw_intervals(axes, row, cost, place(row))
+        colour = ACCENT if row["job"] in (shipped, advice.best) else INK if row in best else SOFT
+        sign, size = ("*", 14) if row["job"] == shipped else ("D", 6) if row is whole else ("o", 6)
+        axes.plot(*place(row), sign, color=colour, markersize=size, zorder=3)
+    if cost == SIZE:
+        axes.set_xlim(left=0)
     draw_floors(axes, floors)
-    named = [row for row in usable if len(usable) <= MOST_NAMES or row in best or row["job"] == recommended]
-    named.sort(key=lambda row: row["job"] != recommended)  # the first has the choice of places
-    name_points(
-        axes,
-        [place(row) for row in named],
-        [short_name(row, varied) + (", identical" if math.isinf(fidelity_db(row)) else "") for row in named],
-        [row["job"] == recommended for row in named],
-        [place(row) for row in usable],
-        [place(row) for row in best],
-    )
-    subject = " · ".join(varied)
-    axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
+    marked = (shipped, advice.best, UNQUANTIZED)
+    named = [row for row in usable if len(recipes) <= MOST_NAMES or row in best or row["job"] in marked]
+    named.sort(key=lambda row: row["job"] not in marked)  # the first have the choice of places
+    name_points(axes, [(place(row), name(row), row["job"] in (shipped, advice.best)) for row in named])
     return figure
 
 
-def parts(jobs: Sequence[Job], varied: Sequence[str]) -> Figure | None:
+def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
     """Bars of the bytes of the parts' files and of the memory of their engines, unquantized and by recipe.
 
     ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once. None
@@ -219,27 +146,24 @@ def parts(jobs: Sequence[Job], varied: Sequence[str]) -> Figure | None:
     """
     files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
-        label = short_name({**job.varied, "job": job.name}, varied)
         sizes = {part: sizes_of(job, part) for part in names(job.record, "sizes_bytes")}
         known = {part: each for part, each in sizes.items() if each is not None}
-        for bar, variant in enumerate(VARIANTS):
-            name = label if bar else UNQUANTIZED_BAR
+        for bar, (name, variant) in enumerate(zip((UNQUANTIZED, labels[job.name]), VARIANTS, strict=True)):
             files.setdefault(name, {part: each[bar] for part, each in known.items()})
             memory.setdefault(name, held(job.record, variant))
     several = dict.fromkeys(part for bar in files.values() for part in bar)
     if len(several) < 2:
         return None
-    panels = {"files of all parts, MB": files, "memory of all parts open at once, MB": memory}
+    panels = {"files of all parts, MiB": files, "memory of all parts open at once, MiB": memory}
     shown = [title for title, bars in panels.items() if any(bars.values())]
-    figure = Figure(figsize=(WHOLE[0], 0.9 + 0.33 * len(files)), layout="constrained")
-    for axes, title in zip(figure.subplots(1, len(shown), sharey=True, squeeze=False)[0], shown, strict=True):
+    figure = new_figure(0.6 + len(shown) * (0.6 + 0.27 * len(files)))
+    for axes, title in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
         draw_bars(axes, panels[title], [*several, *({WORKING: None} if panels[title] is memory else {})])
         axes.set(xlabel=title)
-    first, last = figure.axes[0], figure.axes[-1]
-    first.set_yticks(range(len(files)), [fitted(name, LONGEST_NAME) for name in files], fontsize=9)
-    first.invert_yaxis()
-    handles, labels = last.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), fontsize=9, borderaxespad=0)
+        axes.set_yticks(range(len(files)), [*files], fontsize=9)
+        axes.invert_yaxis()
+    handles, titles = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(handles, titles, loc="outside upper left", ncols=3, fontsize=9, borderaxespad=0)
     return figure
 
 
@@ -253,17 +177,17 @@ def held(record: Any, variant: str) -> dict[str, float]:
 
 
 def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
-    """Draw a bar of megabytes for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
+    """Draw a bar of MiB for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
     lefts = [0.0] * len(bars)
     for piece, colour in zip(pieces, cycle(LINES), strict=False):
-        widths = [bar.get(piece, 0.0) / 1e6 for bar in bars.values()]
+        widths = [bar.get(piece, 0.0) / 2**20 for bar in bars.values()]
         colour = OTHER if piece == WORKING else colour
-        axes.barh(range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(piece, LONGEST_NAME))
+        last = axes.barh(
+            range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(piece, len(WORKING))
+        )
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for place, total in enumerate(lefts):
-        text = f"{total:,.1f}" if total else "not measured"
-        axes.annotate(text, (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.margins(x=0.12)
+    axes.bar_label(last, [f"{total:,.1f}" if total else "not measured" for total in lefts], padding=4, fontsize=9)
+    axes.margins(x=0.14)
 
 
 def sizes_of(job: Job, part: str) -> tuple[float, float] | None:
@@ -274,25 +198,15 @@ def sizes_of(job: Job, part: str) -> tuple[float, float] | None:
     return None if full is None else (full, own if own is not None else full)
 
 
-def draw_interval(axes: Axes, row: Row, height: float) -> None:
-    """The interval of a point's time at 95 %, where it has one.
-
-    PSNR has none here: prompts differ by decibels, and recipes are compared on each prompt, not by their means.
-    """
+def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) -> None:
+    """The intervals at 95 % of a point's PSNR over prompts and of its time over rounds, where it has them."""
+    low, high = row["psnr_db_low"], row["psnr_db_high"]
     slow, fast = row["image_speedup_low"], row["image_speedup_high"]
-    if slow and fast:
-        axes.plot([SCALE[TIME] / fast, SCALE[TIME] / slow], [height] * 2, color=SOFT, linewidth=1.6, zorder=2.5)
-
-
-def mark_unquantized(axes: Axes, values: Sequence[float], unit: str) -> None:
-    """Draw a line at the median of what the jobs measured for the unquantized engine, on a band of all values."""
-    middle = float(np.median(values))
-    axes.axvspan(min(values), max(values), color=BAND, linewidth=0, zorder=0)
-    axes.axvline(middle, color=SOFT, linestyle="--", linewidth=1, zorder=1)
-    axes.annotate(
-        f"unquantized, {middle:.3g} {unit}", (middle, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
-        textcoords="offset points", rotation=90, ha="right", va="bottom", color=SOFT, fontsize=9, in_layout=False,
-    )  # fmt: skip
+    style: dict[str, Any] = {"color": SOFT, "linewidth": 1.2, "zorder": 2.5}
+    if low is not None and row["psnr_db"] == point[1]:  # and not drawn below its PSNR
+        axes.plot([point[0]] * 2, [low, high], **style)
+    if cost == TIME and slow and fast:
+        axes.plot([SCALE[TIME] / fast, SCALE[TIME] / slow], [point[1]] * 2, **style)
 
 
 def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
@@ -304,42 +218,32 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
     if drawn:
         top = max(high, *drawn.values())
         axes.set_ylim(low, top + 0.06 * (top - low))
-        axes.figure.draw_without_rendering()  # only then is it known where a point lies
-    points = [square(point, 9) for line in axes.lines for point in axes.transData.transform(line.get_xydata())]
     for number, (text, value) in enumerate(drawn.items()):
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
-        label = axes.annotate(
+        axes.annotate(
             text if number else f"noise floor by {text}: above it a difference is the arithmetic's", (0.01, value),
             xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", va="bottom", **place,
         )  # fmt: skip
-        above = np.array(label.get_window_extent().extents)
-        below = above - np.array([0, 1, 0, 1]) * (above[3] - above[1] + 4 * axes.figure.dpi / 72)
-        if overlap(below, points) < overlap(above, points):
-            label.set(va="top", y=-2)
     if further := [text for text in texts if text not in drawn]:
         title = "further up" if drawn else "noise floor ↑"
         axes.annotate(f"{title}: {'; '.join(further)}", (0.01, 0.99), xycoords="axes fraction", va="top", **place)
 
 
-def name_points(
-    axes: Axes,
-    points: Sequence[tuple[float, float]],
-    names: Sequence[str],
-    bold: Sequence[bool],
-    marks: Sequence[tuple[float, float]],
-    line: Sequence[tuple[float, float]],
-) -> None:
-    """Write each name beside its point, where it covers least of the other names, ``marks`` and ``line``.
+def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
+    """Write each name beside its point, in bold or not, where it covers least of other names, lines and marks.
 
     A name that covers less further away stands there, with a thread to its point.
     """
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
-    taken = [square(point, 9) for point in on_screen(marks)]
-    for start, end in pairwise(on_screen(line)):
-        taken += [square(start + (end - start) * part, 1) for part in np.linspace(0, 1, 30)]
+    taken: list[Any] = []
+    for line in axes.lines:
+        corners = line.get_transform().transform(line.get_xydata())
+        taken += [square(point, 9) for point in corners] if line.get_marker() != "None" else []
+        for start, end in pairwise(corners):
+            taken += [square(start + (end - start) * part, 2) for part in np.linspace(0, 1, 30)]
     taken += [text.get_window_extent().extents for text in axes.texts]
-    for point, name, is_bold in zip(points, names, bold, strict=True):
+    for point, name, is_bold in named:
         label = axes.annotate(
             name, point, xytext=(0, 0), textcoords="offset points", fontsize=9, in_layout=False, zorder=4,
             color=ACCENT if is_bold else INK, weight="bold" if is_bold else "normal",
@@ -377,68 +281,38 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
     return float(sides.clip(0).prod(axis=1).sum())
 
 
-def trajectory(sweep: Sweep, recommended: str | None) -> Figure | None:
-    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end."""
-    lines = {}
-    for job in sweep.jobs:
-        values = score_of(job.record, SCORES["latent_sqnr_db"]).values
-        if any(value is not None for value in values):
-            lines[job.name] = np.array([np.nan if value is None else value for value in values], float)
-    if not lines:
+def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None) -> Figure | None:
+    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end.
+
+    Of more lines than there are colours the best recipe, the highest and the lowest are named.
+    """
+    ratios = {job.name: np.array(score_of(job.record, SCORES["latent_sqnr_db"]).values, float) for job in jobs}
+    ratios = {name: values for name, values in ratios.items() if np.isfinite(values).any()}
+    if not ratios:
         return None
-    names = {job.name: short_name({"job": job.name, **job.varied}, sweep.varied) for job in sweep.jobs}
-    figure = Figure(figsize=WHOLE, layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     axes.set(xlabel="denoising step", ylabel=SCORES["latent_sqnr_db"].heading)
     axes.grid(linewidth=0.6)
-    axes.margins(0.01, 0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    ends = []
-    many = len(lines) > MOST_NAMES
-    extremes = sorted(lines, key=lambda name: last_value(lines[name]))
-    for number, (name, steps) in enumerate(lines.items()):
-        chosen = name == recommended
-        turn, which = divmod(number, len(LINES))
-        colour = ACCENT if chosen else OTHER if many else LINES[which]
+    axes.margins(0.02, 0.08)
+    many, ends, steps = len(ratios) > len(LINES), {}, max(map(len, ratios.values()))
+    for (name, values), colour in zip(ratios.items(), cycle(LINES), strict=False):
+        chosen = name == best
         axes.plot(
-            range(1, len(steps) + 1), steps, color=colour, linewidth=3 if chosen else 1.5, zorder=3 if chosen else 2,
-            linestyle="-" if chosen or many else ("-", "--", ":")[turn % 3], marker="o", markersize=5 if chosen else 3,
+            range(1, len(values) + 1), values, color=ACCENT if chosen else OTHER if many else colour, marker="o",
+            linewidth=3 if chosen else 1.5, markersize=5 if chosen else 3, zorder=3 if chosen else 2,
         )  # fmt: skip
-        if chosen or not many or name in (extremes[0], extremes[-1]):
-            ends.append((np.flatnonzero(np.isfinite(steps))[-1] + 1, last_value(steps), names[name], colour, chosen))
-    name_ends(axes, ends)
-    subject = " · ".join(sweep.varied)
-    axes.set_title(f"named by {fitted(subject, 80)}" if subject else "", fontsize=9, color=SOFT)
+        last = np.flatnonzero(np.isfinite(values))[-1]
+        ends[name] = last + 1, values[last]
+    axes.set_xlim(right=1.3 * steps)  # room for the names
+    axes.set_xticks([tick for tick in MaxNLocator(integer=True).tick_values(1, steps) if 1 <= tick <= steps])
+    ordered = sorted(ends, key=lambda name: ends[name][1])
+    named = [name for name in ordered if not many or name in (best, ordered[0], ordered[-1])]
+    name_points(axes, [(ends[name], labels[name], name == best) for name in named])
     return figure
 
 
-def last_value(steps: np.ndarray) -> float:
-    return steps[np.isfinite(steps)][-1]
-
-
-def name_ends(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """Write the names of lines right of their ends, in the order of their ends and a line of text apart."""
-    axes.figure.draw_without_rendering()
-    height = axes.bbox.height
-    apart = 13 * axes.figure.dpi / 72 / height
-    right = max((step for step, *_ in ends), default=1)
-    # in shares of the height; from the lowest up, each at its end or just above the one below, then all back inside
-    ordered = sorted(ends, key=lambda end: end[1])
-    wanted = [(axes.transData.transform((step, value))[1] - axes.bbox.y0) / height for step, value, *_ in ordered]
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + apart) if places else place)
-    excess = max(0.0, places[-1] - 1) if places else 0.0
-    for (step, value, name, colour, is_bold), place in zip(ordered, places, strict=True):
-        axes.annotate(
-            name, (step, value), xycoords="data", xytext=(1.03, place - excess), textcoords="axes fraction",
-            va="center", color=ACCENT if is_bold else INK, weight="bold" if is_bold else "normal", fontsize=9,
-            annotation_clip=False, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8,
-                                               "shrinkA": 2, "shrinkB": 4 if step == right else 2},
-        )  # fmt: skip
-
-
-def layers(job: Job) -> Figure | None:
+def layers(job: Job, label: str) -> Figure | None:
     """A plot of the error of each quantized layer, in the order in which the network calls them; the worst are named.
 
     None where the job left no ``layers.csv`` that can be read.
@@ -446,10 +320,10 @@ def layers(job: Job) -> Figure | None:
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
-    figure = Figure(figsize=WHOLE, layout="constrained")
-    axes, key = figure.subplots(1, 2, width_ratios=(3, 1))
+    figure = new_figure(5.0)
+    axes, key = figure.subplots(2, 1, height_ratios=(3, 1))
+    axes.set_title(label, fontsize=9, color=SOFT, pad=20)
     key.axis("off")
-    key.text(0, 1, fitted(job.name, 44), fontsize=9, va="top")
     axes.set(ylabel="error of the layer's output, %")
     axes.grid(axis="y", linewidth=0.6)
     places = range(len(quantized))
@@ -465,10 +339,11 @@ def layers(job: Job) -> Figure | None:
     starts = [place for place in places if place == 0 or parts[place] != parts[place - 1]]
     for start in starts[1:]:
         axes.axvline(start - 0.5, color=FAINT, linewidth=0.8, zorder=0)
-    centers = [(start + end - 1) / 2 for start, end in pairwise([*starts, len(quantized)])]
-    axes.set_xticks(centers, [fitted(parts[start], 14).replace(" ", "\n") for start in starts], fontsize=9)
+    wide = [ends for ends in pairwise([*starts, len(quantized)]) if ends[1] - ends[0] > 0.06 * len(quantized)]
+    centers = [(start + end - 1) / 2 for start, end in wide]  # of the others there is no room for the names
+    axes.set_xticks(centers, [fitted(parts[start], 14).replace(" ", "\n") for start, _ in wide], fontsize=9)
     axes.tick_params(axis="x", length=0)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.12), ncols=4, fontsize=9, handletextpad=0.2, borderaxespad=0)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9, handletextpad=0.2, borderaxespad=0)
     worst = sorted(places, key=lambda place: -quantized[place][2])[:WORST_LAYERS]
     for rank, place in enumerate(worst, 1):
         name, _, error = quantized[place]
@@ -476,10 +351,19 @@ def layers(job: Job) -> Figure | None:
             str(rank), (place, 100 * error), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9,
             weight="bold",
         )  # fmt: skip
-        top = 0.9 - 0.155 * (rank - 1)
-        key.text(0, top, f"{rank}: {100 * error:.2g} %", fontsize=9, weight="bold", va="top")
-        key.text(0, top - 0.065, fitted(abbreviated(name), 44), fontsize=8, color=SOFT, va="top")
+        left, top = divmod(rank - 1, WORST_LAYERS // 2)
+        key.text(0.5 * left, 1 - top / 3, f"{rank}: {100 * error:.2g} %", fontsize=9, weight="bold", va="top")
+        key.text(0.5 * left, 0.85 - top / 3, fitted(abbreviated(name), 40), fontsize=8, color=SOFT, va="top")
     return figure
+
+
+def much_the_worst(job: Job) -> tuple[str, float, float] | None:
+    """The layer whose error stands out, with its error and the next one's in percent; None where no layer's does."""
+    ordered = sorted(((error, name) for name, _, error in read_layers(job)), reverse=True)
+    if len(ordered) < 2 or ordered[0][0] < STANDS_OUT * ordered[1][0]:
+        return None
+    (worst, name), (following, _) = ordered[:2]
+    return name, 100 * worst, 100 * following
 
 
 def ranges(job: Job) -> Figure | None:
@@ -490,9 +374,9 @@ def ranges(job: Job) -> Figure | None:
     boxes = read_ranges(job)
     if not boxes:
         return None
-    figure = Figure(figsize=WHOLE, layout="constrained")
     most = sorted(boxes, key=lambda name: -change(boxes[name]))[:CHANGING_LAYERS]
-    for axes, name in zip(figure.subplots(1, len(most), squeeze=False)[0], most, strict=True):
+    figure = new_figure(0.4 + 2.1 * len(most))
+    for axes, name in zip(figure.subplots(len(most), squeeze=False)[:, 0], most, strict=True):
         steps, largest = boxes[name], max(box["largest"] for box in boxes[name])
         shown = steps[:: math.ceil(len(steps) / MOST_BOXES)]
         line = {"color": SOFT, "linewidth": 0.9}
@@ -509,12 +393,13 @@ def ranges(job: Job) -> Figure | None:
         said = f"changes {change(steps):.2g}-fold"
         if kept := steps[0]["kept"]:
             axes.axhline(kept, color=LINES[0], linewidth=1.2, linestyle="--")
-            said += f", {min(1.0, kept / largest):.0%} kept"
-        axes.set_title(f"{fitted(abbreviated(name), 40)}\n{said}", fontsize=9)
-        axes.set(xlabel="denoising step")
+            said += f", {min(100, 100 * kept / largest):.0f} % kept"
+        axes.set_title(f"{fitted(abbreviated(name), 40)} {said}", fontsize=9)
+        axes.set(ylabel="magnitude of the input")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0.3, len(steps) + 0.7)
         axes.set_ylim(bottom=0)
+    figure.axes[-1].set_xlabel("denoising step")
     return figure
 
 
@@ -524,37 +409,31 @@ def change(steps: Sequence[Mapping[str, float]]) -> float:
     return max(largest) / max(min(largest), 1e-6)
 
 
-def table_of(path: Path) -> csv.DictReader:
-    """The rows of a CSV file of a job. Raises OSError and UnicodeDecodeError where there is none."""
-    return csv.DictReader(read_regular(path).decode("utf-8").splitlines())
+def read_table(path: Path, read: Callable[[Mapping[str, str]], Any]) -> list[Any]:
+    """What ``read`` makes of each row of a job's CSV file; nothing where one cannot be read."""
+    try:
+        return list(map(read, csv.DictReader(read_regular(path).decode("utf-8").splitlines())))
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        return []
 
 
 def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
     """The rows of ``ranges.csv`` by layer, in the order of their steps, ``kept`` as 0 where there is none."""
     boxes: dict[str, list[dict[str, float]]] = {}
-    try:
-        for row in table_of(job.directory / "ranges.csv"):
-            box = {key: float(row[key] or 0) for key in ("step", *QUARTILES, "kept")}
-            if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
-                return {}
-            boxes.setdefault(row["name"], []).append(box)
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
-        return {}
+    columns = ("step", *QUARTILES, "kept")
+    for name, *numbers in read_table(
+        job.directory / "ranges.csv", lambda row: (row["name"], *(float(row[key] or 0) for key in columns))
+    ):
+        if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in numbers):
+            return {}
+        boxes.setdefault(name, []).append(dict(zip(columns, numbers, strict=True)))
     return boxes
 
 
 def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Name, role and relative error of each layer that has an error."""
-    errors = []
-    try:
-        for row in table_of(job.directory / "layers.csv"):
-            if row.get("output_error"):
-                error = float(row["output_error"])
-                if math.isfinite(error):
-                    errors.append((row["name"], row["role"], error))
-    except (OSError, ValueError, KeyError, csv.Error):
-        return []
-    return errors
+    columns = lambda row: (row["name"], row["role"], float(row["output_error"] or "nan"))  # noqa: E731
+    return [layer for layer in read_table(job.directory / "layers.csv", columns) if math.isfinite(layer[2])]
 
 
 PLACE = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)")

@@ -412,7 +412,7 @@ def shown_columns() -> list[Column]:
         Column("denoiser speedup", "denoiser_speedup", "{:.2f}x", more_is_better=True, is_text=False),
         Column("image, ms", "image_ms", "{:,.0f}", is_text=False),
         Column("image speedup", "image_speedup", "{:.2f}x", more_is_better=True, is_text=False),
-        Column("denoiser, MB", "denoiser_bytes", "{:,.1f}", scale=1e-6, is_text=False),
+        Column("denoiser, MiB", "denoiser_bytes", "{:,.1f}", scale=2**-20, is_text=False),
         Column("bits a weight", "denoiser_bits", "{:.2f}", is_text=False),
         Column("plan for", "denoiser_plan_targets"),
         Column("run by", "run_by"),

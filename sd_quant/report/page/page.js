@@ -54,6 +54,13 @@ element("filter").addEventListener("input", (event) => {
   element("count").textContent = wanted ? `${count} of ${body.rows.length}` : "";
 });
 
+for (const button of document.querySelectorAll(".copy")) {
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(button.previousElementSibling.textContent);
+    button.textContent = "Copied";
+  });
+}
+
 // The images: a gallery of pairs, worst first, and the viewer, in which the two of a pair lie over each other.
 
 const data = JSON.parse(element("data").textContent);
@@ -123,7 +130,11 @@ function pairButton(prompt, pair, place, several) {
     make("span", { className: "scores" }, pair.scores),
   );
   button.addEventListener("click", () => {
-    view(place);
+    if (several) {
+      select.value = pair.recipe;
+      fill();
+    }
+    view(several ? list.findIndex((item) => item.pair === pair) : place);
     element("viewer").scrollIntoView({ block: "nearest" });
     split.focus({ preventScroll: true });
   });
@@ -145,6 +156,7 @@ function fill() {
   });
   element("gallery").replaceChildren(...cards);
   element("gallery").classList.toggle("several", several);
+  element("viewer").hidden = several;
   view(0);
 }
 
@@ -157,8 +169,8 @@ function drag(event) {
 if (data.prompts.length) {
   data.recipes.forEach((recipe, index) => {
     if (!data.prompts.some((prompt) => prompt.pairs.some((pair) => pair.recipe === index))) return;
-    const text = recipe.recommended ? `${recipe.name} (recommended)` : recipe.name;
-    select.append(make("option", { value: index, selected: recipe.recommended }, text));
+    const text = recipe.badge ? `${recipe.name} (${recipe.badge})` : recipe.name;
+    select.append(make("option", { value: index, selected: recipe.first }, text));
   });
   if (select.options.length > 1) select.append(make("option", { value: ALL }, "all recipes, side by side"));
   select.addEventListener("change", fill);

@@ -93,7 +93,7 @@ def write_job(
     return folder
 
 
-def write_plan(folder: Path, jobs: Mapping[str, dict], **more: object) -> Sweep:
+def write_plan(folder: Path, jobs: Mapping[str, dict], /, **more: object) -> Sweep:
     """Writes ``sweep.json`` for jobs, name -> varied knobs, and reads the sweep."""
     varied = list(dict.fromkeys(knob for knobs in jobs.values() for knob in knobs))
     content = {

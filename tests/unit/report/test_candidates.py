@@ -110,5 +110,5 @@ def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recomme
     assert [job.name for job in sweep.own] == ["level=0", "level=1"] and sweep.names == ("level=0", "level=1")
     assert [row["candidate"] or row["level"] for row in sweep.rows] == [0, 1, "theirs"]
     page = rebuild(sweep.directory).read_text()
-    assert "sweep of 2 jobs and one candidate" in page and "level=1</strong>" in page and "theirs" in page
+    assert "sweep of 2 jobs and one candidate" in page and "<h1>Ship level=1 <" in page and "theirs" in page
     assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sd_quant.errors import exit_with_its_code
-from sd_quant.report import gallery, page, plots
+from sd_quant.report import drawing, gallery, page
 from sd_quant.report.__main__ import main
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.table import table_of_texts
@@ -59,6 +59,8 @@ def cells(row: str) -> list[str]:
 @pytest.mark.slow
 def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_sweep, monkeypatch, capsys):
     directory = small_sweep.directory
+    (directory / "level=2/onnx/unet_xl").mkdir(parents=True)
+    (directory / "level=2/onnx/unet_xl/unet_xl.onnx").touch()
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])
     exit_with_its_code(main)
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
@@ -70,10 +72,12 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     assert said[0] == f"report: file://{directory}/report.html" and said[-1].startswith("Ship quant_level=2: 1.20x")
     text = (directory / "report.html").read_text(encoding="utf-8")
     order = [
-        "<h1>small</h1>", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB", "1 March 2026, 10:20 UTC",
-        "quantize.py -m", "Which recipe to ship", "<strong>Ship quant_level=2</strong>: 1.20x (1.18 to 1.22) as fast",
-        "Worth of a recipe",
-        "Warnings", "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
+        "small · sweep of 6 jobs", "<h1>Ship quant_level=2 <small>1.20x (1.18 to 1.22) as fast", "PSNR 39.0 dB (38.4",
+        "<dt>folder</dt><dd>level=2</dd>", "<dt>ONNX</dt><dd>onnx/unet_xl/unet_xl.onnx</dd>",
+        "sd-quant infer ", "<details>", "Worth of a recipe", "One layer is much the worst: the output of mid_block",
+        "5 %, the next 3 %", "sd-quant quantize keep=1", "openvino 2026.4", "a processor, 2 cores, avx512_vnni, 16 GiB",
+        "1 March 2026, 10:20 UTC", "quantize.py -m", "Warnings: 1 FAILED, 1 UNFINISHED",
+        "FAILED: level=5: the disk is full", "UNFINISHED: level=6: it left no record", "Results", "Plots",
         'id="pareto_latency-figure_1"', 'id="pareto_size-figure_1"', 'id="parts-figure_1"', 'id="trajectory-figure_1"',
         'id="layers-figure_1"',
         "<h2>Images</h2>",
@@ -109,17 +113,33 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     change_record(small_sweep.directory / "level=4", incomplete)
     text, *_ = written(read_sweep(small_sweep.directory))
     assert cells(row(text, "level=2")) == [
-        "2", "39.00 ± 0.64", "38.95", "0.9800", "0.0100", "30.0", "15.0", "1.33x ± 0.02", "50", "1.20x ± 0.02", "11.9",
-        "–", "–", "openvino", "12.5",
+        "39.00 ± 0.64", "38.95", "0.9800", "0.0100", "30.0", "15.0", "1.33x ± 0.02", "50", "1.20x ± 0.02", "11.3",
+        "openvino", "12.5",
     ]  # fmt: skip
-    assert cells(row(text, "level=4"))[1:4] == ["identical", "28.95", "1.0000"]
+    assert cells(row(text, "unquantized"))[:6] == ["–"] * 5 + ["20.0"] and "16.2" in cells(row(text, "unquantized"))
+    assert cells(row(text, "level=4"))[:3] == ["identical", "28.95", "1.0000"]
     assert 'class="done recommended"' in row(text, "level=2") and text.count('class="badge"') == 1
-    assert "◆" in row(text, "level=2") and "■" in row(text, "level=2")
-    assert cells(row(text, "level=5")) == ["5", "failed: the disk is full"]
-    assert cells(row(text, "level=6"))[1].startswith("unfinished: it left no record")
+    assert cells(row(text, "level=5")) == ["failed: the disk is full"]
+    assert cells(row(text, "level=6"))[0].startswith("unfinished: it left no record")
     headers = re.findall(r'aria-sort="none" data-first="(\w+)"><button type="button">(.*?)</button>', text)
     assert ("descending", "PSNR, dB") in headers and ("ascending", "image, ms") in headers
-    assert len({title for _, title in headers}) == len(headers) == 16
+    assert len({title for _, title in headers}) == len(headers) == 13
+    assert re.findall('data-title="(.*?)"', row(text, "level=2")) == [title for _, title in headers][1:]
+
+
+def test_where_the_unquantized_engine_is_to_ship_the_best_recipe_is_marked_and_shown_first(tmp_path, without_plots):
+    for level, decibels in (("1", 34.0), ("2", 35.0)):
+        change_record(write_job(tmp_path / level, decibels, 0.8), {"knobs.keep": 1, "knobs.format": "int8"})
+    jobs = [
+        {"name": level, "varied": {"quant_level": int(level)}, "same_as": twin} for level, twin in ("1 ", "2 ", "32")
+    ]
+    text, _, data = written(write_plan(tmp_path, {"1": {"quant_level": 1}}, jobs=jobs))
+    assert "sweep of 3 jobs, 2 of them different" in text
+    assert "<h1>Ship the unquantized engine <small>The best recipe, quant_level=2, is 0.80x" in text
+    assert 'class="done recommended"' in row(text, "unquantized") and ">recommended<" in row(text, "unquantized")
+    assert ">best recipe<" in row(text, "quant_level=2") and "badge" not in row(text, "quant_level=1")
+    assert [(recipe["badge"], recipe["first"]) for recipe in data["recipes"]] == [(None, False), ("best recipe", True)]
+    assert "much the worst" not in text  # a layer is kept already
 
 
 def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep, without_plots):
@@ -179,7 +199,7 @@ def image(data: dict, index: int) -> Image.Image:
 
 def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plots):
     _, _, data = written(small_sweep)
-    assert [recipe["name"] for recipe in data["recipes"] if recipe["recommended"]] == ["quant_level=2"]
+    assert [recipe["name"] for recipe in data["recipes"] if recipe["first"]] == ["quant_level=2"]
     assert len(data["images"]) == 2 + 4 * 2  # full precision of two prompts, and the images of four recipes
     for prompt in data["prompts"]:
         assert len({pair["full"] for pair in prompt["pairs"]}) == 1
@@ -191,9 +211,12 @@ def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plo
 
 
 def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_large(tmp_path, without_plots):
-    text, parsed, data = written(read_sweep(write_job(tmp_path / "a run", size=1000)))
-    assert "Warnings" not in parsed.text and "one job" in text and "◆" not in text
-    assert "<strong>Ship a run</strong>: 1.30x (1.28 to 1.32) as fast" in text
+    run = change_record(
+        write_job(tmp_path / "2026-11-29", size=1000), {"knobs.format": "int8", "knobs.quant_level": 3.0}
+    )
+    text, parsed, data = written(read_sweep(run))
+    assert "Warnings" not in parsed.text and "one job" in text
+    assert "<h1>Ship int8, level 3 <small>1.30x (1.28 to 1.32) as fast" in text
     assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
     assert image(data, 0).size == (gallery.LONGEST_EDGE, gallery.LONGEST_EDGE) and image(data, 0).format == "WEBP"
     assert data["images"][0]["width"] == gallery.LONGEST_EDGE
@@ -211,7 +234,7 @@ def test_jobs_of_another_version_or_processor_are_named(tmp_path, without_plots)
     shown = "".join(written(read_sweep(tmp_path))[1].text)
     assert "UNLIKE: quant_level=1 ran with openvino 1.0, most jobs with 2026.4; compare with care." in shown
     assert "UNLIKE: quant_level=1 ran with processor" in shown and "amx, most jobs with" in shown
-    assert shown.count("UNLIKE") == 2
+    assert shown.count("UNLIKE:") == 2
 
 
 @pytest.mark.parametrize("given", [["prompts=[it's a rocket, a key]", 'model.path="<b> ${x}"'], []])
@@ -263,7 +286,7 @@ def test_a_sweep_without_images_says_so(tmp_path):
 
 def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
     light, dark = page.source("page.css").split("@media (prefers-color-scheme: dark)")
-    for name in plots.PALETTE.values():
+    for name in drawing.PALETTE.values():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name
         assert (f"--{found[1]}: #" if found[1] else f"--plot-{name}: #") in dark

@@ -5,9 +5,11 @@ import re
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.text import Text
 from PIL import Image
 
-from sd_quant.report import plots
+from sd_quant.report import drawing, plots
+from sd_quant.report.recommendation import Recommendation
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
@@ -30,33 +32,58 @@ def figures(tmp_path_factory) -> dict:
 
 def test_the_front_joins_the_recipes_that_no_other_beats(figures):
     axes = figures["pareto_latency"].axes[0]
-    assert axes.lines[0].get_xydata() == pytest.approx(np.array([[100 / 1.3, 30], [100 / 1.2, 39], [100 / 1.05, 44]]))
-    assert set(words(axes.figure)) == {"1", "2", "3", "4", "unquantized, 100 %"}  # none of the failed and unfinished
+    top = 44 + 0.635 + plots.DB_BEYOND  # the end of the highest interval
+    front = [[100 / 1.3, 30], [100 / 1.2, 39], [100 / 1.05, 44], [100, top]]
+    assert axes.lines[0].get_xydata() == pytest.approx(np.array(front), abs=1e-3)
+    assert set(words(axes.figure)) == {"1", "2", "3", "4", "unquantized"}  # none of the failed and unfinished
     stars = [line for line in axes.lines if line.get_marker() == "*"]
     assert [star.get_xydata()[0, 1] for star in stars] == [39]
-    assert any(list(line.get_xdata()) == [100, 100] for line in axes.lines)
+    assert sum(len(line.get_xydata()) == 2 for line in axes.lines) == 4 + 4  # intervals of PSNR and of time
     sizes = figures["pareto_size"].axes[0]
-    assert sizes.lines[0].get_xydata()[:, 0] == pytest.approx([10.2, 11.9, 13.6])  # in megabytes
-    assert "unquantized, 17 MB" in words(sizes.figure)
+    mebibytes = [10.2e6 / 2**20, 11.9e6 / 2**20, 13.6e6 / 2**20, 17e6 / 2**20]
+    assert sizes.lines[0].get_xydata()[:, 0] == pytest.approx(mebibytes)
+    assert sizes.get_xlim()[0] == 0
+
+
+def test_no_name_lies_on_an_interval():
+    axes = drawing.new_figure().subplots()
+    axes.plot([0, 10], [5, 5])
+    plots.name_points(axes, [((5, 5), "a name", False)])
+    axes.figure.draw_without_rendering()
+    box, height = Text.get_window_extent(axes.texts[0]), axes.transData.transform((5, 5))[1]
+    assert not box.y0 < height < box.y1
+
+
+def test_where_the_unquantized_engine_is_shipped_it_has_the_star_and_the_best_recipe_its_colour(tmp_path):
+    engine = {"psnr": {"mean": 61.9, "min": 60.0, "values": [61.9, 61.9]}}
+    for level in "12":
+        job = write_job(tmp_path / level, 35.0 + int(level) / 10, 0.8)
+        change_record(job, {"fidelity_unquantized_engine": engine})
+    axes = plots.figures(write_plan(tmp_path, {level: {"level": level} for level in "12"}))["pareto_latency"].axes[0]
+    assert set(words(axes.figure)) == {"1", "2, best recipe", "unquantized, 61.9 dB ↑"}
+    signs = {line.get_marker(): line for line in axes.lines if to_hex(line.get_color()) == drawing.ACCENT}
+    assert signs["*"].get_xdata() == [100] and signs["o"].get_xdata() == [125]
+    assert axes.lines[0].get_xdata() == [100]  # no recipe that is slower is on the front
 
 
 def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
-    """Unquantized, then each recipe, of a denoiser of 17 MB and a decoder of 5."""
+    """Unquantized, then each recipe, of a denoiser of 17e6 bytes and a decoder of 5e6."""
     axes = figures["parts"].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()][:1] == ["unquantized"]
-    assert words(figures["parts"])[0] == "22.0" and len(words(figures["parts"])) == 5
-    assert [bar.get_width() for bar in axes.patches[:5]][0] == pytest.approx(17)
+    assert words(figures["parts"])[0] == "21.0" and len(words(figures["parts"])) == 5
+    assert [bar.get_width() for bar in axes.patches[:5]][0] == pytest.approx(17e6 / 2**20)
     folder = write_job(tmp_path / "run")
     change_record(folder, {"sizes_bytes.vae.onnx_quantized": 2e6})
-    (figure,) = [plots.parts(read_sweep(folder).jobs, [])]
-    assert words(figure)[0] == "22.0" and float(words(figure)[1]) < 19
+    labels = {"run": "a recipe"}
+    figure = plots.parts(read_sweep(folder).jobs, labels)
+    assert words(figure)[0] == "21.0" and float(words(figure)[1]) < 18
     change_record(folder, {"memory": MEMORY})
-    (figure,) = [plots.parts(read_sweep(folder).jobs, [])]
-    files, memory = figure.axes
-    assert [text.get_text() for text in memory.texts] == ["120.0", "65.0"] and len(files.texts) == 2
-    assert [bar.get_width() for bar in memory.patches] == pytest.approx([90, 40, 10, 10, 20, 15])
+    files, memory = plots.parts(read_sweep(folder).jobs, labels).axes
+    assert [text.get_text() for text in memory.texts] == ["114.4", "62.0"] and len(files.texts) == 2
+    widths = [90e6, 40e6, 10e6, 10e6, 20e6, 15e6]
+    assert [bar.get_width() * 2**20 for bar in memory.patches] == pytest.approx(widths)
     change_record(folder, {"sizes_bytes": {}})
-    assert plots.parts(read_sweep(folder).jobs, []) is None
+    assert plots.parts(read_sweep(folder).jobs, labels) is None
 
 
 def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
@@ -64,14 +91,7 @@ def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
     change_record(small_sweep.directory / "level=1", {"fidelity.psnr": identical, "fidelity.ssim.mean": 1.0})
     figure = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"]
     assert "1, identical" in words(figure)
-    assert max(figure.axes[0].lines[0].get_ydata()) == 39 + plots.DB_BEYOND
-
-
-def test_images_that_differ_by_rounding_alone_are_not_drawn_apart(small_sweep):
-    for level, decibels in enumerate((39.00001, 39.00002, 39.0, 39.00003), start=1):
-        change_record(small_sweep.directory / f"level={level}", {"fidelity.psnr.mean": decibels})
-    low, high = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"].axes[0].get_ylim()
-    assert high - low == pytest.approx(1) and low < 38.9 < 39.1 < high
+    assert max(figure.axes[0].lines[0].get_ydata()) == pytest.approx(39 + 0.635 + plots.DB_BEYOND, abs=1e-3)
 
 
 def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep):
@@ -81,7 +101,7 @@ def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(sm
     assert [list(line.get_ydata()) for line in axes.lines][:2] == [[44, 39, 35], [39, 34, 30]]
     assert list(axes.lines[2].get_xdata()) == [1, 2, 3] and np.isnan(axes.lines[2].get_ydata()[1])
     assert len(axes.lines) == 3 and words(axes.figure) == ["3", "2", "1"]
-    assert [to_hex(line.get_color()) == plots.ACCENT for line in axes.lines] == [False, True, False]
+    assert [to_hex(line.get_color()) == drawing.ACCENT for line in axes.lines] == [False, True, False]
 
 
 def test_layers_stand_in_the_order_of_the_network_and_the_worst_have_names(figures):
@@ -90,7 +110,8 @@ def test_layers_stand_in_the_order_of_the_network_and_the_worst_have_names(figur
     assert [error for _, error in errors] == pytest.approx([2, 0.6, 3, 5, 1])  # the resnet is called before attention
     assert [text.get_text() for text in axes.get_xticklabels()] == ["down\n1", "mid", "up\n0"]
     shown = [text.get_text() for text in key.texts]
-    assert shown[:4] == ["level=2", "1: 5 %", "mid.resnet.0.conv1", "2: 3 %"]
+    assert shown[:4] == ["1: 5 %", "mid.resnet.0.conv1", "2: 3 %", "down.1.attention.0.block.0.ff.net.2"]
+    assert axes.get_title("left") == "2"
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"conv", "ffn", "qkv"}
 
 
@@ -99,9 +120,10 @@ def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
     lines = [f"layer{n},{step},1,2,3,4,{5 + n * step},{8 if n == 3 else ''}" for n in range(4) for step in (1, 2)]
     (sweep.directory / "ranges.csv").write_text(RANGES + "\n".join(lines))
     drawn = plots.figures(sweep)["ranges"].axes
-    titles = ["layer3\nchanges 1.4-fold, 73% kept", "layer2\nchanges 1.3-fold", "layer1\nchanges 1.2-fold"]
+    titles = ["layer3 changes 1.4-fold, 73 % kept", "layer2 changes 1.3-fold", "layer1 changes 1.2-fold"]
     assert [axes.get_title("left") for axes in drawn] == titles
-    assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == plots.ACCENT] == [3, 3]
+    assert {axes.get_ylabel() for axes in drawn} == {"magnitude of the input"}
+    assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == drawing.ACCENT] == [3, 3]
     for content in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
         (sweep.directory / "ranges.csv").write_text(content)
         assert "ranges" not in plots.figures(sweep)
@@ -140,29 +162,29 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
         plots.write_plots(sweep)
         return {path.name: path.read_bytes() for path in sweep.directory.glob("*.png")}
 
-    def drawing() -> str:
-        return plots.svg(plots.layers(sweep.jobs[0]), "layers")
+    def svg() -> str:
+        return drawing.svg(plots.layers(sweep.jobs[0], "a recipe"), "layers")
 
     first = files()
     assert first.keys() == {"parts.png", "trajectory.png", "layers.png"} and files() == first
-    assert drawing() == drawing()
+    assert svg() == svg()
     with Image.open(sweep.directory / "layers.png") as image:
         assert image.width > 1500 and set(image.info) == {"dpi"}
 
 
 def test_svgs_share_a_page(figures):
     """Ids are unique over all of them and every reference resolves; colours are the page's; nothing is loaded."""
-    drawings = {name: plots.svg(figure, name) for name, figure in figures.items()}
+    drawings = {name: drawing.svg(figure, name) for name, figure in figures.items()}
     assert list(drawings) == NAMES
     page = "".join(drawings.values())
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) and ids
     assert {*re.findall(r'href="#([^"]+)"', page), *re.findall(r"url\(#([^)]+)\)", page)} <= set(ids)
     assert not re.findall(r"#[0-9a-f]{6}\b", page)
-    assert set(re.findall(r"var\(--plot-([^)]+)\)", page)) <= set(plots.PALETTE.values())
+    assert set(re.findall(r"var\(--plot-([^)]+)\)", page)) <= set(drawing.PALETTE.values())
     assert not re.search(r"http|<style|<script|metadata|DejaVu", page)
-    for name, drawing in drawings.items():
-        assert drawing.startswith('<svg viewBox="0 0 ') and f'id="{name}-axes_1"' in drawing
+    for name, text in drawings.items():
+        assert text.startswith('<svg viewBox="0 0 ') and f'id="{name}-axes_1"' in text
 
 
 HOSTILE = ["</svg><script>alert(1)</script>", "$\\frac{$ {{7*7}}", "\x1b\x00\u202e\ud800 日本語", 'id="a" #5f6368']
@@ -178,9 +200,9 @@ def test_hostile_names_are_only_drawn(tmp_path):
         jobs[str(number)] = {name: name}
     sweep = write_plan(tmp_path, jobs)
     figures = plots.figures(sweep)
-    with plots.style():
+    with drawing.style():
         figures["layers"].savefig(io.BytesIO(), format="png")  # its font lacks letters: no reason to warn
-    drawn = "".join(plots.svg(figure, name) for name, figure in figures.items())
+    drawn = "".join(drawing.svg(figure, name) for name, figure in figures.items())
     assert "<script" not in drawn and "&lt;script&gt;" in drawn
     assert "{{7*7}}" in drawn and 'id="a" #5f6368' in drawn
     assert drawn.isprintable() or set(re.findall(r"[^ -~\xa0-\uffff]", drawn)) == {"\n"}
@@ -191,7 +213,7 @@ def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path):
         write_job(tmp_path / str(number), 44 - number / 2, 1.1 + number / 50 * (-1) ** number, prompts=[])
     sweep = write_plan(tmp_path, {str(number): {"alpha": number} for number in range(20)})
     table = sweep.rows
-    figure = plots.pareto(table, ["alpha"], plots.TIME, "4")
-    named = set(words(figure)) - {"unquantized, 100 %"}
-    assert named == {row["job"] for row in plots.front(table, plots.TIME)} | {"4"}
-    assert len(words(plots.trajectory(sweep, "4"))) == 3  # the recommended one, the best, the worst
+    labels = {str(number): str(number) for number in range(20)}
+    figure = plots.pareto(table, labels, plots.TIME, Recommendation("4", "", best="4"))
+    assert set(words(figure)) == {row["job"] for row in plots.front(table, plots.TIME)} | {"4"}
+    assert len(words(plots.trajectory(sweep.jobs, labels, "4"))) == 3  # the recommended one, the best, the worst

@@ -1,0 +1,99 @@
+"""How plots look, and a plot as part of a page.
+
+Each is drawn once, in the colours of ``PALETTE``. A PNG keeps these colours; in the SVG of a page they become variables
+of its style sheet, so a plot is dark where the page is dark. The road not taken is a plotting library in the browser: a
+report has to open from a mail, years later, and load nothing.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from xml.etree import ElementTree
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from sd_quant.report.sensitivity_plot import COLOURS
+from sd_quant.text import printable
+
+LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
+PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
+OTHER = "#b9bec5"  # a line among too many to tell apart
+PALETTE = {  # colour -> the page's variable; all differ, as the colour is what becomes the variable
+    PAPER: "paper", INK: "ink", SOFT: "soft", FAINT: "faint", BAND: "band", ACCENT: "accent", OTHER: "other",
+    **{colour: f"line-{number}" for number, colour in enumerate(LINES, 1)},
+}  # fmt: skip
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": SOFT,
+    "axes.facecolor": PAPER,
+    "axes.labelcolor": SOFT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.facecolor": PAPER,
+    "font.size": 10,
+    "grid.color": FAINT,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "sd-quant",  # ids that are the same every time
+    "text.color": INK,
+    "text.parse_math": False,  # a name may have dollar signs
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+}
+WIDTH, HEIGHT = 5.6, 3.8  # inches: half of a page, or a telephone, on which text of 10 points can still be read
+LONGEST_NAME = 28
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The style of the plots; needed for drawing and for saving, as both read matplotlib's settings."""
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
+        yield
+
+
+def new_figure(height: float = HEIGHT) -> Figure:
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def svg(figure: Figure, name: str) -> str:
+    """An ``<svg>`` element for a page that defines the variables ``--plot-<colour>`` of ``PALETTE``.
+
+    Its ids start with ``name``, so that several fit on one page. It is safe HTML, whatever the labels say.
+    """
+    text = io.StringIO()
+    with style():
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    root = ElementTree.fromstring(text.getvalue())
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):  # the latter would apply to the whole page
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.partition("}")[2]
+        element.attrib = {key.rpartition("}")[2]: for_page(value, name) for key, value in element.attrib.items()}
+        if "id" in element.attrib:
+            element.attrib["id"] = f"{name}-{element.attrib['id']}"
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "style": "stroke-linejoin: round"}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def for_page(value: str, name: str) -> str:
+    """An attribute's value with the page's colours and font, and with the ids that ``svg`` gives to elements."""
+    value = re.sub(
+        r"#[0-9a-f]{6}\b", lambda found: f"var(--plot-{PALETTE[found[0]]})" if found[0] in PALETTE else found[0], value
+    )
+    value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
+    return re.sub(r"(font:[^;]*?px) [^;]*|font-family:[^;]*;?", r"\1", value)
+
+
+def fitted(text: str, longest: int = LONGEST_NAME) -> str:
+    """``text`` in one line, shortened in its middle where it is too long."""
+    line = printable(text)
+    half = longest // 2
+    return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
