@@ -18,7 +18,8 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, "CSV Injection"
 def write_csv(rows: list[dict], path: Path) -> None:
     """Write ``rows`` atomically; None and absent cells are empty. Raises ResourceError when the disk is full."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns_of(rows))  # ends lines with CR LF: with LF alone it leaves a CR in a text unquoted
+    # It ends lines with CR LF: with LF alone it leaves a CR in a text unquoted.
+    writer = csv.DictWriter(text, columns_of(rows))
     writer.writeheader()
     writer.writerows({column: cell(value) for column, value in row.items()} for row in rows)
     write_text(path, text.getvalue())
