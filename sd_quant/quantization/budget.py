@@ -171,7 +171,9 @@ def solve(
     priced = [corrected(unit, rates) for unit in units]
     first = choose(priced, limits)
     candidates = {"by layer": candidate(priced, first)}
-    others = {name: candidate(priced, labels) for name, labels in plain(priced).items() if fits(priced, labels, limits)}
+    others = {
+        name: candidate(priced, labels) for name, labels in plain(priced).items() if is_within(priced, labels, limits)
+    }
     rates |= {label: rate_of(units, first, label, error) for label, error in apart(first).items() if error}
     priced = [corrected(unit, rates) for unit in units]
     second = choose(priced, limits)
@@ -180,7 +182,7 @@ def solve(
     return Solved(candidates | others, rates)
 
 
-def fits(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
+def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
     """Whether these labels cost no more than the ``limits``."""
     return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 

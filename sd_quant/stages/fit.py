@@ -30,7 +30,7 @@ from sd_quant.inference.memory import working_bytes
 from sd_quant.models.parts import exported, network_in
 from sd_quant.progress import each as each_of
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import HALF, KEPT, Choice, Limit, Solved, fits, solve, stored_bytes, with_weights
+from sd_quant.quantization.budget import HALF, KEPT, Choice, Limit, Solved, is_within, solve, stored_bytes, with_weights
 from sd_quant.quantization.formats import divides
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
@@ -405,7 +405,7 @@ def plain_choices(
     def error(labels: Sequence[str]) -> float:
         return sum(unit[label].squared_error for unit, label in zip(units, labels, strict=True))
 
-    fitting = [labels for labels in mixed.values() if fits(units, labels, limits)]
+    fitting = [labels for labels in mixed.values() if is_within(units, labels, limits)]
     return {"by part": min(fitting, key=error)} if fitting else {}
 
 
