@@ -31,7 +31,8 @@ soak-tests: $(VENV)/.sd-quant-test
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
-	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),tests/cli/test_hand_over.py tests/unit) -m consumer \
+	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),tests/cli/test_documents.py tests/cli/test_hand_over.py \
+		tests/unit) -m consumer \
 		--dist loadfile --durations 10
 
 release-check: ## All that is to be green before a release, some hours: soak, benchmarks, clusters, fuzz, faults, processors, consumers

@@ -38,11 +38,11 @@ from diffusers.models.attention_processor import AttnProcessor
 from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import KEPT, Choice, Solved, solve, stored_bytes
+from sd_quant.quantization.budget import KEPT, Choice, Limit, Solved, all_in, solve, stored_bytes
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import measure_sensitivity
-from sd_quant.stages.fit_budget import quantized_alone
+from sd_quant.stages.fit import quantized_alone
 from sd_quant.stages.open_parts import open_simulated
 
 
@@ -201,7 +201,10 @@ def main() -> None:
                 subject, statistics, table.formats, bits
             ))  # fmt: skip
             size = sum(unit[label].cost for unit, label in zip(offered, theirs.values(), strict=True))
-            solved = solve(offered, size, table.whole, table.apart, uniform)
+            solved = solve(
+                offered, [Limit(size, range(len(offered)))], table.whole, table.apart, uniform,
+                lambda units, uniform=uniform: {f"all in {label}": all_in(units, label) for label in uniform},
+            )  # fmt: skip
             first, taken = solved.candidates["by layer"], solved.candidates[solved.taken]
             choices = {"ours": taken.labels, "by layer": first.labels, "modelopt": list(theirs.values())}
             if (single := best_single(solved)) is not None:

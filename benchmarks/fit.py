@@ -17,8 +17,7 @@ from measurer import markdown
 import sd_quant
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.stages.chosen_by_images import image_errors
-from sd_quant.stages.fit_pipeline import Group, Labels, assigned, by_layer, by_part, offers_of, price
+from sd_quant.stages.fit import Fitted, Group, Labels, Limited, assigned, fit, measure_presets, offers_of
 from sd_quant.stages.load import with_recipe
 
 
@@ -33,8 +32,8 @@ def main() -> None:
     knobs = {"steps": options.steps, "batch_size": options.batch}
     job = model.job(options.quantize, {"quant_level": 3, "fit": 1, "choices": options.choices}, knobs)
     loaded = with_recipe(model.session, job.model, job.infer, job.quantize)
-    offers, (error_of, calls) = offers_of(loaded), image_errors(loaded)
-    priced = price(loaded, statistics, offers, calls, error_of)
+    offers = offers_of(loaded)
+    measured = measure_presets(loaded, statistics, offers)
     least, whole = (sum(getattr(offer, size) for offer in offers.values()) for size in ("least", "whole"))
     full, figures, lines = model.generate(prompts, knobs), {}, list[list[str]]()
 
@@ -47,14 +46,19 @@ def main() -> None:
         figures[f"{name}, {size} bytes"] = {"fidelity": found, "bytes": size, "labels": labels}
         return found
 
+    def fitted(limit: int) -> Fitted:
+        return fit(loaded, statistics, Limited(offers, [Group(list(offers), 0, limit)], limit), measured, options.out)
+
     for share in options.shares:
         limit = round(least + share * (whole - least))
-        apart = by_part([Group(list(offers), 0, limit)], priced, loaded.denoiser)
+        found = fitted(limit)
+        apart = found.labels_with("by part") if "by part" in found.solved.candidates else None
         one = {part: next(iter(own.values()), "") for part, own in (apart or {}).items()}
         uniform = scored(f"one a part: {', '.join(filter(None, one.values()))}", apart) if apart else None
         for allowed in (limit, round(0.85 * limit)):
             if allowed > least:
-                own = scored("by layer", by_layer([Group(list(offers), 0, allowed)], priced))
+                found = fitted(allowed)
+                own = scored(found.solved.taken, found.labels_with(found.solved.taken))
                 if uniform:
                     gains = np.subtract(own["psnr"]["values"], uniform["psnr"]["values"])
                     lines.append(["", "difference", with_interval(gains, "{:+.2f}"), "", ""])

@@ -10,6 +10,7 @@ by torch's simulation. The best single preset is the one whose images of these o
         --out outputs/benchmarks/mixes/sd3_mini
 """
 
+from dataclasses import replace
 from statistics import fmean
 
 from common import job_with, paired, recipe_parser, reference_of, subject_of
@@ -17,9 +18,8 @@ from measurer import markdown
 
 from sd_quant.files import write_text
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import KEPT
-from sd_quant.stages.fit_budget import Fitted, assign_chosen, byte_costs, fit_budget, measure_presets, recipes_of
-from sd_quant.stages.load import units_of, with_recipe
+from sd_quant.stages.fit import Fitted, Group, assign_chosen, fit, limit_of, measure_presets
+from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.session import Session
 
@@ -38,24 +38,21 @@ def main() -> None:
     job = job_with(options.presets[0], f"model={options.model}", "quant_level=3", limit, choices)
     loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
     statistics, reference = subject.statistics(options.steps), reference_of(subject, options)
-    units, recipes, measured = units_of(loaded), recipes_of(loaded), measure_presets(loaded, statistics)
+    limited = limit_of(loaded)
+    [(denoiser, offer)], measured = limited.offers.items(), measure_presets(loaded, statistics, limited.offers)
     fits: dict[str, Fitted] = {}
     singles: dict[str, list[str]] = {}  # the presets for all layers that are within the same limit
-    costs = byte_costs(loaded, units, recipes)
-    least, whole = sum(min(each.values()) for each in costs), sum(each[KEPT] for each in costs)
     for part in options.parts:
-        share, row = int(least + part * (whole - least)), f"{part:g}"
-        fits[row] = fit_budget(loaded, statistics, measured, share, options.out)
+        most, row = int(offer.least + part * (offer.whole - offer.least)), f"{part:g}"
+        given = replace(limited, limit=most, groups=[Group([denoiser], 0, most)])
+        fits[row] = fit(loaded, statistics, given, measured, options.out)
         print(f"{row}: {fits[row].sentence()}", flush=True)
-        singles[row] = [
-            label for label in options.presets if sum(each.get(label, each[KEPT]) for each in costs) <= share
-        ]
+        singles[row] = [label for label in options.presets if offer.bytes_with(offer.all_in(label)) <= most]
 
     def assignment_of(row: str) -> dict[str, LayerAssignment]:
         if row in fits:
             return fits[row].assignment
-        names = [name for unit in units for name in unit]
-        return assign_chosen(loaded, statistics, dict.fromkeys(names, row))
+        return assign_chosen(loaded, statistics, offer.all_in(row))
 
     found = reference.of_rows(
         dict.fromkeys([*options.presets, *fits], {}),
@@ -67,7 +64,7 @@ def main() -> None:
     for row, fitted in fits.items():
         best = max(singles[row], key=lambda label: fmean(psnr[label]), default=None)
         against = [best, paired(psnr[row], psnr[best])] if best else ["none", ""]
-        entry = fitted.entry()
+        entry = fitted.entry()["budget"]
         layers = ", ".join(f"{count} {label}" for label, count in entry["layers"].items() if count)
         limit = f"{row}: {entry['limit_bytes']} bytes"
         lines.append([limit, f"{layers} ({entry['taken']})", f"{fmean(psnr[row]):.2f}", *against])

@@ -395,9 +395,7 @@ def main() -> None:
     text = table(records) + told_of(records)
     write_text(options.out / "processors.md", text)
     first = next((record for record in records if "psnr" in record), records[0])
-    rows = [row(record, first) for record in records]
-    columns = dict.fromkeys(name for each in rows for name in each)
-    write_csv([{name: each.get(name) for name in columns} for each in rows], options.out / "processors.csv")
+    write_csv([row(record, first) for record in records], options.out / "processors.csv")
     write_json(options.out / "processors.json", records)
     (options.out / "rows.json").unlink(missing_ok=True)  # only a broken run is continued
     print(f"\n{text}\n{options.out}")

@@ -16,7 +16,6 @@ Linears that read one tensor are smoothed together, so they take one preset toge
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from sd_quant.process import without_output
@@ -35,6 +34,14 @@ class Choice:
 
     cost: float  # bytes
     squared_error: float  # of the network's output, relative to its norm
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What some of the units may cost together."""
+
+    most: float
+    units: Sequence[int]  # indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +113,8 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
     )
 
 
-def choose_uniform(parts: Sequence[Mapping[str, Choice]], limit: float) -> list[str] | None:
-    """The name of each part's one choice, with the least sum of squared errors within ``limit``; None: none fits.
-
-    All combinations are tried, of a few choices for a few parts.
-    """
-    fitting = []
-    for names in product(*parts):
-        taken = [part[name] for part, name in zip(parts, names, strict=True)]
-        if sum(choice.cost for choice in taken) <= limit:
-            fitting.append((sum(choice.squared_error for choice in taken), list(names)))
-    return min(fitting)[1] if fitting else None
-
-
-def choose(units: Sequence[Mapping[str, Choice]], limit: float) -> list[str]:
-    """The name of each unit's choice, with the least sum of squared errors within the ``limit`` of costs.
+def choose(units: Sequence[Mapping[str, Choice]], limits: Sequence[Limit]) -> list[str]:
+    """The name of each unit's choice, with the least sum of squared errors within the ``limits`` of costs.
 
     The smallest choices have to fit.
     """
@@ -130,56 +124,73 @@ def choose(units: Sequence[Mapping[str, Choice]], limit: float) -> list[str]:
     flat = [(index, name) for index, unit in enumerate(units) for name in unit]
     errors = np.array([units[index][name].squared_error for index, name in flat])
     sizes = np.array([units[index][name].cost for index, name in flat])
-    one_each = np.arange(len(units))[:, None] == [index for index, _ in flat]
+    owners = np.array([index for index, _ in flat])
+    one_each = np.arange(len(units))[:, None] == owners
+    within = [sizes / limit.most * np.isin(owners, limit.units) for limit in limits if limit.units]
     with without_output():  # HiGHS prints names of its own functions
         found = milp(
             errors / max(errors.max(), np.finfo(float).tiny),  # the solver's tolerances are absolute
             integrality=np.ones(len(flat)),
             bounds=Bounds(0, 1),
-            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(sizes / limit, -np.inf, 1)],
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(np.array(within), -np.inf, 1)],
             options={"mip_rel_gap": 0},
         )
     return [name for (_, name), taken in zip(flat, found.x, strict=True) if taken > 0.5]
 
 
+def all_in(units: Sequence[Mapping[str, Choice]], label: str) -> list[str]:
+    """The ``label`` for all units that may have it, ``KEPT`` for others."""
+    return [label if label in unit else KEPT for unit in units]
+
+
 def solve(
     units: Sequence[Mapping[str, Choice]],
-    limit: float,
+    limits: Sequence[Limit],
     measure: Callable[[Sequence[str]], float],
     apart: Callable[[Sequence[str]], Mapping[str, float]],
     uniform: Mapping[str, float],
+    plain: Callable[[Sequence[Mapping[str, Choice]]], Mapping[str, Sequence[str]]],
 ) -> Solved:
-    """Choose a label for each unit within the ``limit`` of costs, by errors that are corrected and then measured.
+    """Choose a label for each unit within the ``limits`` of costs, by errors that are corrected and then measured.
 
-    ``measure`` returns the error with these labels of all units, in a unit that all labels share; ``apart``, called
-    behind it for the same labels, by label that of its units together, all others in high precision. ``uniform`` has
-    the error of each label for all units that may have it. Choices include ``KEPT``; the smallest ones have to fit.
+    ``measure`` returns the error with these labels of all units, in a unit that all labels share; ``apart``, for the
+    same labels, by label that of its units together, all others in high precision. ``uniform`` has the error of each
+    label for all units that may have it. ``plain`` returns, of units with corrected errors, other candidates by name:
+    those that fit are compared too. Choices include ``KEPT``; the smallest ones have to fit.
     """
+    measured = {tuple(all_in(units, label)): error for label, error in uniform.items()}
 
-    def candidate(priced: Sequence[Mapping[str, Choice]], labels: Sequence[str], measured: float) -> Candidate:
+    def candidate(priced: Sequence[Mapping[str, Choice]], labels: Sequence[str]) -> Candidate:
         picked = [unit[label] for unit, label in zip(priced, labels, strict=True)]
+        if (key := tuple(labels)) not in measured:
+            measured[key] = measure(labels)
         predicted = sum(each.squared_error for each in picked) ** 0.5
-        return Candidate(labels, sum(each.cost for each in picked), predicted, measured)
+        return Candidate(labels, sum(each.cost for each in picked), predicted, measured[key])
 
-    everywhere = {label: [label if label in unit else KEPT for unit in units] for label in uniform}
-    rates = {label: rate_of(units, labels, label, uniform[label]) for label, labels in everywhere.items()}
+    rates = {label: rate_of(units, all_in(units, label), label, error) for label, error in uniform.items()}
     priced = [corrected(unit, rates) for unit in units]
-    alone = {f"all in {label}": candidate(priced, everywhere[label], uniform[label]) for label in uniform}
-    first = choose(priced, limit)
-    candidates = {"by layer": candidate(priced, first, measure(first))}
-    rates |= {label: rate_of(units, first, label, error) for label, error in apart(first).items()}
+    first = choose(priced, limits)
+    candidates = {"by layer": candidate(priced, first)}
+    others = {
+        name: candidate(priced, labels) for name, labels in plain(priced).items() if is_within(priced, labels, limits)
+    }
+    rates |= {label: rate_of(units, first, label, error) for label, error in apart(first).items() if error}
     priced = [corrected(unit, rates) for unit in units]
-    second = choose(priced, limit)
+    second = choose(priced, limits)
     if second != first:
-        candidates["corrected"] = candidate(priced, second, measure(second))
-    candidates |= {name: each for name, each in alone.items() if each.cost <= limit}
-    return Solved(candidates, rates)
+        candidates["corrected"] = candidate(priced, second)
+    return Solved(candidates | others, rates)
+
+
+def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
+    """Whether these labels cost no more than the ``limits``."""
+    return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
     """The squared ``error`` of the units of a ``label`` together, by the sum of their own; 1 where they have none."""
     alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
-    return error**2 / alone if alone and error else 1.0
+    return error**2 / alone if alone else 1.0
 
 
 def corrected(unit: Mapping[str, Choice], rates: Mapping[str, float]) -> dict[str, Choice]:

@@ -6,6 +6,7 @@ such text gets a leading apostrophe. The road not taken is to mark every text: i
 
 import csv
 import io
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -15,16 +16,18 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, "CSV Injection"
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
-    """Write ``rows`` with the columns of the first one, atomically; None and absent cells are empty.
-
-    Raises ValueError for a row with a column that the first does not have, ResourceError when the disk is full.
-    """
-    columns = list(rows[0]) if rows else []
+    """Write ``rows`` atomically; None and absent cells are empty. Raises ResourceError when the disk is full."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns)  # ends lines with CR LF: with LF alone it leaves a CR in a text unquoted
+    # It ends lines with CR LF: with LF alone it leaves a CR in a text unquoted.
+    writer = csv.DictWriter(text, columns_of(rows))
     writer.writeheader()
     writer.writerows({column: cell(value) for column, value in row.items()} for row in rows)
     write_text(path, text.getvalue())
+
+
+def columns_of(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """The columns of all rows, in the order in which they first appear: rows of different parts have different ones."""
+    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def cell(value: object) -> object:

@@ -20,7 +20,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
-from sd_quant.report.csv_files import write_csv
+from sd_quant.report.csv_files import columns_of, write_csv
 from sd_quant.report.readings import Number, latency_of, number_at, quotient, score_of, seconds_of_job
 from sd_quant.report.record import (
     CANDIDATE,
@@ -132,7 +132,7 @@ class Sweep:
         """A row for each job; every row has all columns, None where there is no value."""
         together = blocks_by_job(self.timing)
         found = [row_of(job, at(self.timing, "machine") if job.name in together else None) for job in self.jobs]
-        columns = dict.fromkeys([*(column for row in found for column in row), *self.varied])
+        columns = dict.fromkeys([*columns_of(found), *self.varied])
         return [columns | row for row in found]
 
 
@@ -387,7 +387,7 @@ def write_parquet(table: list[Row], path: Path) -> None:
     from pyarrow import parquet
 
     def column(name: str) -> list:
-        values = [row[name] for row in table]
+        values = [row.get(name) for row in table]
         # a seed may be larger than a number there
         kinds = {str if isinstance(v, int) and v >= 2**63 else type(v) for v in values if v is not None}
         if kinds in (set(), {int}, {float}, {bool}, {int, float}):
@@ -396,7 +396,7 @@ def write_parquet(table: list[Row], path: Path) -> None:
         return [v if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in values]
 
     with atomic_path(path) as temporary:
-        parquet.write_table(pyarrow.table({name: column(name) for name in table[0]} if table else {}), temporary)
+        parquet.write_table(pyarrow.table({name: column(name) for name in columns_of(table)}), temporary)
 
 
 def shown_columns() -> list[Column]:

@@ -13,8 +13,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
-from sd_quant.stages.fit_budget import Fitted, assign_chosen, bytes_to_share, fit_budget, measure_presets
-from sd_quant.stages.fit_pipeline import FittedPipeline, fit_pipeline
+from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.shared import Shared
 
@@ -26,8 +25,7 @@ class Chosen:
     assignment: dict[str, LayerAssignment]
     parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser
     sensitivity: Sensitivity | None  # with quantize.keep
-    fitted: Fitted | None  # with quantize.budget
-    pipeline: FittedPipeline | None = None  # with quantize.fit
+    fitted: Fitted | None  # with quantize.budget or quantize.fit
     given: bool = False  # with assignment: a file has decided
 
 
@@ -53,19 +51,15 @@ def choose(
     ``shared`` as for ``measure_sensitivity``. Raises ConfigError for a budget that cannot be met.
     """
     sensitivity = None
-    if loaded.recipe.fit is not None:
-        with step("fit"):
-            whole = fit_pipeline(loaded, statistics, directory, shared)
-        return written(loaded, Chosen(whole.assignment, whole.parts, None, None, whole), statistics, directory)
     if loaded.labels is not None:
         with step("assign"):
             assignment = assign_chosen(loaded, statistics, loaded.labels)
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
-    with step("assign"):
+    with step("assign" if loaded.recipe.fit is None else "fit"):
         fitted = within_limit(loaded, statistics, directory, shared)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
-        parts = assign_parts(loaded, statistics.parts)
+        parts = (fitted.parts if fitted else {}) | assign_parts(loaded, statistics.parts)
     if loaded.kept:
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)
@@ -74,16 +68,16 @@ def choose(
 
 
 def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None) -> Fitted | None:
-    """The choice within ``quantize.budget``; None without one."""
-    limit = bytes_to_share(loaded)
-    if limit is None:
+    """The choice within ``quantize.budget`` or ``quantize.fit``; None without them."""
+    limited = limit_of(loaded)
+    if limited is None:
         return None
-    return fit_budget(loaded, statistics, measure_presets(loaded, statistics, shared), limit, directory)
+    return fit(loaded, statistics, limited, measure_presets(loaded, statistics, limited.offers, shared), directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
     """The preset of each layer of the denoiser that may be quantized, or fp16, in the network's order."""
-    mixed = chosen.fitted.labels if chosen.fitted else chosen.pipeline.labels if chosen.pipeline else loaded.labels
+    mixed = chosen.fitted.labels if chosen.fitted else loaded.labels
     found = {name for unit in units_of(loaded) for name in unit}
     labels = {name: (mixed or {}).get(name, loaded.recipe.format) for name in loaded.roles if name in found}
     return {name: label if chosen.assignment[name].format is not None else FP16 for name, label in labels.items()}

@@ -20,12 +20,11 @@ from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import Assignments, torch_variant
 
+ImageErrors = Callable[[Assignments, str], float]
 PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a part in which its layers are measured
 
 
-def image_errors(
-    loaded: Loaded,
-) -> tuple[Callable[[Assignments, str], float], dict[str, list[dict[str, Tensor]]]]:
+def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, Tensor]]]]:
     """A function of assignments by part, and a name, that returns the mean squared error of images, where white is 1.
 
     And the inputs of the first calls of each part, in full precision.

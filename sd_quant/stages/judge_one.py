@@ -138,10 +138,9 @@ def keys_of_others(subject: Subject) -> dict[str, str]:
 
 
 def rows_with_others(rows: list[dict[str, Any]], subject: Subject) -> list[dict[str, Any]]:
-    """The ``rows`` of the denoiser's layers, then those of other parts in the same columns."""
-    blank = dict.fromkeys(rows[0])
+    """The ``rows`` of the denoiser's layers, then those of other parts."""
     others = [
-        blank | row | {"weight_error": errors.get(row["name"])}
+        row | {"weight_error": errors.get(row["name"])}
         for other in subject.others.values()
         for errors in [other.weight_errors()]
         for row in other.rows

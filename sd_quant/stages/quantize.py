@@ -32,8 +32,7 @@ from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.compare import KeptOutputs, compare_images, framework_images, save_pairs
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans, check_gpu
-from sd_quant.stages.fit_budget import bytes_to_share
-from sd_quant.stages.fit_pipeline import check_fit
+from sd_quant.stages.fit import limit_of
 from sd_quant.stages.generate import keep_prompts
 from sd_quant.stages.hand_over import check_servers, hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
@@ -158,8 +157,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
 
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
-        bytes_to_share(loaded)  # refuses a budget before calibration
-        check_fit(loaded)
+        limit_of(loaded)  # refuses a limit before calibration
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
         check_noise_floor(job.noise_floor, loaded, job.infer)

@@ -172,9 +172,7 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
     if chosen.sensitivity:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:
-        return {"curve": None, "reason": "quantize.budget chose the presets", "budget": chosen.fitted.entry()}
-    if chosen.pipeline:
-        return {"curve": None, "reason": "fit chose the formats", "fit": chosen.pipeline.entry}
+        return {"curve": None} | chosen.fitted.entry()
     return {"curve": None, "reason": "assignment decides" if chosen.given else "keep is 0"}
 
 

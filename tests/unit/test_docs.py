@@ -5,31 +5,30 @@ Not taken: a checker of prose. What it would find, a reader finds better.
 
 import re
 import runpy
-import shlex
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from sd_quant import sweep
-from sd_quant.commands import COMMANDS
+from sd_quant.commands import gate, votes
 from sd_quant.composition import composing
 from sd_quant.errors import ResourceError
 from sd_quant.knobs import read
 from sd_quant.places import CONF, HOME
 
+from ..documents import COMMAND, PAGES, README, commands, lines, text_of
 from .config.composition import JOBS, composed
 
 pytestmark = pytest.mark.commit
 
-PAGES = [HOME / name for name in ("README.md", "SECURITY.md")] + sorted((HOME / "docs").glob("*.md"))
 RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.name == "lab_notebook.md"]
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
-COMMAND = re.compile(r"(?:\w+=\S+ )*(python|make|sd-quant|pip|git show) ")
+EVERYWHERE = (*PAGES, *CARDS)
 GENERATED, LONGEST_PAGE = {"python.md", "metrics.md", "targets.md"}, 400
 FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
+WITHOUT_HYDRA = {"sd_quant.commands.gate": gate.job_of, "sd_quant.commands.votes": votes.split}
 EXPLAINED_AS_ONE = {"files", "model.recommended", *(f"quantize.{x}" for x in ("exclude", "include", "weights_alone"))}
 
 
@@ -37,9 +36,13 @@ def name_of(value) -> str:
     return value.name if isinstance(value, Path) else " ".join(value) if isinstance(value, list) else str(value)
 
 
-@cache
-def text_of(page: Path) -> str:
-    return page.read_text(encoding="utf-8")
+def is_job(words: list[str]) -> bool:
+    return words[0] == "python" and words[1].endswith(".py") and words[1].removesuffix(".py") in JOBS
+
+
+OTHER_COMMANDS = [
+    words[1:] for words in commands(EVERYWHERE) if words[0] == "python" and len(words) > 1 and not is_job(words)
+]
 
 
 def links_of(page: Path) -> list[str]:
@@ -54,37 +57,10 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def as_scripts(words: list[str]) -> list[str]:
-    """``sd-quant infer ...`` as ``python infer.py ...``, which is the same."""
-    if words[0] != "sd-quant" or words[1] not in COMMANDS:
-        return words
-    return ["python", *([f"{words[1]}.py"] if words[1] in JOBS else ["-m", COMMANDS[words[1]][0]]), *words[2:]]
-
-
-def lines() -> list[str]:
-    """Every command of a page or a head of a configuration, in blocks or in backticks; placeholders have a value."""
-    found = []
-    for page in (*PAGES, *CARDS):
-        text = text_of(page).replace("\\\n", " ")
-        given = re.findall(r"^(?: {4}|# {3}) *(\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
-        found += [re.sub(r"<[^<>]*>", "some", line) for line in given if COMMAND.match(line)]
-    return list(dict.fromkeys(found))
-
-
-def commands() -> list[list[str]]:
-    """Each of ``lines`` as words, without the variables that are set before it."""
-    return [as_scripts(shlex.split(COMMAND.sub(r"\1 ", line))) for line in lines()]
-
-
-PYTHON = [words[1:] for words in commands() if words[0] == "python" and len(words) > 1]
-JOB_COMMANDS = [words for words in PYTHON if words[0].removesuffix(".py") in JOBS and words[0].endswith(".py")]
-OTHER_COMMANDS = [words for words in PYTHON if words not in JOB_COMMANDS]
-
-
 def test_the_readme_is_short_and_leads_to_every_page():
-    assert len(text_of(HOME / "README.md").splitlines()) <= 160
-    linked = {HOME / target.partition("#")[0] for target in links_of(HOME / "README.md")}
-    assert set(PAGES) - {HOME / "README.md"} <= linked
+    assert len(text_of(README).splitlines()) <= 160
+    linked = {HOME / target.partition("#")[0] for target in links_of(README)}
+    assert set(PAGES) - {README} <= linked
 
 
 def test_no_page_is_too_long_to_be_read():
@@ -118,20 +94,22 @@ def test_every_link_has_its_target_and_every_path_is_there(page):
 
 def test_every_command_pastes():
     """In ``sh``, and in zsh as it is installed: there a word with a bracket needs quotes, and # begins no comment."""
-    script = "\n".join(lines())
+    script = "\n".join(lines(EVERYWHERE))
     parsed = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "") and script.count("\n") > 100
-    bare = {line: re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines()}
+    bare = {line: re.sub(r"'[^']*'|\"[^\"]*\"", "", line) for line in lines(EVERYWHERE)}
     assert not [line for line, words in bare.items() if re.search(r"[][(){}*?~#;&|<>!`]|\s=", words)]
     sources = {path: text_of(path) for path in (HOME / "sd_quant").rglob("*.py")}  # whose messages say what to install
     assert not [path for path, text in sources.items() if re.search(r"install [^'\"]*sd-quant\[", text)]
 
 
-@pytest.mark.nightly
-def test_every_job_command_is_a_job():
+@pytest.mark.parametrize(
+    "pages", [[README], pytest.param([*PAGES[1:], *CARDS], marks=pytest.mark.nightly)], ids=["README.md", "others"]
+)
+def test_every_job_command_is_a_job(pages):
     """Not every combination: every word of a command once."""
     seen: set[tuple[str, str]] = set()
-    for script, *arguments in JOB_COMMANDS:
+    for _, script, *arguments in [words for words in commands(pages) if is_job(words)]:
         primary, overrides = script.removesuffix(".py"), [word for word in arguments if word != "-m"]
         if any(word.startswith(("--help", "--cfg", "--config-dir")) for word in overrides):
             continue
@@ -156,6 +134,8 @@ def test_every_job_command_is_a_job():
 @pytest.mark.parametrize("words", OTHER_COMMANDS, ids=name_of)
 def test_every_other_command_has_its_file_and_options(words):
     program, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0], words[1:])
+    if arguments and program in WITHOUT_HYDRA:
+        WITHOUT_HYDRA[program](arguments)
     if program == "pytest":
         assert all((HOME / path).exists() for path in arguments)
         return
@@ -167,7 +147,7 @@ def test_every_other_command_has_its_file_and_options(words):
 
 
 def test_every_target_of_make_is_there():
-    wanted = {words[1] for words in commands() if words[0] == "make"}
+    wanted = {words[1] for words in commands(EVERYWHERE) if words[0] == "make"}
     assert wanted <= {*re.findall(r"^([\w-]+):", text_of(HOME / "Makefile"), re.MULTILINE)}
 
 

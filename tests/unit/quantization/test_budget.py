@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sd_quant.quantization.budget import KEPT, Choice, choose, choose_uniform, solve, stored_bytes, with_weights
+from sd_quant.quantization.budget import KEPT, Choice, Limit, all_in, choose, solve, stored_bytes, with_weights
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 pytestmark = pytest.mark.commit
@@ -33,12 +33,21 @@ def squared_error(units: list[dict[str, Choice]], names: Sequence[str]) -> float
     return sum(unit[name].squared_error for unit, name in zip(units, names, strict=True))
 
 
+def within(units: list[dict[str, Choice]], limit: float) -> list[Limit]:
+    return [Limit(limit, range(len(units)))]
+
+
+def solved(units, limit, measure, apart, uniform):
+    return solve(units, within(units, limit), measure, apart, uniform,
+                 lambda units: {f"all in {label}": all_in(units, label) for label in uniform})  # fmt: skip
+
+
 @pytest.mark.parametrize("seed, share", enumerate([0.25, 0.3, 0.5, 0.9, 0.25, 0.3, 0.5, 0.9]))
 def test_no_other_choice_is_better(seed, share):
     units = drawn(seed)
     limit = int(share * cost(units, ["fp16"] * len(units))) + 1
     best = min(squared_error(units, names) for names in itertools.product(*units) if cost(units, names) <= limit)
-    chosen = choose(units, limit)
+    chosen = choose(units, within(units, limit))
     assert cost(units, chosen) <= limit
     assert squared_error(units, chosen) == pytest.approx(best, rel=1e-5, abs=1e-12)
 
@@ -46,8 +55,15 @@ def test_no_other_choice_is_better(seed, share):
 def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
     units = [unit for seed in range(60) for unit in drawn(seed)]
     for names in (["int4"] * len(units), ["fp16"] * len(units)):
-        assert choose(units, cost(units, names)) == names
-    assert choose([{"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}], 10) == ["int8"]  # no unit has an error
+        assert choose(units, within(units, cost(units, names))) == names
+    unit = {"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}
+    assert choose([unit], within([unit], 10)) == ["int8"]  # no unit has an error
+
+
+def test_units_of_several_limits_have_each_their_own():
+    unit = {"int8": Choice(10, 1.0), "fp16": Choice(20, 0.0)}
+    assert choose([unit] * 3, [Limit(20, [0]), Limit(30, [1, 2]), Limit(0, [])]).count("fp16") == 2
+    assert choose([unit] * 3, [Limit(19, [0]), Limit(40, [1, 2])]) == ["int8", "fp16", "fp16"]
 
 
 def made_up(seed: int, rates: dict[str, float]):
@@ -82,7 +98,7 @@ def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_togethe
     rates = {"a": 3.0, "b": 0.5}
     units, measure, apart, uniform = made_up(seed, rates)
     limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
-    found = solve(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
+    found = solved(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
     assert found.rates == pytest.approx(rates)
     fitting = [labels for labels in itertools.product(*units) if cost(units, labels) <= limit]
     best, taken = min(measure(labels) for labels in fitting), found.candidates[found.taken]
@@ -95,7 +111,7 @@ def test_a_correction_gains_something():
     for seed in range(6):
         units, measure, apart, uniform = made_up(seed, {"a": 3.0, "b": 0.5})
         uniform["b"] *= 3  # so that the first choice avoids it
-        found = solve(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, apart, uniform)
+        found = solved(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, apart, uniform)
         first = found.candidates["by layer"]
         gains.append(first.measured - found.candidates[found.taken].measured)
         rates = {"a": 3.0, "b": 4.5, KEPT: 0.0}
@@ -114,25 +130,17 @@ def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
     def apart(labels):
         return dict.fromkeys(labels, 1.0)
 
-    found = solve(units, 3, measure, apart, {"a": 2.1**0.5, "b": 2.1**0.5})
+    found = solved(units, 3, measure, apart, {"a": 2.1**0.5, "b": 2.1**0.5})
     assert found.candidates["by layer"].labels == ["a", "b"] and found.taken == "all in a"
     assert "all in b" in found.candidates, "it costs 3"
-    assert "all in b" not in solve(units, 2, measure, apart, {"a": 1.0, "b": 1.0}).candidates
+    assert "all in b" not in solved(units, 2, measure, apart, {"a": 1.0, "b": 1.0}).candidates
 
 
 def test_a_unit_that_cannot_have_a_label_stays_as_it_is_in_that_candidate():
     units, measure, apart, uniform = made_up(1, {"a": 1.0, "b": 1.0})
     del units[2]["a"]
-    found = solve(units, sum(unit[KEPT].cost for unit in units), measure, apart, uniform | {"a": 0.1})
+    found = solved(units, sum(unit[KEPT].cost for unit in units), measure, apart, uniform | {"a": 0.1})
     assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
-
-
-def test_one_choice_for_each_of_a_few_parts():
-    parts = drawn(3)[:3]
-    least = sum(part["int4"].cost for part in parts)
-    assert choose_uniform(parts, least) == ["int4"] * 3 and choose_uniform(parts, least - 1) is None
-    room = least + min(part["int8"].cost - part["int4"].cost for part in parts)
-    assert choose_uniform(parts, room).count("int8") == 1
 
 
 @pytest.mark.parametrize(

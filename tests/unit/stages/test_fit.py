@@ -1,6 +1,8 @@
 """What a budget leaves for layers, which of them choose together, and what is written about the choice."""
 
 import csv
+import itertools
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,15 +17,17 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.budget import stored_bytes
+from sd_quant.quantization.budget import KEPT, stored_bytes
 from sd_quant.quantization.low_rank import rank_of
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages import choose, load
-from sd_quant.stages import fit_budget as stage
+from sd_quant.stages import fit as stage
 from sd_quant.stages.load import Loaded, Offered
 from sd_quant.stages.open_parts import open_simulated
 from tests.presets import recipe_of
 from tests.zoo.families import sd15_of_one_level
+
+from . import sdxl
 
 pytestmark = pytest.mark.commit
 
@@ -62,7 +66,7 @@ def least(given: SimpleNamespace) -> int:
 
 def test_a_layer_whose_weight_alone_is_quantized_has_no_branch():
     branch = 2 * rank_of(loaded().recipe.rank, SHAPES["out"]) * sum(SHAPES["out"])
-    sizes = [stage.bytes_of(given, ("out",), INT4) for given in (loaded(), loaded(alone=("out",)))]
+    sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
     assert branch > 0 and sizes[0] - sizes[1] == branch
 
 
@@ -82,8 +86,8 @@ def test_readers_of_one_input_choose_together_if_any_preset_folds_and_apart_if_n
 def test_a_preset_is_no_choice_of_layers_that_it_excludes_or_whose_inputs_it_does_not_divide():
     given = loaded(exclude=("k", "out"))
     given.shapes = SHAPES | {"conv": (64, 6, 3, 3)}  # INT4 has blocks of 64
-    units = stage.units_of(given)
-    costs = dict(zip(units, stage.byte_costs(given, units, stage.recipes_of(given)), strict=True))
+    offer = stage.offer_of_denoiser(given, 0)
+    costs = dict(zip(offer.units, offer.costs, strict=True))
     labels = {unit: list(own) for unit, own in costs.items()}
     assert labels == {
         ("conv",): [INT8, "unquantized"], ("q", "k"): [INT4, INT8, "unquantized"], ("out",): [INT8, "unquantized"]
@@ -93,13 +97,11 @@ def test_a_preset_is_no_choice_of_layers_that_it_excludes_or_whose_inputs_it_doe
 
 
 def test_what_a_budget_leaves_for_layers():
-    assert stage.bytes_to_share(loaded()) is None
-    given = loaded(budget=least(loaded()))
-    assert stage.bytes_to_share(given) == sum(
-        stored_bytes(SHAPES[name], ROLES[name], given.recipe) for name in QUANTIZED
-    )
-    half = loaded(budget=0.4)
-    assert stage.bytes_to_share(half) - stage.bytes_to_share(given) == int(0.4 * 4 * PARAMETERS) - least(given)
+    assert stage.limit_of(loaded()) is None
+    given = stage.limit_of(loaded(budget=least(loaded())))
+    [limit] = stage.limits_of(given)
+    assert limit.most == sum(stored_bytes(SHAPES[name], ROLES[name], loaded().recipe) for name in QUANTIZED)
+    assert stage.limit_of(loaded(budget=0.4)).limit == int(0.4 * 4 * PARAMETERS) and limit.units == [0, 1, 2]
 
 
 @pytest.mark.parametrize("budget", [1, 0.01, 2 * PARAMETERS])
@@ -107,13 +109,13 @@ def test_a_budget_that_cannot_be_met_or_asks_for_nothing_is_refused_with_the_nea
     given = loaded(budget=budget)
     share = least(given) / PARAMETERS / 4
     with pytest.raises(ConfigError) as refusal:
-        stage.bytes_to_share(given)
+        stage.limit_of(given)
     assert str(refusal.value) == (
         f"quantize.budget is {budget}, expected from {least(given)} bytes (a share of {share:.4f}), the least with "
         f"{INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
     )
     with pytest.raises(ConfigError, match=f"expected from {least(given)} bytes"):
-        stage.bytes_to_share(loaded(budget=least(given) - 1))
+        stage.limit_of(loaded(budget=least(given) - 1))
 
 
 ERRORS = {
@@ -154,8 +156,9 @@ def derived(monkeypatch) -> list[tuple]:
     return found
 
 
-def fitted_by(given: SimpleNamespace, limit: int, folder: Path) -> stage.Fitted:
-    return stage.fit_budget(given, None, stage.measure_presets(given, None), limit, folder)
+def fitted_by(given: SimpleNamespace, folder: Path) -> stage.Fitted:
+    limited = stage.limit_of(given)
+    return stage.fit(given, None, limited, stage.measure_presets(given, None, limited.offers), folder)
 
 
 def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
@@ -166,9 +169,7 @@ def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     recipe = loaded().recipe
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
-    limit = stage.bytes_to_share(given)
-    fitted = fitted_by(given, limit, tmp_path)
-    found = fitted.entry()
+    found = fitted_by(given, tmp_path).entry()["budget"]
     assert found["layers"] == {INT4: 2, INT8: 2, "unquantized": 0}
     kept, recipes, because = derived[-1]
     assert kept == ["first", "proj"] and because == stage.LEFT
@@ -190,12 +191,146 @@ def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(de
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 3 * (int8 - int4))
     with caplog.at_level("INFO"):
-        fitted = fitted_by(given, stage.bytes_to_share(given), tmp_path)
-    found = fitted.entry()
+        fitted = fitted_by(given, tmp_path)
+    found = fitted.entry()["budget"]
     assert found["candidates"]["by layer"]["layers"] == {INT4: 1, INT8: 3, "unquantized": 0}
     assert found["taken"] == min(found["candidates"], key=lambda name: found["candidates"][name]["measured_error"])
     assert found["measured_error"] == found["candidates"][found["taken"]]["measured_error"]
     assert caplog.messages[-1] == fitted.sentence() and f"({found['taken']})" in caplog.messages[-1]
+
+
+# All parts
+
+
+OFFERS = {
+    "unet": stage.Offer(
+        "", [("a", "b"), ("c",)], dict.fromkeys("abc", "ffn"),
+        {name: {"int4": size, "int8": 2 * size, KEPT: 4 * size} for name, size in {"a": 2, "b": 3, "c": 2}.items()},
+        {"int4": RECIPE(INT4), "int8": RECIPE(INT8), KEPT: None}, 30,
+    ),
+    "text": stage.Offer(
+        "text:", [("d",)], {"d": "linear"}, {"d": {"int8": 10, KEPT: 40}}, {"int8": RECIPE(INT8), KEPT: None}, 50
+    ),
+    "vae": stage.Offer("vae:", [], {}, {}, {"int8": RECIPE(INT8), KEPT: None}, 6),
+}  # fmt: skip
+OF_LAYERS = {
+    "unet": {"int4": {"a": 0.3, "b": 0.4, "c": 0.1}, "int8": {"a": 0.03, "b": 0.04, "c": 0.01}},
+    "text": {"int8": {"d": 0.05}}, "vae": {},
+}  # fmt: skip
+RATES = {"int4": 0.02, "int8": 0.01, "text:int8": 3.0}  # what a squared error does to images
+
+
+def in_images(labels: dict[str, dict[str, str]], what: str = "") -> float:
+    return sum(
+        RATES[OFFERS[part].named(label)] * OF_LAYERS[part][label][name] ** 2
+        for part, own in labels.items() for name, label in own.items() if label != KEPT
+    )  # fmt: skip
+
+
+def fitted_to(monkeypatch, folder: Path, *groups: stage.Group, squared_error_of=in_images) -> stage.Fitted:
+    def assigned(_, statistics, offers, labels):
+        return {part: own for part, own in labels.items() if set(own.values()) - {KEPT}}
+
+    def alone(own, names):
+        return {name: label if name in names else KEPT for name, label in own.items()}
+
+    monkeypatch.setattr(stage, "assigned", assigned)
+    monkeypatch.setattr(stage, "quantized_alone", alone)
+    wholes = {
+        offer.named(label): {part: offer.all_in(label)} for part, offer in OFFERS.items() for label in offer.labels
+    }
+    uniform = {label: in_images(labels) ** 0.5 for label, labels in wholes.items()}
+    given = SimpleNamespace(denoiser="unet", recipe=SimpleNamespace(choices=[]), offered={})
+    limited = stage.Limited(OFFERS, groups, 80, "all")
+    return stage.fit(given, None, limited, stage.Measured(OF_LAYERS, uniform, squared_error_of), folder)
+
+
+def size(labels: dict[str, dict[str, str]]) -> int:
+    return sum(offer.bytes_with(labels[part]) for part, offer in OFFERS.items())
+
+
+@pytest.mark.parametrize("limit", range(35, 86, 5))
+def test_no_other_choice_of_layers_of_all_parts_is_better(monkeypatch, tmp_path, limit):
+    """Nor of one label for each part, where one fits; the denoiser is quantized, at least its least sensitive unit."""
+    fitted = fitted_to(monkeypatch, tmp_path, stage.Group(list(OFFERS), 0.0, limit))
+    options = [
+        {"unet": {"a": one, "b": one, "c": two}, "text": {"d": three}, "vae": {}}
+        for one, two, three in itertools.product(("int4", "int8", KEPT), ("int4", "int8", KEPT), ("int8", KEPT))
+    ]
+    fitting = [option for option in options if size(option) <= limit]
+    best = min(in_images(option) for option in fitting if option["unet"]["c"] != KEPT)
+    labels = fitted.labels_with("by layer")
+    assert size(labels) <= limit and in_images(labels) == pytest.approx(best)
+    assert fitted.solved.candidates["by layer"].predicted ** 2 == pytest.approx(best)
+    plain = [
+        in_images(option) for option in fitting if len({*option["unet"].values()}) == 1 and option["unet"]["c"] != KEPT
+    ]
+    assert in_images(fitted.labels_with("by part")) == pytest.approx(min(plain))
+
+
+def test_parts_that_take_turns_have_a_limit_each(monkeypatch, tmp_path):
+    fitted = fitted_to(monkeypatch, tmp_path, *(stage.Group([part], 0.0, 25) for part in OFFERS))
+    for name in ("by layer", "by part"):
+        expected = {"unet": dict.fromkeys("abc", "int8"), "text": {"d": "int8"}, "vae": {}}
+        assert fitted.labels_with(name) == expected
+
+
+@pytest.mark.parametrize("taken", ["by layer", "by part"])
+def test_the_better_of_the_measured_choices_is_taken(monkeypatch, tmp_path, caplog, taken):
+    plain = {"unet": dict.fromkeys("abc", "int8"), "text": {"d": "int8"}}
+
+    def measured(labels, what):
+        wins = what == "the choice as a whole" and (labels == plain) == (taken == "by part")
+        return in_images(labels) / (1000 if wins else 1)
+
+    with caplog.at_level("INFO"):
+        fitted = fitted_to(monkeypatch, tmp_path, stage.Group(list(OFFERS), 5.0, 60), squared_error_of=measured)
+    entry = fitted.entry()["fit"]
+    found = entry["candidates"][taken]
+    assert entry["taken"] == taken and entry["groups"] == [{"parts": list(OFFERS), "beside_weights_bytes": 5}]
+    assert found["psnr"] == pytest.approx(-10 * math.log10(in_images(fitted.labels_with(taken)) / 1000))
+    assert caplog.messages[-1].startswith(f"{5 + size(fitted.labels_with(taken))} of 80 bytes: ")
+    with (tmp_path / "budget.csv").open(newline="") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert rows["text:d"]["bytes_int8"] == "10" and rows["text:d"]["network_error_int8"] == "0.05"
+    assert rows["a"]["bytes_int4"] == "2" and rows["text:d"]["bytes_int4"] == ""
+    assert {name: row["chosen"] for name, row in rows.items() if name in "abc"} == fitted.labels
+
+
+@pytest.mark.slow
+def test_offers_count_every_part_in_its_own_precision():
+    """The autoencoder in fp32, encoders and denoiser in fp16; what the networks keep is in no unit."""
+    offers = stage.offers_of(given := sdxl.loaded("fit=1.05GB"))
+    assert {part: offer.whole for part, offer in offers.items()} == sdxl.opened().stored_bytes
+    assert offers["vae"].whole == 4 * given.parameters["vae"] and offers["clip2"].whole == 2 * given.parameters["clip2"]
+    layers, sizes = stage.layers_of(given, "vae"), offers["vae"].sizes
+    conv = sizes[name := "decoder.up_blocks.0.resnets.0.conv1"]
+    assert conv[KEPT] == 4 * math.prod(layers[name][1]) > 3.9 * conv["int8"] and conv["int4"] < conv["int8"]
+    divided = {name: math.prod(layers[name][1][1:]) % 64 == 0 for name in sizes}
+    assert {name: "int4" in row for name, row in sizes.items()} == divided and not all(divided.values())
+    assert "decoder.conv_in" not in sizes and "decoder.mid_block.attentions.0.to_q" in sizes
+
+
+@pytest.mark.slow
+def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
+    given = sdxl.loaded("fit=1.05GB")
+    offers = stage.offers_of(given)
+    (group,) = stage.groups_of(given, offers)
+    beside = group.working
+    assert group.limit == 1_050_000_000 - beside and beside > 1e9
+    least, whole = (sum(getattr(offer, size) for offer in offers.values()) for size in ("least", "whole"))
+    for size in (math.ceil(beside + least) - 1, math.ceil(beside + whole)):
+        with pytest.raises(ConfigError) as refusal:
+            stage.limit_of(replace(given, recipe=replace(given.recipe, fit=size)))
+        assert str(refusal.value).startswith(
+            f"fit is {size}, expected from {math.ceil(beside + least)} bytes, which unet_xl, vae, clip1, clip2 take at"
+        )
+        assert f"svdquant_w4a4 or int8_weight_only, {beside / 1e9:.2f} GB for a call" in str(refusal.value)
+        assert f"to {math.ceil(beside + whole) - 1}, below which" in str(refusal.value)
+    apart = replace(given, recipe=replace(given.recipe, fit="1.04GB", resident="one"))
+    one_by_one = stage.groups_of(apart, offers)
+    assert [group.parts for group in one_by_one] == [["unet_xl"], ["vae"], ["clip1"], ["clip2"]]
+    assert max(group.working for group in one_by_one) == beside
 
 
 # A tiny network
@@ -242,11 +377,10 @@ KNOBS = {"quant_level": 2, "alpha": 0.7}
 @pytest.mark.nightly
 def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model, statistics, tmp_path, left):
     """Of INT8 with folded smoothing and NVFP4 with chosen codes; the budget is half-way between both."""
-    job = model.job("int8", {**KNOBS, "budget": 1, "choices": ["nvfp4"]})
+    job = model.job("int8", {**KNOBS, "budget": 0.3, "choices": ["nvfp4"]})
     given = load.with_recipe(model.session, job.model, job.infer, job.quantize)
-    costs = stage.byte_costs(given, stage.units_of(given), stage.recipes_of(given))
-    ends = [sum(own.get(label, own["unquantized"]) for own in costs) for label in ("int8", "nvfp4")]
-    budget = stage.fixed_bytes(given) + sum(ends) // 2
+    offer = stage.limit_of(given).offers["unet"]
+    budget = sum(offer.bytes_with(offer.all_in(label)) for label in ("int8", "nvfp4")) // 2
     made = model.quantize(statistics, "int8", budget=budget, choices=["nvfp4"], **KNOBS).assignment
     assert {layer.format for layer in made.values()} >= {"int8", "nvfp4"}
     (tmp_path / "a.yaml").write_text(left[-1])

@@ -1,0 +1,484 @@
+"""A preset for each layer, so that the denoiser fits in ``quantize.budget`` bytes, or the whole pipeline in ``fit``.
+
+Each layer alone is measured at the output of its own part, and all layers of a preset together in images, which gives
+all presets of all parts one unit: a layer's squared error is multiplied by what its preset does to images
+(``chosen_by_images``). Then all layers share one knapsack (``quantization.budget``). The road not taken is to measure
+every layer in images, which is hundreds of times the work.
+
+What has to fit in ``fit`` are the weights, the activations of a call and the process (``inference.memory``): those of
+all parts with the largest call, or, with ``quantize.resident=one``, those of each part alone. A budget is the small
+case: bytes of one part, the denoiser.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_quant.config.recipe import bytes_in
+from sd_quant.engines.base import Engine
+from sd_quant.errors import ConfigError
+from sd_quant.inference.memory import working_bytes
+from sd_quant.models.parts import exported, network_in
+from sd_quant.progress import each as each_of
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.budget import HALF, KEPT, Choice, Limit, Solved, is_within, solve, stored_bytes, with_weights
+from sd_quant.quantization.formats import divides
+from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.csv_files import write_csv
+from sd_quant.simulation.sensitivity import Switched
+from sd_quant.stages.assign import assign, assign_nearest, layers_of, measure_sensitivity
+from sd_quant.stages.chosen_by_images import PROMPTS, ImageErrors, image_errors
+from sd_quant.stages.load import Loaded, units_of
+from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.resources import workload_of
+from sd_quant.stages.shared import Shared
+
+LOG = logging.getLogger(__name__)
+GB = 1e9
+FP32 = 4  # bytes of a number
+SMALLEST_ERROR = 1e-5  # 100 dB, where there is none
+LEFT = "left in high precision by the choice of presets"
+Labels = dict[str, dict[str, str]]  # what layers take, by part and layer
+Made = dict[str, dict[str, LayerAssignment]]  # assignments by part
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The presets, or formats, that the layers of a part may have."""
+
+    prefix: str  # of the part's layers and labels where parts are together; none of the denoiser's
+    units: Sequence[tuple[str, ...]]  # layers that take one label together
+    roles: Mapping[str, str]  # of each layer
+    sizes: Mapping[str, Mapping[str, int]]  # bytes of each layer by label, without labels that it cannot have
+    recipes: Mapping[str, Recipe | None]  # by label; None: high precision
+    whole: int  # bytes of all weights in high precision
+
+    @property
+    def costs(self) -> list[dict[str, int]]:
+        """Bytes of each unit by label, without labels that none of its layers can have; its others stay as they are."""
+        return [
+            {
+                label: sum(self.sizes[name].get(label, self.sizes[name][KEPT]) for name in unit)
+                for label in self.recipes
+                if any(label in self.sizes[name] for name in unit)
+            }
+            for unit in self.units
+        ]
+
+    @property
+    def labels(self) -> list[str]:
+        """Those of which a layer can be quantized."""
+        able = {label for own in self.sizes.values() for label in own} - {KEPT}
+        return [label for label in self.recipes if label in able]
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of what is never quantized, norms and embeddings among them."""
+        return self.whole - sum(each[KEPT] for each in self.sizes.values())
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes of all weights."""
+        return self.fixed + sum(min(unit.values()) for unit in self.costs)
+
+    def all_in(self, label: str) -> dict[str, str]:
+        """The same label for all layers that can have it; the others stay in high precision."""
+        return {name: label if label in own else KEPT for name, own in self.sizes.items()}
+
+    def bytes_with(self, labels: Mapping[str, str]) -> int:
+        """Bytes of all weights with these labels of layers."""
+        return self.fixed + sum(self.sizes[name][label] for name, label in labels.items())
+
+    def named(self, label: str) -> str:
+        """A label among those of all parts."""
+        return label if label == KEPT else f"{self.prefix}{label}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parts that are in memory together."""
+
+    parts: Sequence[str]
+    working: float  # bytes beside their weights
+    limit: int  # bytes that their weights may take
+
+
+@dataclass(frozen=True)
+class Limited:
+    """What a job's limit is about."""
+
+    offers: Mapping[str, Offer]  # by part, the denoiser first
+    groups: Sequence[Group]
+    limit: int  # bytes, as it was given
+    resident: str | None = None  # the parts of ``fit`` that are in memory together
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What presets do to layers and images, whatever the limit is."""
+
+    errors: Mapping[str, Mapping[str, Mapping[str, float]]]  # of a part's output, by part, label and single layer
+    uniform: dict[str, float]  # root mean squares of images, by the label of all layers
+    squared_error_of: ImageErrors
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The chosen assignment, with the costs and errors of all candidates."""
+
+    assignment: dict[str, LayerAssignment]  # of the denoiser
+    parts: dict[str, dict[str, LayerAssignment]]  # of the others that are quantized
+    limited: Limited
+    solved: Solved
+
+    def labels_with(self, candidate: str) -> Labels:
+        """What layers take with a candidate."""
+        return by_part(self.limited.offers, self.solved.candidates[candidate].labels)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What the denoiser's layers take."""
+        return next(iter(self.labels_with(self.solved.taken).values()))
+
+    def bytes_with(self, candidate: str) -> dict[str, int]:
+        """Bytes of the weights by part."""
+        labels = self.labels_with(candidate)
+        return {part: offer.bytes_with(labels[part]) for part, offer in self.limited.offers.items()}
+
+    def entry(self) -> dict[str, Any]:
+        """What the record says about the choice."""
+        limited, taken = self.limited, self.solved.taken
+        if limited.resident is None:
+            found = {name: self.in_errors(name) for name in self.solved.candidates}
+            entry = {"limit_bytes": limited.limit} | found[taken]
+            entry |= {"taken": taken, "rates": dict(self.solved.rates), "candidates": found}
+            return {"reason": "quantize.budget chose the presets", "budget": entry}
+        groups = [{"parts": [*each.parts], "beside_weights_bytes": round(each.working)} for each in limited.groups]
+        entry = {
+            "limit_bytes": limited.limit, "resident": limited.resident, "groups": groups,
+            "unquantized_bytes": {part: offer.whole for part, offer in limited.offers.items()},
+            "taken": taken, "candidates": {name: self.in_decibels(name) for name in self.solved.candidates},
+        }  # fmt: skip
+        return {"reason": "fit chose the formats", "fit": entry}
+
+    def in_errors(self, name: str) -> dict[str, Any]:
+        """The entry of a candidate of one part."""
+        [labels], [offer] = self.labels_with(name).values(), self.limited.offers.values()
+        return {
+            "chosen_bytes": offer.bytes_with(labels),
+            "predicted_error": self.solved.candidates[name].predicted,
+            "measured_error": self.solved.candidates[name].measured,
+            "layers": {label: list(labels.values()).count(label) for label in offer.recipes},
+        }
+
+    def in_decibels(self, name: str) -> dict[str, Any]:
+        """The entry of a candidate of all parts."""
+        return {
+            "weight_bytes": self.bytes_with(name),
+            "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(name).items()},
+            "expected_psnr": decibels(self.solved.candidates[name].predicted),
+            "psnr": decibels(self.solved.candidates[name].measured),
+        }
+
+    def sentence(self) -> str:
+        """What was chosen, against what, in words."""
+        candidates, taken = self.solved.candidates, self.solved.taken
+        sizes, labels = self.bytes_with(taken), self.labels_with(taken)
+        size = max(round(group.working) + sum(sizes[part] for part in group.parts) for group in self.limited.groups)
+        counts = Counter(self.limited.offers[part].named(label) for part in labels for label in labels[part].values())
+        found = ", ".join(f"{count} in {label}" for label, count in counts.items())
+        others = "; ".join(f"{name} {shown(each.measured)}" for name, each in candidates.items() if name != taken)
+        return (
+            f"{size} of {self.limited.limit} bytes: {found} ({taken}); "
+            f"images of {PROMPTS} calibration prompts have {shown(candidates[taken].measured)}, "
+            f"{shown(candidates[taken].predicted)} by the sum of layers"
+            f"{f'; of the others: {others}' if others else ''}"
+        )
+
+
+def decibels(error: float) -> float | None:
+    """The PSNR of images with this root mean squared error, where white is 1; None where they are equal."""
+    return -20 * math.log10(error) if error else None
+
+
+def shown(error: float) -> str:
+    return f"{decibels(max(error, SMALLEST_ERROR)):.2f} dB"
+
+
+def limit_of(loaded: Loaded) -> Limited | None:
+    """What the limit of a job is about; None without one.
+
+    Raises ConfigError for a limit that cannot be met, or within which nothing has to be quantized.
+    """
+    if loaded.recipe.fit is not None:
+        offers = offers_of(loaded)
+        return Limited(offers, groups_of(loaded, offers), bytes_in(loaded.recipe.fit), loaded.recipe.resident)
+    budget, whole = loaded.recipe.budget, HALF * loaded.parameters[loaded.denoiser]
+    if budget is None:
+        return None
+    offer = offer_of_denoiser(loaded, whole)
+    limit = budget if isinstance(budget, int) else int(budget * FP32 * loaded.parameters[loaded.denoiser])
+    if not offer.least <= limit < whole:
+        share = offer.least / loaded.parameters[loaded.denoiser] / FP32
+        raise ConfigError(
+            f"quantize.budget is {budget}, expected from {offer.least} bytes (a share of {share:.4f}), the least with "
+            f"{' or '.join(loaded.offered)}, to {whole - 1}, below which something has to be quantized"
+        )
+    return Limited({loaded.denoiser: offer}, [Group([loaded.denoiser], 0, limit)], limit)
+
+
+def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
+    """The job's preset, those of ``quantize.choices``, or fp16; ``whole`` are the bytes of all weights in that."""
+    units, recipes = units_of(loaded), {label: offered.recipe for label, offered in loaded.offered.items()}
+    roles = {name: loaded.roles[name] for unit in units for name in unit}
+    sizes = {}
+    for name, role in roles.items():
+        own = {label: recipe for label in recipes if (recipe := loaded.recipe_with(name, label))} | {KEPT: None}
+        sizes[name] = {label: stored_bytes(loaded.shapes[name], role, recipe) for label, recipe in own.items()}
+    return Offer("", units, roles, sizes, {**recipes, KEPT: None}, whole)
+
+
+def offers_of(loaded: Loaded) -> dict[str, Offer]:
+    """The offer of each part, the denoiser first; a part that is not exported has no layers to quantize."""
+    stored = loaded.stored_bytes
+    offers = {loaded.denoiser: offer_of_denoiser(loaded, stored[loaded.denoiser])}
+    nearest = replace(loaded.recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
+    formats = dict.fromkeys(each.recipe.enable.linear.weight for each in loaded.offered.values())
+    recipes: dict[str, Recipe | None] = {**{fmt: with_weights(nearest, fmt) for fmt in formats}, KEPT: None}
+    for part in loaded.parts:
+        if part != loaded.denoiser:
+            itemsize = loaded.parts[part].contract.weights.itemsize
+            layers = layers_of(loaded, part) if part in exported(loaded.parts) else {}
+            layers = {name: row for name, row in layers.items() if row[0] != "excluded"}
+            sizes = {
+                name: {
+                    label: stored_bytes(shape, role, each, itemsize)
+                    for label, each in recipes.items()
+                    if each is None or divides(label, math.prod(shape[1:]))
+                }
+                for name, (role, shape) in layers.items()
+            }
+            roles = {name: role for name, (role, _) in layers.items()}
+            offers[part] = Offer(f"{part}:", [(name,) for name in layers], roles, sizes, recipes, stored[part])
+    return offers
+
+
+def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
+    """The parts that are in memory together. Raises ConfigError where they cannot fit, or fit as they are."""
+    wanted, working = bytes_in(loaded.recipe.fit), working_bytes(loaded.parameters, workload_of(loaded.infer))
+    together = [list(offers)] if loaded.recipe.resident == "all" else [[part] for part in offers]
+    beside = [max(working[part] for part in parts) for parts in together]
+    least, whole = (
+        [
+            more + sum(getattr(offers[part], size) for part in parts)
+            for parts, more in zip(together, beside, strict=True)
+        ]
+        for size in ("least", "whole")
+    )
+    if not max(least) <= wanted < max(whole):
+        index = least.index(max(least))
+        formats = " or ".join(loaded.offered)
+        raise ConfigError(
+            f"fit is {loaded.recipe.fit}, expected from {math.ceil(least[index])} bytes, which "
+            f"{', '.join(together[index])} take at least: {(least[index] - beside[index]) / GB:.2f} GB of weights in "
+            f"{formats}, {beside[index] / GB:.2f} GB for a call and the process; to {math.ceil(max(whole)) - 1}, below "
+            "which something has to be quantized. quantize.choices adds presets of fewer bits, smaller images take "
+            "less for a call, and quantize.resident=one counts one part at a time"
+        )
+    return [Group(parts, more, int(wanted - more)) for parts, more in zip(together, beside, strict=True)]
+
+
+def by_part(offers: Mapping[str, Offer], labels: Sequence[str]) -> Labels:
+    """The labels of units, those of all parts in one list, by layer; where a layer cannot have its own, ``KEPT``."""
+    left, found = iter(labels), Labels()
+    for part, offer in offers.items():
+        own = {unit: next(left).removeprefix(offer.prefix) for unit in offer.units}
+        pairs = [(name, label) for unit, label in own.items() for name in unit]
+        found[part] = {name: label if label in offer.sizes[name] else KEPT for name, label in pairs}
+    return found
+
+
+def assign_chosen(loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
+    """Derive the assignment of the denoiser with the ``chosen`` label of each layer, in fp16 where it has none.
+
+    A layer that cannot have its label stays in fp16 too.
+    """
+    own = {name: recipe for name, label in chosen.items() if (recipe := loaded.recipe_with(name, label))}
+    return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, LEFT)
+
+
+def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], labels: Labels) -> Made:
+    """The assignments of the parts of which a layer is quantized."""
+    made = Made()
+    for part, own in labels.items():
+        if not set(own.values()) - {KEPT}:
+            continue
+        if part == loaded.denoiser:
+            made[part] = assign_chosen(loaded, statistics, own)
+        else:
+            recipes = {name: recipe for name, label in own.items() if (recipe := offers[part].recipes[label])}
+            made[part] = assign_nearest(loaded, part, recipes)
+    return made
+
+
+def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection[str]) -> dict[str, LayerAssignment]:
+    """The ``assignment`` with the layers ``names`` quantized and no others, which stay smoothed."""
+    return {
+        name: layer if name in names else replace(layer, format=None, activation_format=None)
+        for name, layer in assignment.items()
+    }
+
+
+def measure_presets(
+    loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], shared: Shared | None = None
+) -> Measured:
+    """Measure each layer with each preset at the output of its part, and each preset for all layers of one in images.
+
+    ``shared`` as for ``measure_sensitivity``.
+    """
+    squared_error_of, calls = image_errors(loaded)
+    errors: dict[str, dict[str, Mapping[str, float]]] = {part: {} for part in offers}
+    uniform = {}
+    for part, offer in offers.items():
+        for label in offer.labels:
+            made = assigned(loaded, statistics, offers, {part: offer.all_in(label)})
+            if part == loaded.denoiser:
+                errors[part][label] = measure_sensitivity(
+                    loaded.checkpoint, made[part], statistics, 0, loaded.guidance_scale, shared
+                ).network_error
+            else:
+                errors[part][label] = errors_alone(loaded, part, made[part], calls.get(part, ()))
+            uniform[offer.named(label)] = squared_error_of(made, f"all in {offer.named(label)}") ** 0.5
+    return Measured(errors, uniform, squared_error_of)
+
+
+def errors_alone(
+    loaded: Loaded, part: str, assignment: dict[str, LayerAssignment], calls: Sequence[Mapping[str, Tensor]]
+) -> dict[str, float]:
+    """Relative errors of the outputs of another part than the denoiser, by the layer that is quantized alone."""
+    engine = open_simulated(loaded.checkpoint, assignment, part)
+    layers = [name for name, layer in assignment.items() if layer.format is not None]
+    switched = Switched(network_in(loaded.parts[part], engine.module), lambda: outputs_of(engine, calls), layers)
+    return {name: switched.error([name]) for name in each_of(layers, f"sensitivity, {part}")}
+
+
+def outputs_of(engine: Engine, calls: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """All outputs of all calls as one vector."""
+    return torch.cat([output.float().cpu().flatten() for call in calls for output in engine(**call).values()])
+
+
+def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str, Choice]]:
+    """Bytes and errors of each unit of all parts by label."""
+    return [
+        {
+            offer.named(label): Choice(size, sum(errors.get(label, {}).get(name, 0.0) ** 2 for name in unit))
+            for label, size in costs.items()
+        }
+        for offer, errors in zip(offers.values(), measured.errors.values(), strict=True)
+        for unit, costs in zip(offer.units, offer.costs, strict=True)
+    ]
+
+
+def plain_choices(
+    offers: Mapping[str, Offer], limits: Sequence[Limit], units: Sequence[Mapping[str, Choice]]
+) -> dict[str, list[str]]:
+    """One label for all layers of a part: each of them where there is one part, else the best for each that fits."""
+    first, *others = ([offer.named(label) for label in offer.labels] for offer in offers.values())
+    mixed = {}
+    for labels in product(first, *([*each, KEPT] for each in others)):
+        wanted = [label for offer, label in zip(offers.values(), labels, strict=True) for _ in offer.units]
+        pairs = zip(units, wanted, strict=True)
+        mixed[labels] = [next(each for each in (label, KEPT, *unit) if each in unit) for unit, label in pairs]
+    if not others:
+        return {f"all in {label}": labels for (label,), labels in mixed.items()}
+
+    def error(labels: Sequence[str]) -> float:
+        return sum(unit[label].squared_error for unit, label in zip(units, labels, strict=True))
+
+    fitting = [labels for labels in mixed.values() if is_within(units, labels, limits)]
+    return {"by part": min(fitting, key=error)} if fitting else {}
+
+
+def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Measured, directory: Path) -> Fitted:
+    """The assignments with which images change least within the limit.
+
+    Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which it got.
+    """
+    offers, made = limited.offers, dict[tuple[str, ...], Made]()  # the last, because one may be large
+    if left := set(loaded.recipe.choices) - loaded.offered.keys():
+        LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
+
+    def assignments_of(labels: Sequence[str]) -> Made:
+        if (key := tuple(labels)) not in made:
+            made.clear()
+            made[key] = assigned(loaded, statistics, offers, by_part(offers, labels))
+        return made[key]
+
+    def measure(labels: Sequence[str]) -> float:
+        return measured.squared_error_of(assignments_of(labels), "the choice as a whole") ** 0.5
+
+    def apart(labels: Sequence[str]) -> dict[str, float]:
+        errors = {}
+        for part, own in by_part(offers, labels).items():
+            for label in measured.errors[part]:
+                if names := {name for name, each in own.items() if each == label}:
+                    what = f"{len(names)} in {offers[part].named(label)}"
+                    alone = {part: quantized_alone(assignments_of(labels)[part], names)}
+                    errors[offers[part].named(label)] = measured.squared_error_of(alone, what) ** 0.5
+        return errors
+
+    units, limits = choices_of(offers, measured), limits_of(limited)
+    if len(offers) > 1:
+        quantize_some(units[: len(offers[loaded.denoiser].units)])
+    plain = partial(plain_choices, offers, limits)
+    solved = solve(units, limits, measure, apart, measured.uniform, plain)
+    chosen = solved.candidates[solved.taken].labels
+    labels, parts = by_part(offers, chosen), dict(assignments_of(chosen))
+    rows = [row for part, offer in offers.items() for row in rows_of(offer, labels[part], measured.errors[part])]
+    write_csv(rows, directory / "budget.csv")
+    fitted = Fitted(parts.pop(loaded.denoiser), parts, limited, solved)
+    LOG.info("%s", fitted.sentence())
+    return fitted
+
+
+def limits_of(limited: Limited) -> list[Limit]:
+    """What the units of each group may cost, by their places among those of all parts."""
+    places, count = {}, 0
+    for part, offer in limited.offers.items():
+        places[part] = range(count, count := count + len(offer.units))
+    return [
+        Limit(
+            group.limit - sum(limited.offers[part].fixed for part in group.parts),
+            [place for part in group.parts for place in places[part]],
+        )
+        for group in limited.groups
+    ]
+
+
+def quantize_some(units: Sequence[dict[str, Choice]]) -> None:
+    """Remove high precision from the choices of the least sensitive unit: a run is about a quantized denoiser."""
+    most = max(map(len, units))
+    able = [unit for unit in units if len(unit) == most]
+    del min(able, key=lambda unit: max(choice.squared_error for choice in unit.values()))[KEPT]
+
+
+def rows_of(
+    offer: Offer, chosen: Mapping[str, str], errors: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, object]]:
+    """A part's rows of ``budget.csv``."""
+    return [
+        {"name": f"{offer.prefix}{name}", "role": offer.roles[name], "chosen": label}
+        | {f"bytes_{each}": offer.sizes[name].get(each) for each in offer.recipes}
+        | {f"network_error_{each}": by_layer.get(name) for each, by_layer in errors.items()}
+        for name, label in chosen.items()
+    ]
