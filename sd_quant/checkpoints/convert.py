@@ -23,16 +23,11 @@ from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, scheduler_entries, write_diffusers
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config
-from sd_quant.checkpoints.single_file import (
-    ZERO_SNR,
-    check_can_be_stated,
-    open_single_file,
-    single_file_state,
-    write_single_file,
-)
+from sd_quant.checkpoints.single_file import ZERO_SNR, open_single_file, single_file_of
 from sd_quant.errors import ArtifactError, ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, size_of
 from sd_quant.models.sdxl_nemo import PIPELINES, noise_config
 from sd_quant.progress import progress
@@ -86,8 +81,8 @@ def convert(source: Path, target: Path, model_config: dict | None = None, fp16: 
         raise ConfigError(f"{folder} is no folder that can be written to; give another target than {target}")
     check_room(target, size_of(state.values()))
     if kind == SINGLE:
-        check_can_be_stated(checkpoint)
-        count, write = len(single_file_state(checkpoint)), partial(write_single_file, target, checkpoint)
+        tensors, metadata = single_file_of(checkpoint)
+        count, write = len(tensors), partial(write_safetensors, target, tensors, metadata=metadata)
     elif kind == ARCHIVE:
         edm = checkpoint.pipeline not in PIPELINES.values()
         if edm or noise_config(checkpoint.model_config)[ZERO_SNR]:

@@ -398,31 +398,25 @@ def full_config(built: nn.Module) -> dict:
 
 
 def weights_of(
-    folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED_TENSORS
-) -> Weights:
-    """Returns a network's weights in the folder; reads none. Raises as ``fitted`` does."""
-    return fitted(folder, component, library, stored_weights(folder, WEIGHTS[library]), built, unused)
-
-
-def fitted(
     path: Path,
     component: str,
     library: str,
-    tensors: Mapping[str, Readable],
     built: nn.Module,
     unused: Collection[str] = UNUSED_TENSORS,
+    tensors: Mapping[str, Readable] | None = None,
 ) -> Weights:
-    """Returns the stored ``tensors`` as a network's weights. Raises ArtifactError for missing, unknown or odd ones.
+    """Returns a network's weights; reads none. Raises ArtifactError for missing, unknown or odd ones.
 
-    Names are those of the network. A file may have names of another version of transformers, which states how they
-    translate, and a weight that modules share under one name. Tensors with a name in ``unused`` are ignored.
+    ``tensors`` are those of a file, by default of the folder ``path``. Names are those of the network. A file may have
+    names of another version of transformers, which states how they translate, and a weight that modules share under one
+    name. Tensors with a name in ``unused`` are ignored.
     """
     state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     same = {plain_name(name): name for name in state}
     rename = renaming(built) if library == "transformers" else lambda name: name
     stored = renamed(
         path,
-        tensors,
+        stored_weights(path, WEIGHTS[library]) if tensors is None else tensors,
         lambda name: (
             next((found for found in (rename(name), name) if found in state), None)
             or same.get(plain_name(rename(name)), rename(name))

@@ -1,4 +1,4 @@
-"""SDXL as one safetensors file in Stability AI's layout, such as ``sd_xl_base_1.0.safetensors``: opens and writes it.
+"""SDXL as one safetensors file in Stability AI's layout, such as ``sd_xl_base_1.0.safetensors``, read and written.
 
 Its users open it in diffusers, ComfyUI and the like, so images are made of it as by diffusers' ``from_single_file``.
 A file does not describe its networks, so they are SDXL base's, or those that a file of ours has in its metadata. What
@@ -10,7 +10,7 @@ word.
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
-from sd_quant.files.safetensors import FORMAT, read_header, write_safetensors
+from sd_quant.files.safetensors import FORMAT, read_header
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.models.sdxl_nemo import PIPELINES, edm_scheduler, noise_config, scheduler, with_noise
 from sd_quant.names.authors import HARMLESS, MARKS, sampling_marks, told_family
@@ -148,37 +148,25 @@ def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float
     return lowest, highest
 
 
-def check_can_be_stated(checkpoint: NemoCheckpoint) -> None:
-    """Raises ArtifactError for noise levels that no single file states."""
-    noise, usual = noise_config(checkpoint.model_config), noise_config()
-    if checkpoint.pipeline not in PIPELINES.values():
-        what = "EDM's noise levels"
-    elif others := [name for name in usual if name not in ("prediction_type", ZERO_SNR) and noise[name] != usual[name]]:
-        what = f"{others[0]} {noise[others[0]]}"
-    elif noise[ZERO_SNR] and noise["prediction_type"] == "epsilon":
-        what = "a terminal SNR of zero without v-prediction"
-    else:
-        return
-    raise ArtifactError(f"{checkpoint.path} has {what}, which no single file can state; give a folder as the target")
+def single_file_of(checkpoint: NemoCheckpoint) -> tuple[dict[str, Readable], dict[str, str]]:
+    """Returns all tensors of the file, CLIP's positions and marks of its prediction included, and its metadata.
 
-
-def write_single_file(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
-    """Writes the file with the marks of its prediction, one tensor in memory at a time, ``advance`` after each.
-
-    Raises ResourceError when the disk is full.
+    Raises ArtifactError for noise levels that no single file states.
     """
-    noise, state = noise_config(checkpoint.model_config), single_file_state(checkpoint)
+    noise, usual = noise_config(checkpoint.model_config), noise_config()
     said = next(name for name, prediction in PREDICTIONS.items() if prediction == noise["prediction_type"])
-    metadata = {ARCHITECTURE: "stable-diffusion-xl-v1-base", PREDICTION: said}
-    write_safetensors(path, state, advance, FORMAT | metadata | {DESCRIPTION: json.dumps(checkpoint.model_config)})
-
-
-def single_file_state(checkpoint: NemoCheckpoint) -> dict[str, Readable]:
-    """Returns all tensors of the file: those of the networks, CLIP's positions, and marks."""
-    noise = noise_config(checkpoint.model_config)
-    marks = {"v_pred": noise["prediction_type"] == "v_prediction", "ztsnr": noise[ZERO_SNR]}
+    others = [f"{name} {noise[name]}" for name in usual if name not in ("prediction_type", ZERO_SNR)
+              and noise[name] != usual[name]]  # fmt: skip
+    others += ["EDM's noise levels"] if checkpoint.pipeline not in PIPELINES.values() else []
+    others += ["a terminal SNR of zero without v-prediction"] if noise[ZERO_SNR] and said != "v" else []
+    if others:
+        raise ArtifactError(
+            f"{checkpoint.path} has {others[0]}, which no single file can state; give a folder as the target"
+        )
+    marks = {"v_pred": said == "v", "ztsnr": noise[ZERO_SNR]}
     state: dict[str, Readable] = {POSITION_IDS: lazy(torch.arange(checkpoint.clip1.context)[None])}
     state |= {key: tensor for key, tensor in checkpoint.state().items() if key != SIGMAS}
-    return {sgm_key(key): tensor for key, tensor in state.items()} | {
-        mark: lazy(torch.ones(1)) for mark, is_so in marks.items() if is_so
-    }  # fmt: skip
+    tensors = {sgm_key(key): tensor for key, tensor in state.items()}
+    tensors |= {mark: lazy(torch.ones(1)) for mark, is_so in marks.items() if is_so}
+    metadata = {ARCHITECTURE: "stable-diffusion-xl-v1-base", PREDICTION: said}
+    return tensors, FORMAT | metadata | {DESCRIPTION: json.dumps(checkpoint.model_config)}

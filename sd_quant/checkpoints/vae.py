@@ -16,7 +16,6 @@ from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
     DiffusersCheckpoint,
-    fitted,
     full_config,
     network,
     network_config,
@@ -28,6 +27,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import bounded_modules
+from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.tensors import Readable
 from sd_quant.models.checkpoint import empty_modules
@@ -51,46 +51,41 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     own = empty_modules(checkpoint)[COMPONENT]
     folder = path / COMPONENT if (path / INDEX).is_file() else path
     if (folder / "config.json").is_file():
-        config = network_config(folder, KIND)
-        if config.get("_class_name", KIND) != KIND:
+        kind = read_json(folder, "config.json").get("_class_name", KIND)
+        if kind != KIND:
             raise ConfigError(
-                f"model.vae names {path}, which is of {str(config['_class_name'])[:100]}, expected {KIND}; give one of "
-                "that class, or use model=diffusers with its pipeline"
+                f"model.vae names {path}, which is of {str(kind)[:100]}, expected {KIND}; give one of it, or use "
+                "model=diffusers with its pipeline"
             )
+        config = network_config(folder, KIND)
         with refusing(f"{folder} describes no {KIND} that can be built", advice=AGAIN):
             with torch.device("meta"), bounded_modules():
                 built = network(KIND, config)
         weights = weights_of(folder, COMPONENT, LIBRARY, built)
     elif path.suffix.lower() == ".safetensors" and path.is_file():
-        built, weights = own, fitted(path, COMPONENT, LIBRARY, stored_vae(path, own), own)
+        built, weights = own, weights_of(path, COMPONENT, LIBRARY, own, tensors=stored_vae(path, own))
     else:
         raise ConfigError(
             f"model.vae names {path}, expected a folder of an {KIND}, with config.json, or a .safetensors file; "
             "give one of these"
         )
-    found = full_config(built)
-    check_latents(path, found, full_config(own))
-    if isinstance(checkpoint, NemoCheckpoint):
-        return replace(checkpoint, vae=found, components=checkpoint.components | {COMPONENT: weights})
-    configs = checkpoint.configs | {COMPONENT: found}
-    return replace(checkpoint, configs=configs, components=checkpoint.components | {COMPONENT: weights})
-
-
-def check_latents(path: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an autoencoder of other latents than the ``own`` one, which the denoiser knows."""
-    for entry in LATENTS:
-        found, expected = (list(each) if isinstance(each := of[entry], tuple) else each for of in (config, own))
-        if found != expected:
+    config, usual = full_config(built), latents(full_config(own))
+    for entry, found in latents(config).items():
+        if found != usual[entry]:
             raise ConfigError(
-                f"model.vae names {path}, whose {entry} is {str(found)[:100]}, expected {expected}, with which the "
+                f"model.vae names {path}, whose {entry} is {str(found)[:100]}, expected {usual[entry]}, with which the "
                 "denoiser was trained; give an autoencoder of the same latents"
             )
-    levels, expected = len(config["block_out_channels"]), len(own["block_out_channels"])
-    if levels != expected:
-        raise ConfigError(
-            f"model.vae names {path}, with {levels} block_out_channels, expected {expected}, which decide how many "
-            "pixels a latent is; give an autoencoder of the same latents"
-        )
+    components = checkpoint.components | {COMPONENT: weights}
+    if isinstance(checkpoint, NemoCheckpoint):
+        return replace(checkpoint, vae=config, components=components)
+    return replace(checkpoint, configs=checkpoint.configs | {COMPONENT: config}, components=components)
+
+
+def latents(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an autoencoder's config says of its latents: their scale, and levels for pixels of each."""
+    stated = {name: list(each) if isinstance(each := config[name], tuple) else each for name in LATENTS}
+    return stated | {"number of block_out_channels": len(config["block_out_channels"])}
 
 
 def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:
