@@ -26,7 +26,7 @@ from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
-from sd_quant.files.tensors import Weights
+from sd_quant.files.tensors import Readable, Weights
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
@@ -289,13 +289,7 @@ def open_pipeline(
     index["_class_name"] = base_of(index.get("_class_name"), family)
     check_pipeline(path, name, family, index)
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
-    configs = {component: read_json(path / component, "config.json") for component in used}
-    for component, config in configs.items():
-        kind, file = family.NETWORKS[component], path / component / "config.json"
-        check_depths(path / component, config)
-        check_entries(path / component, config, usual := usual_entries(kind))
-        check_known(file, network_class(kind), config)
-        check_served(file, usual | config, (kind.removesuffix("WithProjection"), name, io))
+    configs = {component: network_config(path / component, family.NETWORKS[component], name, io) for component in used}
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
         with torch.device("meta"), bounded_modules():
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
@@ -309,6 +303,19 @@ def open_pipeline(
     checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io, reopen)
     checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
     return checkpoint
+
+
+def network_config(folder: Path, kind: str, *rows: str) -> dict:
+    """Returns the config of a network of this class; ``rows`` are further ones of ``entries.SERVED``.
+
+    Raises ArtifactError for an entry that is wrong or unknown, ConfigError for one that is not served.
+    """
+    config, file = read_json(folder, "config.json"), folder / "config.json"
+    check_depths(folder, config)
+    check_entries(folder, config, usual := usual_entries(kind))
+    check_known(file, network_class(kind), config)
+    check_served(file, usual | config, (kind.removesuffix("WithProjection"), *rows))
+    return config
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
@@ -391,19 +398,25 @@ def full_config(built: nn.Module) -> dict:
 
 
 def weights_of(
-    folder: Path, component: str, library: str, built: nn.Module, unused: Collection[str] = UNUSED_TENSORS
+    path: Path,
+    component: str,
+    library: str,
+    built: nn.Module,
+    unused: Collection[str] = UNUSED_TENSORS,
+    tensors: Mapping[str, Readable] | None = None,
 ) -> Weights:
-    """Returns a network's weights in the folder; reads none. Raises ArtifactError for missing, unknown or odd ones.
+    """Returns a network's weights; reads none. Raises ArtifactError for missing, unknown or odd ones.
 
-    Names are those of the network. A file may have names of another version of transformers, which states how they
-    translate, and a weight that modules share under one name. Tensors with a name in ``unused`` are ignored.
+    ``tensors`` are those of a file, by default of the folder ``path``. Names are those of the network. A file may have
+    names of another version of transformers, which states how they translate, and a weight that modules share under one
+    name. Tensors with a name in ``unused`` are ignored.
     """
     state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     same = {plain_name(name): name for name in state}
     rename = renaming(built) if library == "transformers" else lambda name: name
     stored = renamed(
-        folder,
-        stored_weights(folder, WEIGHTS[library]),
+        path,
+        stored_weights(path, WEIGHTS[library]) if tensors is None else tensors,
         lambda name: (
             next((found for found in (rename(name), name) if found in state), None)
             or same.get(plain_name(rename(name)), rename(name))
@@ -422,9 +435,9 @@ def weights_of(
             name in unused or not tensor.dtype.is_floating_point or any(rule.search(name) for rule in ignored)
         )
     }  # fmt: skip
-    check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, ignored_tensors)
+    check_tensors(path, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, ignored_tensors)
     once = {names[0]: stored[names[0]] for names in by_tensor.values()}
-    return Weights(folder, component, {name: stored[name] for name in state}, once)
+    return Weights(path, component, {name: stored[name] for name in state}, once)
 
 
 def renaming(built: nn.Module) -> Callable[[str], str]:

@@ -1,4 +1,4 @@
-"""SDXL in NeMo's archive and in Stability AI's single file: opens both, writes the archive.
+"""SDXL in NeMo's archive, which is opened and written.
 
 An archive is a tar of two files, ``model_config.yaml`` and ``model_weights.ckpt``, which torch.save wrote. Opening
 reads the config and the directory of the weights, and compares every key and shape with the networks that the config
@@ -18,27 +18,25 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.accepted import CONFIG
-from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, check_values, checkpoint_of, read_config
-from sd_quant.checkpoints.nemo_state import betas_of, state_of, unused_state
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of, read_config
+from sd_quant.checkpoints.nemo_state import state_of
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
-from sd_quant.files.archive import open_members, whole_file
+from sd_quant.files.archive import open_members
 from sd_quant.files.checks import listing, renamed
-from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.files.torch_weights import stored_tensors, write_tensors
-from sd_quant.models.sdxl_nemo import noise_config, scheduler, with_noise
-from sd_quant.names.authors import HARMLESS, told_family
+from sd_quant.models.sdxl_nemo import PIPELINES
 from sd_quant.names.nemo import PREFIX
-from sd_quant.names.sgm import PREFIXES, UNET, nemo_key
 
 ARCHIVED_WEIGHTS = "model_weights.ckpt"
 
 
-def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
+def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> NemoCheckpoint:
     """Opens an SDXL archive of NeMo, plain or gzipped, or the directory it was extracted to.
 
-    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers".
+    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers", and ``pipeline`` who makes the images; None
+    for NeMo's names.
     Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
     """
     members = open_members(path)
@@ -50,54 +48,8 @@ def open_nemo(path: Path, io: str = "nemo") -> NemoCheckpoint:
             )
     state = renamed(path, stored_tensors(members[ARCHIVED_WEIGHTS]), _plain_key)
     checkpoint = checkpoint_of(path, read_config(members[CONFIG]), state)
-    return replace(checkpoint, io=io, reopen=partial(open_nemo, path, io))
-
-
-def open_sgm(path: Path, model_config: dict, io: str = "nemo") -> NemoCheckpoint:
-    """Opens a safetensors file in Stability AI's layout, such as ``sd_xl_base_1.0.safetensors``.
-
-    The file does not describe its architecture, so NeMo's ``model_config`` does; ``io`` as in ``open_nemo``. The empty
-    tensors ``v_pred`` and ``ztsnr`` mark v-prediction and a terminal SNR of zero, as in ComfyUI.
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or its tensors are not exactly
-    those of that architecture.
-    """
-    stored = read_safetensors(whole_file(path))
-    check_whole(path, stored)
-    marked = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": "ztsnr" in stored}
-    config = with_noise(model_config, noise_config(model_config) | marked) if "v_pred" in stored else model_config
-    plain, own = betas_of(config), scheduler(config)
-    stated = {
-        "betas": (plain, own.betas), "alphas_cumprod": ((1 - plain).cumprod(0), own.alphas_cumprod),
-        "scale_factor": (torch.tensor(config["scale_factor"]),),
-    }  # fmt: skip
-    left_out = {*stated, "v_pred", "ztsnr", *(name for name in stored if name.startswith(HARMLESS))}
-    tensors = renamed(path, {name: each for name, each in stored.items() if name not in left_out}, nemo_key)
-    unused = unused_state(torch.float32, config)  # the file lacks the noise levels
-    advice = "give the folder of its diffusers pipeline if it is SDXL of another kind"
-    checkpoint = checkpoint_of(path, config, unused | tensors, advice=advice)
-    for name in stored.keys() & stated.keys():
-        check_values(path, name, stored[name], "SDXL", *stated[name])
-    return replace(checkpoint, io=io, reopen=partial(open_sgm, path, model_config, io))
-
-
-def check_whole(path: Path, stored: Mapping[str, Readable]) -> None:
-    """Raises ArtifactError for a single file of another family or kind, or of some networks of SDXL only."""
-    told, first = told_family(stored), stored.get(f"{UNET}input_blocks.0.0.weight")
-    lacking = [prefix for prefix in PREFIXES[:-1] if not any(name.startswith(prefix) for name in stored)]
-    marks = [name for name in stored if name.startswith("edm_") or (name == "ztsnr" and "v_pred" not in stored)]
-    if told not in (None, "an SDXL UNet"):
-        why = f"is {told}, expected SDXL"
-    elif first is not None and first.shape[1:2] == (9,):
-        why = "is an inpainting UNet, with 9 input channels instead of SDXL's 4"
-    elif told and lacking[-3:] == list(PREFIXES[1:-1]):
-        why = "is UNet only: it needs text encoders and a VAE"
-    elif lacking:
-        why = f"is no whole SDXL: none of its tensors begins with {' or '.join(lacking)}"
-    elif marks:
-        why = f"has the mark {marks[0][:100]!r}, of which only v_pred, and ztsnr beside it, can be followed"
-    else:
-        return
-    raise ArtifactError(f"{path} {why}; give a whole checkpoint of SDXL, or a diffusers folder with this one")
+    reopen = partial(open_nemo, path, io, pipeline)
+    return replace(checkpoint, io=io or "nemo", pipeline=PIPELINES[pipeline], reopen=reopen)
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:

@@ -28,8 +28,9 @@ from sd_quant.files.checks import MAX_DEPTH, check_tensors
 from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.tensors import Readable
+from sd_quant.models.checkpoint import empty_modules
 from sd_quant.models.sdxl import FAMILY
-from sd_quant.models.sdxl_nemo import TextShape, noise_config, scheduler, tokenizers, with_noise
+from sd_quant.models.sdxl_nemo import TextShape, noise_config, tokenizers, with_noise
 from sd_quant.names.nemo import UNUSED
 
 NETWORKS = {  # library and class
@@ -38,7 +39,6 @@ NETWORKS = {  # library and class
 }
 PIPELINE = {"_class_name": "StableDiffusionXLPipeline"} | NETWORKS
 REST_OF_PIPELINE = {
-    "scheduler": ["diffusers", "EulerDiscreteScheduler"],
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
     "image_encoder": ABSENT,
@@ -176,14 +176,13 @@ def write_pipeline(
 
     Raises as ``write_diffusers`` does.
     """
-    from diffusers import EulerDiscreteScheduler
-
     with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
-    modules = described_networks(checkpoint.path, checkpoint.model_config, checkpoint.clip1, checkpoint.clip2)
-    write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE | ZEROS)
+    modules, sampler = empty_modules(checkpoint), checkpoint.pipeline.scheduler(checkpoint.model_config)
     # diffusers' own class, because readers of the folder do not have ours
-    EulerDiscreteScheduler.from_config(scheduler(checkpoint.model_config).config).save_pretrained(folder / "scheduler")
+    theirs = next(each for each in type(sampler).__mro__ if each.__module__.startswith("diffusers."))
+    write_json(folder / INDEX, PIPELINE | REST_OF_PIPELINE | ZEROS | {"scheduler": ["diffusers", theirs.__name__]})
+    theirs.from_config(sampler.config).save_pretrained(folder / "scheduler")
     for name, tokenizer in zip(("tokenizer", "tokenizer_2"), both, strict=True):
         tokenizer.save_pretrained(folder / name)
         tokenizer.backend_tokenizer.model.save(str(folder / name))  # vocab.json, merges.txt: for transformers 4

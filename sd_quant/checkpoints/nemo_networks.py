@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -25,21 +26,21 @@ from sd_quant.models.checkpoint import Checkpoint, empty_modules
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.models.sdxl_nemo import (
-    CONTEXT_TOKENS,
+    PIPELINES,
     NemoConfig,
     NemoDiscretization,
     NemoEmbedder,
+    SdxlPipeline,
     TextShape,
     build_modules,
-    called,
     embedder,
-    scheduler,
     tokenizers,
     unet_config,
     vae_config,
 )
 from sd_quant.names.nemo import PREFIX, SIGMAS, UNUSED, locations
 
+UNBUILT = "its configuration does not describe an SDXL that can be built"
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 
@@ -54,6 +55,8 @@ class NemoCheckpoint:
     clip2: TextShape
     unused: dict[str, Readable]  # the tensors of ``names.nemo.UNUSED`` that the file holds
     io: str = "nemo"  # whose names the UNet's inputs have
+    pipeline: SdxlPipeline = PIPELINES["nemo"]
+    vae: Mapping[str, Any] | None = None  # diffusers' config of an autoencoder in place of the one described
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
@@ -63,16 +66,18 @@ class NemoCheckpoint:
         return family_named("sdxl")
 
     def parts(self) -> dict[str, Part]:
-        unet, vae = unet_config(self.model_config), vae_config(self.model_config)
-        parts = self.family.parts({"unet": unet, "vae": vae}, CONTEXT_TOKENS, self.io)
+        configs = {"unet": unet_config(self.model_config), "vae": self.vae or vae_config(self.model_config)}
+        parts = self.family.parts(configs, self.pipeline.tokens, self.io)
         return with_dtypes(with_encoder(parts, self.encodes), self.dtypes, self.components)
 
     def build(self) -> dict[str, torch.nn.Module]:
-        return build_modules(self.model_config, self.clip1, self.clip2)
+        modules = build_modules(self.model_config, self.clip1, self.clip2)
+        return modules if self.vae is None else modules | {"vae": type(modules["vae"]).from_config(dict(self.vae))}
 
     def called(self, stand_in: StandIn) -> PipelineCall:
         networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
-        return called(networks, tokenizers(self.clip1, self.clip2), scheduler(self.model_config))
+        sampler = self.pipeline.scheduler(self.model_config)
+        return self.pipeline.called(networks, tokenizers(self.clip1, self.clip2), sampler)
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""
@@ -134,11 +139,8 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
 
     Raises ArtifactError, which names ``path``, when the networks cannot be built.
     """
-    with refusing(f"{path}: its configuration does not describe an SDXL that can be built"):
-        check_schema(NemoConfig, config)
-        check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
-        noise = config.get("denoiser_config", {}).get("discretization_config", {})
-        check_schema(NemoDiscretization, noise, f"{DISCRETIZATION}.", whole=False)
+    check_described(path, config)
+    with refusing(f"{path}: {UNBUILT}"):
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
         lists = (unet["channel_mult"], unet["transformer_depth"], vae["ch_mult"], unet["attention_resolutions"])
         if max(*map(len, lists), clip1.layers, clip2.layers) > MAX_DEPTH:
@@ -147,6 +149,15 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
             raise ValueError(f"{DISCRETIZATION} leaves no signal at the last step")
         with torch.device("meta"), bounded_modules():
             return build_modules(config, clip1, clip2)
+
+
+def check_described(path: Path, config: dict) -> None:
+    """Raises ArtifactError, which names ``path``, for an entry that is read and is missing or out of bounds."""
+    with refusing(f"{path}: {UNBUILT}"):
+        check_schema(NemoConfig, config)
+        check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
+        noise = config.get("denoiser_config", {}).get("discretization_config", {})
+        check_schema(NemoDiscretization, noise, f"{DISCRETIZATION}.", whole=False)
 
 
 def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -158,20 +169,23 @@ def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[s
 
 
 def read_config(member: Member) -> dict:
-    """Returns the mapping in a ``model_config.yaml``, without NeMo's ``model:`` around it.
+    """Returns what ``config_in`` returns of a ``model_config.yaml``."""
+    return config_in(member.name, read_text(member))
 
-    Raises ArtifactError when the file holds anything else.
+
+def config_in(name: str, text: bytes) -> dict:
+    """Returns the mapping in a text of YAML, without NeMo's ``model:`` around it.
+
+    Raises ArtifactError, which gives ``name``, when it holds anything else.
     """
-    with refusing(f"{member.name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
-        config = load_yaml(read_text(member))
+    with refusing(f"{name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
+        config = load_yaml(text)
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
-        with refusing(f"{member.name} cannot be read"):
-            check_entries(member.name, {name: each for name, each in config.items() if name != "model"}, {})
+        with refusing(f"{name} cannot be read"):
+            check_entries(name, {entry: each for entry, each in config.items() if entry != "model"}, {})
         config = config["model"]
     if not isinstance(config, dict):
-        raise ArtifactError(
-            f"{member.name} holds a {type(config).__name__}; expected the mapping of an SDXL model section"
-        )
+        raise ArtifactError(f"{name} holds a {type(config).__name__}; expected the mapping of an SDXL model section")
     return config
 
 

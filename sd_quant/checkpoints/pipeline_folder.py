@@ -1,7 +1,8 @@
 """Writes the folder of a diffusers pipeline without the weights of some networks.
 
-Of a checkpoint in diffusers' layout the files are copied, except weights that a LoRA changes, which are written anew,
-and networks that the checkpoint was opened without. An archive or a single file is converted.
+Of a checkpoint in diffusers' layout the files are copied, except those of a swapped autoencoder and weights that a LoRA
+changes, which are written anew, and networks that the checkpoint was opened without. An archive or a single file is
+converted.
 """
 
 import shutil
@@ -16,7 +17,7 @@ from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.files import write_json
 from sd_quant.files.folders import WEIGHTS
 from sd_quant.files.safetensors import write_safetensors
-from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.models.checkpoint import Checkpoint, empty_modules
 
 COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing that would have to be unpickled
 
@@ -42,14 +43,17 @@ def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], 
     opened = cast(Any, checkpoint)  # a DiffusersCheckpoint, or one that was observed, with the same fields
 
     absent = [name for name, described in opened.index.items() if described == ABSENT]
-    adapted = [name for name, weights in opened.components.items() if weights.adapted and name not in components]
+    swapped = [name for name, weights in opened.components.items() if weights.path != opened.path / name]
+    changed = {name for name, weights in opened.components.items() if weights.adapted or name in swapped}
 
     copy_files(opened.path, folder)
     for place in sorted(opened.path.iterdir()):  # and no path that is made of a name in a file
         if place.is_dir() and not place.is_symlink() and place.name in opened.index.keys() - absent:
-            written = place.name in (*components, *adapted)
+            written = place.name in (*components, *changed)
             copy_files(place, folder / place.name, without=".safetensors" if written else None)
     write_json(folder / INDEX, opened.index)
-    for component in adapted:
+    for component in swapped:
+        empty_modules(checkpoint)[component].save_config(folder / component)
+    for component in sorted(changed.difference(components)):
         name = f"{WEIGHTS[opened.index[component][0]]}.safetensors"
         write_safetensors(folder / component / name, opened.components[component].parameters)

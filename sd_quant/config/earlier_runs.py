@@ -24,9 +24,8 @@ from sd_quant.text import one_line
 # The behaviour of versions before these knobs, so that their configs can still be read.
 BEFORE: dict[str, dict[str, object]] = {
     "model": {
-        **dict.fromkeys(
-            ("dtype", "calibration_image", "calibration_mask", "sizes", "arguments", "denoiser", "observed")
-        ),
+        **dict.fromkeys(("dtype", "calibration_image", "calibration_mask", "sizes", "arguments", "denoiser")),
+        **dict.fromkeys(("observed", "vae", "pipeline")),
         **{"loras": [], "encoder": False, "excluded": []},
     },
     "infer": {

@@ -15,7 +15,7 @@ from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
 from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
 from sd_quant.places import existing, input_path
-from sd_quant.report.record import LORA
+from sd_quant.report.record import LORA, VAE
 
 
 @dataclass(slots=True)
@@ -59,6 +59,12 @@ class Model:
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
         "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
     ]
+    vae: Annotated[str | None, "a folder or a file of another autoencoder; null: the checkpoint's own"]
+    pipeline: Annotated[
+        str | None,
+        one_of(["nemo", "diffusers"]),
+        "who makes images of SDXL's files: NeMo (80 tokens, its sampler) or diffusers; null: NeMo of a .nemo",
+    ]
     encoder: Annotated[bool, "export the autoencoder's encoder too, which image to image needs; infer.image implies it"]
     calibration_image: Annotated[str | None, "image or folder of images to calibrate on in turn; null: noise"]
     calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
@@ -86,12 +92,15 @@ class Model:
             yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
         if self.calibration_image is None:
             yield "calibration_mask", None, "there is no model.calibration_image"
+        if self.family != "sdxl":
+            yield "pipeline", None, f"only SDXL comes in files of NeMo's, and model.family is {self.family}"
         if self.family != OBSERVED:
             because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
             yield "arguments", None, because
             yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
             yield "denoiser", None, f"{because}; this family has one denoiser"
         else:
+            yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
             yield "loras", [], "adapters are fused into the layers of known families alone"
 
@@ -102,11 +111,13 @@ class Model:
     def inputs(self) -> dict[str, Path]:
         """Return the files that the weights come from, by their names in a record."""
         loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
-        return {"checkpoint": input_path(self.path)} | loras
+        return {"checkpoint": input_path(self.path), **({VAE: input_path(self.vae)} if self.vae else {}), **loras}
 
     def check_files(self) -> None:
         """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
         check_checkpoint(self.path, self.family)
+        if self.vae is not None:
+            existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)

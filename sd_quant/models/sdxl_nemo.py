@@ -1,13 +1,14 @@
 """NeMo's SDXL in terms of diffusers: the networks of a ``model_config.yaml``, NeMo's sampler and its pipeline.
 
 The sizes of the UNet and the VAE come from the config, those of the text encoders from the shapes of their weights,
-because NeMo's config only names these encoders. No class that the config names is imported.
+because NeMo's config only names these encoders. No class that the config names is imported. Neither weights nor config
+say how texts are padded and which sampler makes the images: ``PIPELINES`` has the two answers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 from sd_quant.knobs import between
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
@@ -231,21 +232,39 @@ def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
+def diffusers_scheduler(model_config: Mapping):
+    """Returns the Euler sampler of SDXL base's folder, which diffusers' ``from_single_file`` takes too."""
+    from diffusers import EulerDiscreteScheduler
+
+    return EulerDiscreteScheduler(**noise_config(model_config), timestep_spacing="leading", steps_offset=1)
+
+
+def edm_scheduler(lowest: float, highest: float, model_config: Mapping):
+    """Returns the sampler of EDM's v-prediction between two noise levels, as diffusers documents it for CosXL."""
+    from diffusers import EDMEulerScheduler
+
+    levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0, "sigma_schedule": "exponential"}
+    return EDMEulerScheduler(**levels, prediction_type="v_prediction")
+
+
+def diffusers_called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
+    """Returns ``StableDiffusionXLPipeline`` with ``networks`` (by component) and its own conditioning."""
+    from diffusers import StableDiffusionXLPipeline
+
+    names = {"tokenizer": tokenizers[0], "tokenizer_2": tokenizers[1], "scheduler": sampler}
+    pipe = StableDiffusionXLPipeline(**networks, **names, add_watermarker=False)
+    return PipelineCall(FAMILY, pipe, [FAMILY.DENOISER], tokenizer=tokenizers[0])
+
+
 def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
-    """Returns ``StableDiffusionXLPipeline`` with ``networks`` (by component) and NeMo's conditioning.
+    """Returns the same pipeline with NeMo's conditioning.
 
     Without negative prompts NeMo's unconditional embedding is all zeros. Its context is padded to 80 tokens inside the
     text engines.
     """
     import torch
-    from diffusers import StableDiffusionXLPipeline
 
-    names = ("text_encoder", "text_encoder_2")
-    pipe = StableDiffusionXLPipeline(
-        vae=networks["vae"], text_encoder=networks[names[0]], text_encoder_2=networks[names[1]],
-        tokenizer=None, tokenizer_2=None, unet=networks["unet"], scheduler=sampler,
-        add_watermarker=False,
-    )  # fmt: skip
+    call, names = diffusers_called(networks, tokenizers, sampler), ("text_encoder", "text_encoder_2")
 
     def embedded(texts: list[str]) -> tuple:
         """Returns context [B, S, C] and pooled vector [B, P]."""
@@ -264,5 +283,20 @@ def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
         no_context, no_pooled = embedded(negative_prompt)
         return context, no_context, pooled, no_pooled
 
-    pipe.encode_prompt = encode_prompt
-    return PipelineCall(FAMILY, pipe, [FAMILY.DENOISER], tokenizer=tokenizers[0])
+    call.pipe.encode_prompt = encode_prompt
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class SdxlPipeline:
+    """How images are made with SDXL's networks."""
+
+    tokens: int  # of the context that the UNet reads
+    scheduler: Callable[[Mapping], Any]  # of a model_config
+    called: Callable[[Mapping, Sequence, Any], PipelineCall]  # with networks by component, tokenizers and the scheduler
+
+
+PIPELINES = {
+    "nemo": SdxlPipeline(CONTEXT_TOKENS, scheduler, called),
+    "diffusers": SdxlPipeline(CONTEXT_LENGTH, diffusers_scheduler, diffusers_called),
+}

@@ -30,8 +30,9 @@ from sd_quant.numbers import up_to
 # what else is in such a file: averages of the weights and what training keeps, which no image depends on; the noise and
 # marks of how it is sampled; and the other networks
 HARMLESS = (
-    "model_ema.", "embedding_manager.", "safety_checker.", "sqrt_", "log_one_minus_", "posterior_", "logvar",
-    "global_step", "alphas_cumprod_prev", "cond_stage_model.transformer.text_model.embeddings.position_ids",
+    "model_ema.", "first_stage_model.loss.", "loss_fn.", "embedding_manager.", "safety_checker.", "sqrt_",
+    "log_one_minus_", "posterior_", "logvar", "global_step", "alphas_cumprod_prev",
+    "cond_stage_model.transformer.text_model.embeddings.position_ids",
     *(f"conditioner.embedders.0.{name}" for name in ("logit_scale", "text_projection", "transformer.text_projection.")),
     "conditioner.embedders.1.model.transformer.text_model.embeddings.position_ids",
 )  # fmt: skip

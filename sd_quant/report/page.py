@@ -178,12 +178,11 @@ def images_of(record: Any) -> str | None:
 
 
 def weights_of(record: Any) -> str:
-    """The names of the checkpoint's file and of the LoRAs that are fused into it."""
+    """The names of the checkpoint's file, of another autoencoder and of the LoRAs that are fused into it."""
     model = at(record, "knobs", "model")
     loras = at(model, "loras")
-    return " + ".join(
-        Path(str(each)).name for each in (at(model, "path") or "", *(loras if isinstance(loras, list) else []))
-    )
+    files = (at(model, "path"), at(model, "vae"), *(loras if isinstance(loras, list) else []))
+    return " + ".join(Path(str(each)).name for each in files if each)
 
 
 def engine_of(record: Any) -> str:

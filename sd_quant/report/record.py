@@ -30,7 +30,7 @@ SCHEMA_VERSION = 3
 DONE = "done"
 TORCH = "torch"  # the engine that every other is compared with
 CANDIDATE = "candidate"  # the column of a candidate's name, in place of the knobs in which a sweep's jobs differ
-LORA = "lora "  # begins the names of inputs that are one
+LORA, VAE = "lora ", "vae"  # begins the names of inputs that are one; the name of an autoencoder of another file
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
 VARIANTS = ("full_precision", "quantized")
 LARGEST = 10**18  # of a record's numbers, in any unit: a table has no place for more
@@ -608,15 +608,19 @@ def at(record: Any, *keys: Any) -> Any:
 
 
 def base_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights without LoRAs: the checkpoint's. ``made`` as for ``weights_sha256``."""
-    return at(made, "inputs", "checkpoint", "sha256")
+    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest of it and of another autoencoder.
+
+    ``made`` as for ``weights_sha256``.
+    """
+    own, vae = (at(made, "inputs", name, "sha256") for name in ("checkpoint", VAE))
+    return digest(json.dumps([own, VAE, vae])) if own and vae else own
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights: the checkpoint's, or with LoRAs a digest of all files and strengths.
+    """The hash of a model's weights: ``base_sha256``, or with LoRAs a digest of all files and strengths.
 
     ``made`` is a record, or what ``provenance.made_of`` returns; None where it has no hash of a checkpoint.
     """
-    own, inputs = at(made, "inputs", "checkpoint", "sha256"), at(made, "inputs")
+    own, inputs = base_sha256(made), at(made, "inputs")
     loras = [[name, at(inputs, name, "sha256")] for name in inputs or () if name.startswith(LORA)]
     return digest(json.dumps([own, *loras])) if own and loras else own

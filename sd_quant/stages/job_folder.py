@@ -70,7 +70,7 @@ def kept_knobs(job: QuantizeJob) -> dict:
 
 def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
-    names = ("path", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
+    names = ("path", "vae", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
     knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
     return knobs

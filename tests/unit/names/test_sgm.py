@@ -1,48 +1,28 @@
-"""SGM's single file, made from NeMo's keys by a table of its own that diffusers' converter judges."""
+"""SGM's single file: its names, marks, and what else is in such files."""
 
-import pickle
 import re
 
 import pytest
 import safetensors.torch
 import torch
-from diffusers.loaders import single_file_utils
 
-from sd_quant.checkpoints import kinds
 from sd_quant.checkpoints.convert import convert
-from sd_quant.checkpoints.nemo import open_nemo, open_sgm
+from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.nemo_state import betas_of, denoiser_sigmas
+from sd_quant.checkpoints.single_file import open_single_file
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.errors import ArtifactError
 from sd_quant.models.sdxl_nemo import build_modules, noise_config, scheduler
 from sd_quant.names import nemo as nemo_keys
 from sd_quant.names.nemo import PREFIX, SAME, locations
-from sd_quant.names.sgm import nemo_key, sgm_names
+from sd_quant.names.sgm import nemo_key, sgm_key, sgm_names
 from tests.networks import assert_same
 
 pytestmark = pytest.mark.commit
 
 POSITION_IDS = "conditioner.embedders.0.transformer.text_model.embeddings.position_ids"
 SGM = "model.diffusion_model."
-FROM_NEMO = {  # undoes what sets NeMo apart: fused GroupNorms, and norms inside attention and feed-forward
-    r"\bin_layers\.1\.": "in_layers.2.",
-    r"\bout_layers\.2\.": "out_layers.3.",
-    r"^model\.diffusion_model\.out\.1\.": "model.diffusion_model.out.2.",
-    r"\battn([12])\.norm\.": r"norm\1.",
-    r"\bff\.net\.0\.": "norm3.",
-    r"\bff\.net\.1\.proj\.": "ff.net.0.proj.",
-    r"\bff\.net\.3\.": "ff.net.2.",
-}
-
-
-def sgm_key(nemo: str) -> str:
-    key = nemo.removeprefix("model.")
-    for pattern, replacement in FROM_NEMO.items():
-        key, count = re.subn(pattern, replacement, key)
-        if count:
-            break
-    return key
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +47,6 @@ def written(tmp_path, sgm):
         return path
 
     return write
-
-
-@pytest.mark.slow
-def test_unet_means_the_same_to_diffusers_ldm_converter(sgm, tiny_modules):
-    expected = tiny_modules["unet"].state_dict()
-    converted = single_file_utils.convert_ldm_unet_checkpoint(dict(sgm), dict(tiny_modules["unet"].config))
-    assert_same(converted, expected)
 
 
 @pytest.mark.slow
@@ -114,7 +87,7 @@ def test_full_size_has_the_2515_keys_of_stability_ai(full_size_shapes):
 
 def refusal(path, config) -> str:
     with pytest.raises(ArtifactError) as caught:
-        open_sgm(path, config)
+        open_single_file(path, config)
     return str(caught.value)
 
 
@@ -133,6 +106,7 @@ KNOWN = {  # beside the networks, in merges and in what trainers save
     "conditioner.embedders.0.transformer.text_projection.weight": torch.eye(64), "global_step": torch.tensor(7),
     "model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(7), "model_ema.outbias": torch.ones(3),
     **{name: torch.ones(1000) for name in ("alphas_cumprod_prev", "sqrt_alphas_cumprod", "logvar")},
+    "first_stage_model.loss.logvar": torch.tensor(0.0), "loss_fn.weight": torch.ones(2),
 }  # fmt: skip
 
 
@@ -143,7 +117,7 @@ def test_marks_are_followed_and_what_training_keeps_is_left_out(
     written, nemo_state, tmp_path, tiny_config, marks, prediction, zero
 ):
     path, target = written(KNOWN | dict.fromkeys(marks, MARK)), tmp_path / "a.nemo"
-    checkpoint = open_sgm(path, tiny_config)
+    checkpoint = open_single_file(path, tiny_config)
     noise = noise_config(checkpoint.model_config)
     assert (noise["prediction_type"], noise["rescale_betas_zero_snr"]) == (prediction, zero)
     assert len(checkpoint.state()) == len(nemo_state) + 1  # position_ids
@@ -171,10 +145,13 @@ ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkp
     ({f"{SGM}input_blocks.0.0.weight": MARK, f"{SGM}output_blocks.0": MARK}, ".", "is a Stable Diffusion 1 or 2"),
     ({f"{SGM}joint_blocks.0.x": MARK}, ".", "is a Stable Diffusion 3 transformer, expected SDXL"),
     ({"double_blocks.0.x": MARK, "single_blocks.0.x": MARK}, ".", "is a Flux transformer, expected SDXL"),
-    ({"edm_mean": torch.zeros(1, 4, 1, 1)}, " ", "has the mark 'edm_mean'"),
-    ({"edm_vpred.sigma_max": torch.tensor(120.0)}, " ", "has the mark 'edm_vpred.sigma_max'"),
-    ({"ztsnr": MARK}, " ", "has the mark 'ztsnr'"),
+    ({"edm_mean": torch.zeros(1, 4, 1, 1)}, " ", "has the mark edm_mean, which is not followed"),
+    ({"edm_vpred.sigma_max": torch.tensor(120.0)}, " ", "has the mark edm_vpred.sigma_max, "),
+    ({"ztsnr": MARK}, " ", "has the mark ztsnr, which"),
     ({"__index_timestep_zero__": MARK}, " ", "1 unknown: __index_timestep_zero__"),
+    ({"cond_stage_model.model.ln_final.bias": MARK}, " ", "text encoder of Stable Diffusion 1 or 2, which"),
+    ({"lora_unet_out.lora_up.weight": MARK}, " ", "lora_* are a LoRA, so give it to model.loras"),
+    ({"edm_vpred.sigma_max": torch.tensor(-1.0), "edm_vpred.sigma_min": torch.ones(2)}, " ", "are nan and -1, ex"),
     ({"betas": torch.linspace(1e-4, 0.02, 1000)}, " ", "the values of betas are not those of SDXL"),
     ({"alphas_cumprod": torch.ones(7)}, " ", "the values of alphas_cumprod are not"),
     ({"scale_factor": torch.tensor(0.18215)}, " ", "the values of scale_factor are not"),
@@ -182,15 +159,6 @@ ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkp
 ])  # fmt: skip
 def test_files_of_another_kind_are_named_by_what_they_are(written, tiny_config, state, missing, message):
     assert message in refusal(written(state, missing), tiny_config)
-
-
-def test_it_is_opened_without_being_converted(written, tiny_config, tiny_modules, monkeypatch):
-    monkeypatch.setattr(kinds, "sdxl_base_config", lambda: tiny_config)
-    opened = kinds.open_checkpoint(written({}), "sdxl", io="diffusers", max_sequence_length=None)
-    for checkpoint in (opened, pickle.loads(pickle.dumps(opened))):
-        assert "sample" in checkpoint.parts()["unet_xl"].contract.inputs
-        for name, tensor in tiny_modules["unet"].state_dict().items():
-            assert torch.equal(checkpoint.components["unet"][name], tensor)
 
 
 @pytest.mark.slow

@@ -302,7 +302,7 @@ def model(**changes) -> Model:
         "family": OBSERVED, "path": ".", "parts": [], "io": None, "width": 64, "height": 64, "sizes": None,
         "max_sequence_length": None, "calibration_prompts": "a", "prompts": "a", "arguments": None, "excluded": [],
         "denoiser": None, "observed": None, "loras": [], "encoder": False, "calibration_image": None,
-        "calibration_mask": None, "recommended": {}, "dtype": None,
+        "calibration_mask": None, "recommended": {}, "dtype": None, "vae": None, "pipeline": None,
     }  # fmt: skip
     return Model(**usual | changes)
 

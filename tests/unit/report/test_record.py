@@ -110,9 +110,11 @@ def test_what_is_quoted_is_one_short_line():
 
 def test_weights_with_loras_are_others():
     own = {"inputs": {"checkpoint": {"sha256": "a"}, "calibration_prompts": {"sha256": "p"}}}
-    lora = {"lora 1 at 0.8": {"sha256": "b"}}
-    made = [own, *({"inputs": own["inputs"] | more} for more in (lora, {"lora 1 at 0.5": lora["lora 1 at 0.8"]}))]
-    assert records.weights_sha256(own) == "a" and len({records.weights_sha256(each) for each in made}) == 3
+    lora, vae = {"lora 1 at 0.8": {"sha256": "b"}}, {"vae": {"sha256": "b"}}
+    others = (lora, {"lora 1 at 0.5": lora["lora 1 at 0.8"]}, vae, {"vae": {"sha256": "c"}}, lora | vae)
+    made = [own, *({"inputs": own["inputs"] | more} for more in others)]
+    assert records.weights_sha256(own) == "a" and len({records.weights_sha256(each) for each in made}) == 6
+    assert records.base_sha256(made[-1]) == records.base_sha256(made[3]) != "a" == records.base_sha256(made[1])
     assert records.weights_sha256({}) is None
 
 
