@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import os
-import shlex
 import signal
 import sys
 from argparse import Namespace
@@ -51,7 +50,7 @@ from sd_quant.places import CONF, check_shipped, output_path, shown, url
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import going_on, working
 from sd_quant.report.summary import FAILURE, WAS_CANCELLED, read_sweep
-from sd_quant.shell import literal, program
+from sd_quant.shell import literal
 
 LOG = logging.getLogger(__name__)
 SWEEPS = "outputs/sweeps"
@@ -95,7 +94,6 @@ class Command:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a job as Ctrl-C does
         logging.raiseExceptions = False  # on a full disk, each line of the log would print a traceback
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors instead of printing them
-        OmegaConf.register_new_resolver("program", lambda name=self.name: shlex.join(program(name)), replace=True)
         exit_with_its_code(self.run, "what was finished is kept, and the same command starts again")
 
     def run(self) -> None:

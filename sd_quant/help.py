@@ -6,9 +6,11 @@ taken is a second, short text for each knob, which would drift from the first.
 
 import dataclasses
 import re
+import shlex
 import textwrap
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -20,6 +22,7 @@ from sd_quant.config import JOBS
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import Limit, Only, called, fields_of, near, only_of, options_of, type_name
 from sd_quant.places import CONF
+from sd_quant.shell import program
 from sd_quant.text import one_line
 
 WIDTH, MEANING = 100, 42  # columns of a line, and the one where meanings begin at the latest
@@ -27,35 +30,31 @@ LONGEST = 54  # columns of a knob with its default
 MISSING = "???"  # of a knob without a default
 
 
-def resolved(config: DictConfig | ListConfig) -> Any:
+def resolved(node: Any) -> Any:
     """Return a composed configuration as plain data, all references resolved; ``???`` where a value has to be given."""
-    sweep.with_literal_texts(config)
-
-    def value(node: Any, key: Any) -> Any:
+    if isinstance(node, ListConfig):
+        return [resolved(each) for each in node]
+    if not isinstance(node, DictConfig):
+        return node
+    values = {}
+    for name in node:
         try:
-            found = node[key]
+            values[name] = resolved(node[name])
         except (InterpolationToMissingValueError, MissingMandatoryValue):
-            return MISSING
-        return plain(found)
-
-    def plain(node: Any) -> Any:
-        if isinstance(node, DictConfig):
-            return {key: value(node, key) for key in node}
-        return [value(node, index) for index in range(len(node))] if isinstance(node, ListConfig) else node
-
-    return plain(config)
+            values[name] = MISSING
+    return values
 
 
 def printed(config: DictConfig, package: str | None) -> str:
     """Return the resolved knobs of a job as YAML, of all or of one ``package``. Raises ConfigError for none such."""
-    values = resolved(config)
+    values = resolved(sweep.with_literal_texts(config))
     section = values.get("quantize", {})  # whose values the shorthands give, where they give some
     values |= {name: section[name] for name in values if values[name] is None and name in section}
-    for name in (package or "_global_").split("."):
-        if name != "_global_" and not (isinstance(values, Mapping) and name in values):
+    for name in package.split(".") if package else ():
+        if not (isinstance(values, dict) and name in values):
             raise ConfigError(f"--package is {package}, expected the name of a knob or of a group of knobs")
-        values = values if name == "_global_" else values[name]
-    head = f"# @package {package}\n" if package and isinstance(values, dict | list) else ""
+        values = values[name]
+    head = f"# @package {package}\n" if package and isinstance(values, dict) else ""
     return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True).removesuffix("...\n").rstrip("\n")
 
 
@@ -90,6 +89,10 @@ def written(value: Any) -> str:
     return f"[{','.join(map(written, value))}]" if isinstance(value, list) else sweep.written(value)
 
 
+def default_of(values: Any, path: str) -> str:
+    return written(reduce(lambda node, name: node[name] if name in (node or ()) else None, path.split("."), values))
+
+
 def line(name: str, default: str, meaning: str) -> str:
     """Return a knob on one line, with as many clauses of its meaning as fit; a mark says where some are left out."""
     start = f"  {one_line(f'{name}={default}', LONGEST):{MEANING - 4}}  "
@@ -100,12 +103,6 @@ def line(name: str, default: str, meaning: str) -> str:
     ends = [found.start() for found in re.finditer(r"[;,] |$", meaning)]
     fitting = max((end for end in ends if end <= room - 2), default=meaning.rfind(" ", 0, room - 2))
     return start + meaning[:fitting] + (" …" if fitting < len(meaning) else "")
-
-
-def default_of(values: Any, path: str) -> str:
-    for name in path.split("."):
-        values = values[name] if isinstance(values, Mapping) and name in values else None
-    return written(values)
 
 
 def listed(job: type, values: Any) -> str:
@@ -128,23 +125,25 @@ def explained(job: type, values: Any, names: Sequence[str]) -> str:
     return "\n".join(found)
 
 
-def wrapped(text: str, indent: str = "    ") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def help_of(name: str, config: DictConfig, knobs: Sequence[str]) -> str:
     """Return the help of the command ``name`` as configured in ``hydra.help``; with ``knobs`` what these mean."""
-    values = resolved(OmegaConf.masked_copy(config, [each for each in config if each != "hydra"]))
+    own = OmegaConf.masked_copy(config, [each for each in config if each != "hydra"])
+    values, job = resolved(sweep.with_literal_texts(own)), JOBS[name]
     if knobs:
-        return explained(JOBS[name], values, knobs)
+        return explained(job, values, knobs)
     chosen, presets = config.hydra.runtime.choices, dict(presets_of(name))
     groups = [f"  {group}={written(chosen[group])}\n{wrapped(', '.join(taken))}" for group, taken in presets.items()]
-    lines = {key: line(key, default_of(values, path), text) for key, path, text in knobs_of_job(JOBS[name])}
+    lines = {key: line(key, default_of(values, path), text) for key, path, text in knobs_of_job(job)}
     lines |= {group: line(group, written(chosen[group]), ", ".join(taken)) for group, taken in presets.items()}
     functions: dict[str, Callable[..., str]] = {
+        "program": lambda command=name: shlex.join(program(command)),
         "presets": lambda: "\n".join(groups) or "  none",
         "first": lambda *names: "\n".join(map(lines.__getitem__, names)),
-        "knobs": lambda: listed(JOBS[name], values),
+        "knobs": lambda: listed(job, values),
     }
     for resolver, function in functions.items():
         OmegaConf.register_new_resolver(resolver, function, replace=True)

@@ -9,7 +9,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -59,18 +59,15 @@ class Lasting:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self.to_nowhere():
-            self.stream.write(text)
+        self.lasting(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self.to_nowhere():
-            self.stream.flush()
+        self.lasting(self.stream.flush)
 
-    @contextmanager
-    def to_nowhere(self) -> Iterator[None]:
+    def lasting(self, put: Callable[..., object], *text: str) -> None:
         try:
-            yield
+            put(*text)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 

@@ -51,7 +51,6 @@ from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, qua
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats.blocks import per_number
-from sd_quant.text import counted
 
 FACTS = ForeignFormat(
     "sglang_fp8",
@@ -101,8 +100,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, others = by_layer(path, tensors, shapes, (SCALE,))
     if both := [name for name in found if skips(ignored, name)]:
         raise ArtifactError(
-            f"{path} has scales for {counted(len(both), 'layer')} that its config ignores ({listing(both, 3)}), so "
-            f"SGLang would "
+            f"{path} has scales for {len(both)} layers that its config ignores ({listing(both, 3)}), so SGLang would "
             "take their codes for weights; make the folder again"
         )
     layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}

@@ -44,7 +44,6 @@ from sd_quant.interchange.stored import (
 from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.text import counted
 
 FACTS = ForeignFormat(
     "vllm_int8",
@@ -86,8 +85,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, others = by_layer(path, tensors, shapes, (SCALE,))
     if both := [name for name in found if name in ignored]:
         raise ArtifactError(
-            f"{path} has a scale for {counted(len(both), 'layer')} that its config ignores ({listing(both, 3)}), "
-            f"which vLLM-Omni "
+            f"{path} has a scale for {len(both)} layers that its config ignores ({listing(both, 3)}), which vLLM-Omni "
             "cannot place; make the folder again"
         )
     layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}

@@ -10,9 +10,10 @@ from sd_quant.places import shown, url
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.readings import score_of
-from sd_quant.report.record import RECORD
+from sd_quant.report.record import RECORD, at
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import REPORT, SWEEP
+from sd_quant.shell import pasted
 
 LOG = logging.getLogger(__name__)
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
@@ -28,6 +29,11 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
+    given = at(record, "overrides") or []
+    others = [each for each in given if each.partition("=")[0] not in ("alpha", "quantize.alpha")]
+    if len(others) < len(given) and isinstance(at(record, "knobs", "alpha"), float):
+        again = pasted("quantize", *others, "alpha=auto")
+        print(f"alpha was given as a number; alpha=auto chooses it for each input: {again}\n")
     page = directory / REPORT
     if not page.exists() or page.stat().st_mtime_ns < (directory / RECORD).stat().st_mtime_ns:
         from sd_quant.report.rebuild import rebuild  # which draws
