@@ -9,6 +9,8 @@ from hydra.types import RunMode
 from sd_quant.cli import Command, importing, record_failure
 from sd_quant.config import QuantizeJob, check_heeded
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.report.summary import LOG as LOG_FILE
+from sd_quant.report.summary import WAS_CANCELLED
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.job_folder import check_no_other_run, done_before
 from sd_quant.stages.relay import Relay
@@ -32,7 +34,13 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
         with importing():
             from sd_quant.stages.quantize import quantize
 
-        return quantize(job, directory, tracer, RELAY if goes_on_beside(job) else None)
+        try:
+            return quantize(job, directory, tracer, RELAY if goes_on_beside(job) else None)
+        except KeyboardInterrupt:
+            if RELAY.waiting is not None:
+                with (RELAY.waiting.directory / LOG_FILE).open("a", encoding="utf-8") as log:
+                    log.write(f"the job {WAS_CANCELLED}\n")
+            raise
 
 
 def goes_on_beside(job: QuantizeJob) -> bool:

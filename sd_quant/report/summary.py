@@ -245,10 +245,10 @@ def what_became_of(directory: Path) -> str:
     log = last_text(directory / LOG)
     stages = STAGE.findall(log)
     where = f" in the stage {stages[-1]}" if stages else ""
+    if log.rstrip().endswith(WAS_CANCELLED):  # before its lock is free, where it waits for its plans
+        return f"it {WAS_CANCELLED}{where}; the same command goes on"
     if running:
         return f"it is running{where}"
-    if log.rstrip().endswith(WAS_CANCELLED):
-        return f"it {WAS_CANCELLED}{where}; the same command goes on"
     return f"it ended{where} without an error message, so it was killed, by a signal or for lack of memory"
 
 
