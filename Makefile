@@ -90,8 +90,8 @@ gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
 	PYTHONPATH=.:$$PYTHONPATH $(or $(wildcard $(PYTHON)),python3) -m benchmarks.gpu.check
 
-report: $(VENV)/.sd-quant-run ## Make the report of a run or a sweep again from its records: make report DIR=<folder>
-	$(PYTHON) -m sd_quant.report $(DIR)
+report: ## Make the report of a run or a sweep again from its records, with whatever is installed: make report DIR=<folder>
+	PYTHONPATH=.:$$PYTHONPATH $(or $(wildcard $(PYTHON)),python3) -m sd_quant.report $(DIR)
 
 cache-clean: ## Remove what runs share: statistics, graphs, plans, images; the runs keep theirs
 	rm -rf outputs/cache

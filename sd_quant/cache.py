@@ -112,7 +112,7 @@ class Cache:
         entry = self.entry(kind, origin)
         with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
             if put(entry, origin, target, make):
-                LOG.info("%s comes from the cache", f"{kind} of {origin['part']}" if "part" in origin else kind)
+                LOG.info("from the cache: %s", f"{kind} of {origin['part']}" if "part" in origin else kind)
                 return
         self.trim(spared=entry)
 
@@ -143,7 +143,7 @@ class Cache:
                 name = left.pop(number)
                 found += put(entries[name], origins[name], target / name, partial(make, name))
         if found:
-            LOG.info("%d of %d %s come from the cache", found, len(origins), kind)
+            LOG.info("from the cache: %d of %d %s", found, len(origins), kind)
         if found < len(origins):
             self.trim(spared=entries[name])
 

@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import os
-import shlex
 import signal
 import sys
 from argparse import Namespace
@@ -35,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import launchers, search, sweep
 from sd_quant.checkpoints.own_knobs import starting
-from sd_quant.composition import composing, job_of, presets_of, readable, refusal
+from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
 from sd_quant.config import check_writable, is_run
 from sd_quant.errors import (
     CANCELLED,
@@ -46,12 +45,12 @@ from sd_quant.errors import (
     fail,
     of_the_machine,
 )
-from sd_quant.knobs import described
+from sd_quant.help import help_of, printed
 from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import going_on, working
-from sd_quant.report.summary import FAILURE, read_sweep
-from sd_quant.shell import literal, program
+from sd_quant.report.summary import FAILURE, WAS_CANCELLED, read_sweep
+from sd_quant.shell import literal
 
 LOG = logging.getLogger(__name__)
 SWEEPS = "outputs/sweeps"
@@ -95,9 +94,6 @@ class Command:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's SIGTERM ends a job as Ctrl-C does
         logging.raiseExceptions = False  # on a full disk, each line of the log would print a traceback
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors instead of printing them
-        OmegaConf.register_new_resolver("knobs", lambda: "\n".join(described(self.job)), replace=True)  # for --help
-        OmegaConf.register_new_resolver("presets", lambda: "\n".join(presets_of(self.name)), replace=True)
-        OmegaConf.register_new_resolver("program", lambda name=self.name: shlex.join(program(name)), replace=True)
         exit_with_its_code(self.run, "what was finished is kept, and the same command starts again")
 
     def run(self) -> None:
@@ -106,22 +102,23 @@ class Command:
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             raise ConfigError(f"{unknown[0]} is no option; a knob is given without dashes: {unknown[0].lstrip('-')}")
+        explained = [word for word in arguments.overrides if arguments.help and "=" not in word]
+        words = [word for word in arguments.overrides if word not in explained]
+        check_assigned(words)
         main = hydra_main(self)
-        typed = {word: readable(word, arguments.multirun) for word in arguments.overrides}
+        typed = {word: readable(word, arguments.multirun) for word in words}
         sys.argv[1:] = [typed.get(word, word) for word in sys.argv[1:]]  # Hydra reads them again
-        overrides = [*map(typed.get, arguments.overrides), *search_path(arguments)]
+        overrides = [*map(typed.get, words), *search_path(arguments)]
         try:
             if arguments.help:  # Hydra would print the same, and read every group twice for a list that is not shown
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
                 with composing(self.name):
-                    print(compose(self.name, overrides, return_hydra_config=True).hydra.help.template)
+                    print(help_of(self.name, compose(self.name, overrides, return_hydra_config=True), explained))
                 return
             if arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in --help | head
                 with composing(self.name):
                     config = compose(self.name, overrides) if arguments.cfg else OmegaConf.create()
                 with starting(sweep.checkpoint_of(config)):
-                    main()
+                    print(printed(config, arguments.package)) if arguments.cfg == "job" else main()
                 return
             check_address_space()
             with composing(self.name):
@@ -281,6 +278,9 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
         try:
             with working("getting ready"):
                 return task(config)
+        except KeyboardInterrupt:
+            LOG.warning("the job %s", WAS_CANCELLED)
+            raise
         except Exception as error:
             raised = record_failure(directory, error, multirun)
             if not multirun and isinstance(raised, SdQuantError):

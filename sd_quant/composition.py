@@ -7,8 +7,9 @@ Inside ``composing``, Hydra's ``compose`` makes a configuration of YAML and over
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
-from sd_quant.knobs import fields_of, near, nearest, only_of, read
+from sd_quant.knobs import near, nearest, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
 from sd_quant.shell import literal, without_interpolation
@@ -134,25 +135,40 @@ def composing(config_name: str) -> Iterator[None]:
         raise refusal(error, config_name) from error
 
 
+def check_assigned(words: Sequence[str]) -> None:
+    """Raises ConfigError for a word that is no ``name=value``, which may be the end of a value that the shell split."""
+    for number, word in enumerate(words):
+        if "=" not in word and not word.startswith("~"):  # ~name removes a knob
+            ends = takewhile(lambda each: "=" not in each, words[number:])
+            whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))
+            meant = f"; if it is the end of the value before it, write {whole}" if number else ""
+            raise ConfigError(f"the argument {word} has no value, expected {word}=<value>{meant}")
+
+
 def readable(argument: str, multirun: bool) -> str:
     """Return a command's argument with quotes around the texts that Hydra's grammar has in quotes alone.
 
-    Among these are all with letters beyond English, and with ``!``, ``(``, ``#`` or ``~``. Raises ConfigError where
-    such a text may be read in several ways, with the argument as it has to be typed.
+    Among these are all with letters beyond English, with ``!``, ``(``, ``#`` or ``~``, and with a space at an end.
+    Raises ConfigError where such a text may be read in several ways, with the argument as it has to be typed.
     """
     argument = FOLDERS.sub(lambda found: found[1] + os.path.expanduser("~"), argument)  # Hydra makes them itself
     name, equals, value = argument.partition("=")
-    if is_read(argument) or not equals:
+    whole = f"{name}={literal(value)}"
+    if not equals or not is_read(whole):
         return argument
+    if is_read(argument):
+        override = OverridesParser.create().parse_override(argument)
+        cut = not override.is_sweep_override() and override.value() == value.strip() != value
+        return whole if cut else argument
     texts: list[str] = []
     values = split(value) if multirun else [value]
     quoted = f"{name}={','.join(with_quotes(each, texts) for each in values)}"
-    if not is_read(quoted):
-        return argument  # which Hydra refuses
-    if any(map(SEVERAL_MEANINGS.search, texts)):
-        found = READ_IN_QUOTES.search("".join(texts))
+    if texts == [value.strip()] or not is_read(quoted):
+        quoted = whole
+    if any(map(SEVERAL_MEANINGS.search, texts)) or len(values) > 1 and quoted == whole:
+        found = READ_IN_QUOTES.search("".join(texts)) or re.search(",|.+", texts[0] if texts else ",")
         raise ConfigError(
-            f"the argument {argument} cannot be read, because {found[0] if found else texts[0]} stands outside of "
+            f"the argument {argument} cannot be read, because {found and found[0]} stands outside of "
             f"quotes; if this is what is meant, write {shlex.quote(quoted)}"
         )
     return quoted
@@ -204,8 +220,6 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
-            return ConfigError(f"the argument {error.override} has no value, expected {error.override}=<value>")
         name = error.override.partition("=")[0]
         if strange := re.search(r"[^\w./@:+~$-]", name, re.ASCII):
             return ConfigError(f"there is no knob {name}, because no name has {strange[0]} in it; --help lists all")
@@ -215,6 +229,13 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         return ConfigError(f"${{ begins no reference to a knob there ({one_line(cause, 200)}); write \\${{ for a text")
+    if several := re.search(r"Ambiguous value for argument '(.*?)'\s+1\. To use", str(error), re.DOTALL):
+        name, _, value = several[1].partition("=")
+        meant = " or ".join(shlex.quote(f"{name}={each}") for each in (literal(value), f"[{value}]"))
+        return ConfigError(
+            f"the argument {several[1]} has several values, expected one; write {meant} if it is one text or a list, "
+            "or add --multirun for a job of each"
+        )
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         name = unknown[1]
@@ -244,17 +265,3 @@ def knobs_of(node: DictConfig, prefix: str = "") -> list[str]:
         if isinstance(child, DictConfig):
             names += knobs_of(child, f"{prefix}{name}.")
     return names
-
-
-def presets_of(config_name: str) -> Iterator[str]:
-    """Yield a line for each group of a command's configuration, with the presets that the command accepts."""
-    plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
-    defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
-    groups = [group.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for group in entry]
-    for group in groups:
-        narrowed = only_of(sections[group][1]) if group in sections else []
-        files = sorted((CONF / group).glob("*.yaml"))
-        taken = [file.stem for file in files if all(each.limit.holds(plain(file)[each.name]) for each in narrowed)]
-        yield f"{group}: {', '.join(taken)}"
-    if not groups:
-        yield "none"

@@ -7,7 +7,9 @@ import errno
 import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 
+from sd_quant.process import Lasting
 from sd_quant.text import escaped, one_line
 
 CANCELLED = 130
@@ -89,10 +91,12 @@ def fail(sentence: str, code: int) -> int:
 def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half written is left") -> None:
     """Run a command; an error is printed as its sentence and sets the exit code. A defect keeps its traceback.
 
-    ``kept`` says what is left of a cancelled command.
+    ``kept`` says what is left of a cancelled command. One whose output nobody reads any more goes on to its end.
     """
+    output = Lasting(sys.stdout)
     try:
-        main()
+        with redirect_stdout(output):  # type: ignore[type-var]
+            main()
     except KeyboardInterrupt:
         sys.exit(fail(f"cancelled; {kept}", CANCELLED))
     except Exception as error:
@@ -100,3 +104,5 @@ def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half wri
         if refused is None:
             raise
         sys.exit(fail(str(refused), refused.exit_code))
+    finally:
+        output.flush()

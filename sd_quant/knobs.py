@@ -13,10 +13,11 @@ import dataclasses
 import difflib
 import json
 import reprlib
+import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +207,9 @@ def read_value(kind, value: object, knob: str):
             return float(value)
         if origin in (int, str, bool, types.NoneType) and type(value) is origin:
             return value
-    raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {type_name(kind)}")
+    text = str in options_of(kind) and isinstance(value, bool | int | float)
+    hint = "; if it is one, write " + shlex.quote(f'{knob}="{json.dumps(value)}"') if text else ""
+    raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected {type_name(kind)}{hint}")
 
 
 def options_of(kind) -> tuple:
@@ -217,16 +220,3 @@ def type_name(kind) -> str:
     return " or ".join(
         TYPE_NAMES.get(option) or f"{type_name(typing.get_args(option)[1])} by name" for option in options_of(kind)
     )
-
-
-def described(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[str]:
-    """Yield a line for every knob of ``job``: its name, its meaning, and the values that it accepts."""
-    for name, (kind, stated) in fields_of(job).items():
-        if dataclasses.is_dataclass(kind):
-            yield from described(typing.cast(type, kind), f"{path}{name}.", only_of(stated))
-            continue
-        meaning = next(entry for entry in stated if isinstance(entry, str))
-        limits = [each.limit for each in narrowed if each.name == name] or stated
-        takes = " and ".join(str(entry) for entry in limits if isinstance(entry, Limit)) or type_name(kind)
-        null = " or null" if types.NoneType in options_of(kind) and not takes.endswith("null") else ""
-        yield f"{called(stated, path + name)}: {meaning} ({takes}{null})"

@@ -9,10 +9,10 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 IMPORTED = time.monotonic()
 
@@ -49,9 +49,32 @@ def seconds_since_start() -> float:
     return up - started / os.sysconf("SC_CLK_TCK")
 
 
+class Lasting:
+    """An output of text that goes on in silence when its reader is gone, as in ``quantize | head``."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.lasting(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.lasting(self.stream.flush)
+
+    def lasting(self, put: Callable[..., object], *text: str) -> None:
+        try:
+            put(*text)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 def end_at_once(code: int) -> NoReturn:
     """End the process with this exit code, without freeing its memory object by object, which takes seconds."""
-    with suppress(OSError):  # the reader of a pipe is gone
+    with suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()
     # The interpreter's own two steps. joblib's worker processes end with the first; left alone they wait for 300 s.

@@ -20,7 +20,10 @@ POLLED_EVERY = 1.0  # seconds between two looks of the thread at the clock
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Format as ``14:03:59 export: 33.9 s``, with the level above INFO, without the logger's name."""
+    """Format as ``14:03:59 export: 33.9 s``, with the level above INFO, without the logger's name.
+
+    The line takes the place of a bar on the terminal, which is drawn again below it.
+    """
 
     last_line = 0.0  # on the clock of time.monotonic
 
@@ -29,15 +32,23 @@ class ConsoleFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         ConsoleFormatter.last_line = time.monotonic()
+        with CHANGES:
+            for work in GOING_ON:
+                if work.bar is not None:
+                    work.bar.clear()
         message = record.message if record.levelno <= logging.INFO else f"{record.levelname}: {record.message}"
         return f"{record.asctime} {message}"
 
 
-class NotSaidAtTheEnd(logging.Filter):
-    """Keep an error off the console that the command prints as its last line; the log file gets it."""
+class ConsoleFilter(logging.Filter):
+    """Keep off the console what libraries log below a warning, and an error that the command prints as its last line.
+
+    The log file gets both.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(record, "said_at_the_end", False)
+        ours = record.name.partition(".")[0] in ("sd_quant", "__main__")
+        return (ours or record.levelno >= logging.WARNING) and not getattr(record, "said_at_the_end", False)
 
 
 def duration(seconds: float) -> str:

@@ -43,7 +43,7 @@ from sd_quant.report.published import read_published
 from sd_quant.report.readings import seconds_of_stages
 from sd_quant.report.record import DONE, RECORD
 from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Sweep, is_running
-from sd_quant.text import one_line
+from sd_quant.text import counted, one_line
 
 LOG = logging.getLogger(__name__)
 STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a whole
@@ -287,11 +287,11 @@ def start_line(sweep: Sweep) -> str:
     if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
     what = (
-        f"search for {sweep.search.jobs} of the grid's {sweep.search.of}"
+        f"search for {sweep.search.jobs} of the grid's {sweep.search.of} jobs"
         if sweep.search
-        else f"sweep of {len(sweep.names)}"
+        else f"sweep of {counted(len(sweep.names), 'job')}"
     )
-    return f"{what} jobs in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+    return f"{what} in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
 
 
 class Jobs(Work):
@@ -375,4 +375,5 @@ def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str
         reasons.insert(0, f"the {what} failed with {type(ended_with).__name__}: {complaint}")
     told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")
     undone, everyone = (len(jobs) + unproposed for jobs in (bad, sweep.jobs))
-    return 1, f"{undone} of {everyone} jobs are not done ({told}); the same command tries them again"
+    what = f"{undone} of {counted(everyone, 'job')} {'is' if undone == 1 else 'are'} not done"
+    return 1, f"{what} ({told}); the same command tries them again"

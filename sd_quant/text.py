@@ -16,6 +16,11 @@ def escaped(text: object) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
 
 
+def counted(count: int, thing: str) -> str:
+    """Return ``1 prompt`` or ``2 prompts`` for a noun whose plural takes an s."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def one_line(text: object, limit: int = 400) -> str:
     """Return ``printable(text)`` with single spaces between words, cut to ``limit`` characters; a cut ends in "..."."""
     line = " ".join(printable(text).split())

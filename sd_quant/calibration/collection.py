@@ -39,6 +39,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
+from sd_quant.text import counted
 
 OnLatent = Callable[[int, torch.Tensor], object]
 
@@ -102,7 +103,7 @@ def calibrate(
     while done < len(prompts):
         if entries and (entry := entries.longest(done, len(prompts))):
             segment, statistics = entry
-            LOG.info("statistics of prompts %d to %d come from the cache", segment.start + 1, segment.stop)
+            LOG.info("from the cache: statistics of prompts %d to %d", segment.start + 1, segment.stop)
         else:
             missing = segments_of(done, len(prompts), snapshots)
             with entries.claimed(missing) if entries else nullcontext(missing[0]) as segment:
@@ -169,7 +170,8 @@ def fabric_for(accelerator: str, devices: int):
     on_gpus = accelerator == "cuda" or (accelerator == "auto" and gpus > 0)
     if on_gpus and devices > gpus:
         raise ResourceError(
-            f"calibration on {devices} GPUs was asked for and this machine has {gpus}; lower quantize.devices or set "
+            f"calibration on {counted(devices, 'GPU')} was asked for and this machine has {gpus}; lower "
+            f"quantize.devices or set "
             "quantize.accelerator=cpu"
         )
     for name in ("lightning.fabric", "lightning.pytorch"):

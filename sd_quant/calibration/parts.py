@@ -72,7 +72,7 @@ def calibrate_parts(
             entries[part] = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
             stack.enter_context(locked(entries[part].folder / ".lock", "waiting for another process, as it calibrates"))
             if entries[part].path(everything).exists() and (read := entries[part].read(everything)) is not None:
-                LOG.info("statistics of %s come from the cache", part)
+                LOG.info("from the cache: statistics of %s", part)
                 found[part] = read
         missing = {part: layers for part, layers in names.items() if part not in found}
         if missing:

@@ -12,7 +12,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -39,7 +38,6 @@ Lines = Iterator[tuple[str, str]]
 def main() -> None:
     """Print every section."""
     argparse.ArgumentParser("sd-quant doctor", description=__doc__.splitlines()[0]).parse_args()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in doctor | head
     for title, section in SECTIONS.items():
         print(title)
         for name, text in told(section):

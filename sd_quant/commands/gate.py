@@ -5,14 +5,14 @@ starts in a third of a second, and takes the folder of a sweep's job, which has 
 """
 
 import dataclasses
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
-from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, at_least, check, described, fields_of, options_of, read
+from sd_quant.help import listed
+from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, at_least, check, fields_of, options_of, read
 from sd_quant.places import existing, output_path
 from sd_quant.report.gate import FAILED, OPEN, PASSED, decide, read_run
 from sd_quant.report.gate_output import SUFFIXES, text_of, write_gate
@@ -67,10 +67,16 @@ class GateJob:
         return {name: value for name, value in values.items() if value is not None}
 
 
+DEFAULTS = {
+    field.name: "???" if field.default is dataclasses.MISSING else field.default
+    for field in dataclasses.fields(GateJob)
+}
+
+
 def job_of(words: list[str]) -> GateJob:
     """Read ``name=value`` words. Raises ConfigError for what no knob takes."""
     kinds = {name: options_of(kind) for name, (kind, _) in fields_of(GateJob).items()}
-    defaults = {field.name: field.default for field in dataclasses.fields(GateJob) if field.name != "run"}
+    defaults = {name: value for name, value in DEFAULTS.items() if name != "run"}
     given = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -91,10 +97,9 @@ def number(text: str) -> float | str:
 
 def main() -> None:
     """Print the verdicts, write them if asked, and exit with the code of the outcome."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in gate | head
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE.format(untold=UNDECIDED, knobs="\n".join(described(GateJob))))
+        print(USAGE.format(untold=UNDECIDED, knobs=listed(GateJob, DEFAULTS)))
         return
     job = job_of(words)
     run = read_run("run", existing("run", job.run, "the folder of a finished run"))

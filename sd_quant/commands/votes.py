@@ -1,6 +1,5 @@
 """Count blind votes, or draw the pairs of a report's ``votes.html`` anew: ``votes <folder> a.json b.json``."""
 
-import signal
 import sys
 from pathlib import Path
 
@@ -67,7 +66,6 @@ def redraw(folder: Path, knobs: dict[str, str]) -> None:
 
 def main() -> None:
     """Print the counted votes and write them into the folder, or draw pairs anew."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in votes | head
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)

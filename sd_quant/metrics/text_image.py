@@ -27,7 +27,7 @@ from sd_quant.metrics.images import check_rgb
 from sd_quant.metrics.inception import inception
 from sd_quant.metrics.network_scores import DAMAGED, Opened, score_images
 from sd_quant.progress import progress
-from sd_quant.text import one_line
+from sd_quant.text import counted, one_line
 
 FEWEST_FOR_FID = 2049  # images: with fewer the covariance of Inception's 2048 features is singular
 IMAGE_FORMATS = {".bmp": "BMP", ".jpeg": "JPEG", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}  # Pillow's readers
@@ -187,7 +187,9 @@ def _read_image(path: Path) -> np.ndarray:
 
 def _check_number(number: int, where: str) -> None:
     if number < FEWEST_FOR_FID:
-        raise ConfigError(f"{number} images {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more")
+        raise ConfigError(
+            f"{counted(number, 'image')} {where}, which is too few for FID; it takes {FEWEST_FOR_FID} or more"
+        )
 
 
 def _pixels(images: np.ndarray) -> Tensor:

@@ -21,6 +21,7 @@ from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import LayerStatistics
+from sd_quant.text import counted
 
 
 def derive(
@@ -83,7 +84,7 @@ def derive(
                 advance()
     if recipe.quant_level and not any(layer.format for layer in assignment.values()):
         raise ConfigError(
-            f"quant_level={recipe.quant_level:g} with {len(kept)} layers kept leaves no layer to quantize; "
+            f"quant_level={recipe.quant_level:g} with {counted(len(kept), 'layer')} kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
     for names in by_branch(assignment):

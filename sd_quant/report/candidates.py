@@ -17,6 +17,7 @@ from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
+from sd_quant.text import counted
 
 USUAL_CONFIDENCE = 0.95
 IDENTICAL_DB = 100.0  # what an identical image counts
@@ -119,7 +120,7 @@ def judgement(sweep: Sweep) -> str:
         sentences.append(f"Beaten by one that is no larger: {named}.")
     if tied:
         sentences.append(
-            f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."
+            f"On {counted(len(everyone[0].images), 'image')} not to be told apart from a smaller one: {joined(tied)}."
         )
     return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
 

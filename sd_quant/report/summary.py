@@ -41,6 +41,7 @@ from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, ro
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
 PROVENANCE, REPORT, RECOMMENDATION = "provenance.json", "report.html", "recommendation.json"
 FAILED, UNFINISHED = "failed", "unfinished"  # beside DONE
+WAS_CANCELLED = "was cancelled by Ctrl-C or SIGTERM"  # the end of the log of such a job
 STAGE = re.compile(r"- (\w+) \.\.\.$", re.MULTILINE)  # how a stage announces itself in the log
 
 IN_A_TERMINAL = ("psnr_db", "lpips", "denoiser_speedup", "image_ms", "denoiser_bits")  # columns, if there are figures
@@ -241,8 +242,11 @@ def what_became_of(directory: Path) -> str:
     running = is_running(directory)
     if running is None:
         return "it has not run"
-    stages = STAGE.findall(last_text(directory / LOG))
+    log = last_text(directory / LOG)
+    stages = STAGE.findall(log)
     where = f" in the stage {stages[-1]}" if stages else ""
+    if log.rstrip().endswith(WAS_CANCELLED):  # before its lock is free, where it waits for its plans
+        return f"it {WAS_CANCELLED}{where}; the same command goes on"
     if running:
         return f"it is running{where}"
     return f"it ended{where} without an error message, so it was killed, by a signal or for lack of memory"

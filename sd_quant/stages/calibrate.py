@@ -33,6 +33,7 @@ from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_source_of
 from sd_quant.stages.load import Loaded
+from sd_quant.text import counted
 
 LOG = logging.getLogger(__name__)
 LONG = 600  # seconds above which a calibration is announced with a warning
@@ -134,7 +135,7 @@ def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int,
     """Log how many calls calibration takes and how long; where that is long, also how to shorten it."""
     calls = -(-prompts // knobs.batch_size) * steps
     about = (seconds or 0) * calls
-    what = f"calibrating on {prompts} prompts: {calls} calls of the denoiser on {device}"
+    what = f"calibrating on {counted(prompts, 'prompt')}: {counted(calls, 'call')} of the denoiser on {device}"
     what += f", about {duration(about)}" if about else ""
     if about <= LONG:
         LOG.info("%s", what)

@@ -10,10 +10,11 @@ from sd_quant.places import shown
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.readings import score_of
-from sd_quant.report.record import RECORD
+from sd_quant.report.record import RECORD, at
 from sd_quant.report.run_table import run_table
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import RECOMMENDATION, REPORT, SWEEP
+from sd_quant.shell import pasted
 
 LOG = logging.getLogger(__name__)
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
@@ -29,6 +30,11 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
+    given = at(record, "overrides") or []
+    others = [each for each in given if each.partition("=")[0] not in ("alpha", "quantize.alpha")]
+    if len(others) < len(given) and isinstance(at(record, "knobs", "alpha"), float):
+        again = pasted("quantize", *others, "alpha=auto")
+        print(f"alpha was given as a number; alpha=auto chooses it for each input: {again}\n")
     drawn = [directory / REPORT, directory / RECOMMENDATION]
     made = (directory / RECORD).stat().st_mtime_ns
     if any(not path.exists() or path.stat().st_mtime_ns < made for path in drawn):

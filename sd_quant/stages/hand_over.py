@@ -72,7 +72,7 @@ from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import Needs, by_torch, simulation_needs, workload_of
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import FULL_PRECISION
-from sd_quant.text import one_line
+from sd_quant.text import counted, one_line
 
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
@@ -309,7 +309,10 @@ def widened(assignment: Rows, rows: Rows) -> list[str]:
     ]  # fmt: skip
     if not wider:
         return []
-    return [f"the ranges of {len(wider)} layers: query, key and value are one tensor, which has the largest of theirs"]
+    return [
+        f"the ranges of {counted(len(wider), 'layer')}: query, key and value are one tensor, which has the largest of "
+        f"theirs"
+    ]
 
 
 def stacked(target: ForeignFormat, rows: Rows) -> list[str]:

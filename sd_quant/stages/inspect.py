@@ -12,7 +12,7 @@ from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedChe
 from sd_quant.progress import duration
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
-from sd_quant.text import one_line
+from sd_quant.text import counted, one_line
 
 STEPS = 20  # of denoising, where a model's file recommends no number
 
@@ -105,6 +105,7 @@ def time_of(session: Session, model: Model, observation: Observation) -> str:
     steps, prompts = (int(model.recommended.get(name, usual)) for name, usual in (("steps", STEPS), ("calib_size", 64)))
     return (
         f"a step of an image of {model.width} x {model.height} takes at least {step:.2g} s in torch, the calibration "
-        f"by {prompts} prompts of {steps} steps {duration(step * steps * prompts)} ({count / 1e12:.2g} TFLOP a step; "
+        f"by {counted(prompts, 'prompt')} of {counted(steps, 'step')} {duration(step * steps * prompts)} "
+        f"({count / 1e12:.2g} TFLOP a step; "
         f"products of matrices make {per_second / 1e9:.0f} GFLOP/s here and now)"
     )

@@ -97,6 +97,12 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
     ("infer.py", ["infer=torch", "prompts=a photo of Mr. Bean"], 2,
      """brackets: 'infer.prompts=["a photo of Mr. Bean"]'"""),
     ("infer.py", ["model.päth=3"], 2, "there is no knob model.päth, because no name has ä in it"),
+    ("quantize.py", ["model.path=my", "ordner/größe.nemo"], 2, "before it, write 'model.path=my ordner/größe.nemo'"),
+    ("quantize.py", ["model.path=a, b.nemo"], 2, """write 'model.path="a, b.nemo"' or 'model.path=[a, b.nemo]'"""),
+    ("quantize.py", ["-m", "model.path=größe,"], 2, """, write 'model.path="größe,"'"""),
+    ("quantize.py", ["model.path=7"], 2, """model.path is 7, expected text; if it is one, write 'model.path="7"'"""),
+    ("quantize.py", ["--help", "alhpa"], 2, "--help explains no knob alhpa; did you mean alpha?"),
+    ("quantize.py", ["--cfg", "job", "--package", "nope"], 2, "--package is nope, expected the name of a knob"),
     ("infer.py", ["seed=random"], 2, "infer.seed is 'random', expected a whole number"),
     ("judge.py", ["candidates=[no.gguf]"], 2, "no.gguf, which does not exist"),
     ("judge.py", ["candidates=[checkpoints/sdxl_mini.nemo]", "model.path=no_such_model"], 2,
@@ -226,9 +232,12 @@ def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_pas
     result = process(script, "--help")
     assert result.returncode == 0 and result.stdout.startswith(says)
     head, presets, knobs = re.split(r"\n== .* ==\n", result.stdout)
-    assert [line.partition(":")[0] for line in presets.split("\n") if line] == groups.split()
-    assert "(at least " in knobs
-    examples = [line for line in head.splitlines() if line.startswith("  ")]
+    assert re.findall(r"^  (\w+)", presets, re.MULTILINE) == groups.split()
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 100 and "--help NAME" in "\n".join(lines[:24])
+    assert not [line for line in knobs.splitlines() if line and not re.match(r"[\w ]+:$|  [\w.]+=.*?  .", line)]
+    assert "??? " not in knobs and "${" not in knobs if script != "judge.py" else "candidates=??? " in knobs
+    examples = [line for line in head.splitlines() if line.startswith("  python")]
     assert len(examples) == {"export_trt.py": 5, "hand_over.py": 2, "judge.py": 2}.get(script, 3)
     for example in examples:
         program, called, *words = words_of(re.sub(r"<[^<>]*>", "some", example), tmp_path)

@@ -48,7 +48,7 @@ def test_inspect_prints_what_the_run_observed(done, observed, tmp_path):
     """From the cache, in which the run has put it."""
     where = f"cache.dir={observed}/cache", f"hydra.run.dir={tmp_path}/out"
     result = done("-m", "sd_quant", "inspect", *KNOBS, *where)
-    assert "observed comes from the cache" in result.stdout + result.stderr
+    assert "from the cache: observed" in result.stdout + result.stderr
     observation = Observation.from_json(json.loads((tmp_path / "out/observed.json").read_text()))
     assert observation.pipeline == "StableDiffusion3Pipeline" and sorted(observation.parts) == PARTS
     assert all(part.rung.cause is None and part.rung.verified for part in observation.parts.values())

@@ -55,7 +55,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     """And of the first prompt alone: of that the run before left a snapshot."""
     entries = {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")}
     run = job("quant_level=2.5", "alpha=auto", "smoothing=modelopt", "keep=2", "calib_size=1")
-    assert "statistics of prompts 1 to 1 come from the cache" in (run / "quantize.log").read_text()
+    assert "from the cache: statistics of prompts 1 to 1" in (run / "quantize.log").read_text()
     assert {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")} == entries
 
     ranked, record = rows_of(run / "sensitivity.csv"), record_of(run)
@@ -153,7 +153,7 @@ def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_m
     assert len(floor["runtime"]["psnr"]["values"]) == 2 and floor["bf16"]["psnr"]["mean"] < 70
     assert "The noise floor" in (first / "report.html").read_text()
     again = done(*given, "quant_level=1", "noise_floor=[bf16,batch]", f"hydra.run.dir={second}")
-    told = (again.stdout + again.stderr).count("images comes from the cache")
+    told = (again.stdout + again.stderr).count("from the cache: images")
     assert told == 4, "the reference, the unquantized engine and both ways: nothing is made again"
     assert record_of(second)["noise_floor"] == {way: floor[way] for way in ("bf16", "batch")}
 

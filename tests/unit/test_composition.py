@@ -126,6 +126,22 @@ def test_a_text_with_several_meanings_is_refused_with_the_argument_to_write(argu
     assert composed[section][knob] == text
 
 
+@pytest.mark.parametrize("multirun", [False, True])
+@given(path=st.text(st.sampled_from(" üß()'\",=🚀~a/.-"), min_size=1, max_size=12))
+def test_a_path_reaches_the_job_as_typed_or_is_refused_with_one_that_does(multirun, path):
+    """But for what Hydra itself means by whole quotes, and by commas in a sweep."""
+    try:
+        argument = readable(f"model.path={path}", multirun)
+    except ConfigError as refused:
+        (argument,) = shlex.split(str(refused).partition(", write ")[2])
+        assert readable(argument, multirun) == argument
+    override = OverridesParser.create().parse_override(argument)
+    quoted, several = path.strip()[0:1] in ('"', "'"), "," in path
+    assert (
+        (override.is_sweep_override() and several) or override.value() == path or (quoted and argument.endswith(path))
+    )
+
+
 def compose_infer(*overrides: str):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("infer", [readable(each, multirun=False) for each in overrides])

@@ -162,7 +162,7 @@ def test_a_hydra_application_around_it_goes_on_as_before():
         outside = GlobalHydra.instance().hydra
         assert job_with({"model": "sdxl_mini"}, {}).quantize.format == "int8"
         assert GlobalHydra.instance().hydra is outside
-        assert compose("quantize").quant_level == 2.5
+        assert compose("quantize").quantize.quant_level == 3
 
 
 @pytest.mark.slow

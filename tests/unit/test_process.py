@@ -88,3 +88,20 @@ def test_a_process_that_ends_at_once_leaves_no_worker_of_joblib(tmp_path):
     workers = (tmp_path / "printed").read_text().split()
     assert code == 3 and len(workers) == 4
     assert not [pid for pid in workers if Path("/proc", pid).exists()]
+
+
+def test_a_command_whose_reader_is_gone_goes_on_to_its_end(tmp_path):
+    """As in ``quantize | head``: no traceback, and its files are written."""
+    code = f"""if True:
+        from pathlib import Path
+        from sd_quant.errors import exit_with_its_code
+
+        def main():
+            for _ in range(3):
+                print("a line" * 10000, flush=True)
+            Path({str(tmp_path / "done")!r}).touch()
+
+        exit_with_its_code(main)
+    """
+    ended = subprocess.run(["sh", "-c", f"{sys.executable} - | head -c 3"], input=code, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("a l", "") and (tmp_path / "done").exists()

@@ -70,13 +70,22 @@ def test_a_terminal_gets_a_bar(monkeypatch, caplog):
         advance()
         time.sleep(0.15)  # the bar redraws ten times a second
         advance()
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(ConsoleFormatter())
+        handler.handle(logging.makeLogRecord({"msg": "export", "levelno": logging.INFO}))
     assert "calibrate: 100%" in sys.stderr.getvalue() and "2/2" in sys.stderr.getvalue()
+    assert re.search(r"\r +\r\d\d:\d\d:\d\d export\n", sys.stderr.getvalue())  # in the bar's place, not behind it
     assert caplog.messages == []
 
 
-def test_what_a_command_ends_with_is_kept_from_the_console():
-    refused, other = (logging.makeLogRecord({"msg": "no", "said_at_the_end": said}) for said in (True, False))
-    assert not module.NotSaidAtTheEnd().filter(refused) and module.NotSaidAtTheEnd().filter(other)
+def test_what_a_command_ends_with_and_what_libraries_tell_is_kept_from_the_console():
+    said = logging.makeLogRecord({"name": "sd_quant.cli", "levelno": logging.ERROR, "said_at_the_end": True})
+    ours, library, warning = (
+        logging.makeLogRecord({"name": name, "levelno": level})
+        for name, level in (("sd_quant.x", logging.INFO), ("onnx_ir", logging.INFO), ("onnx_ir", logging.WARNING))
+    )
+    shown = [module.ConsoleFilter().filter(record) for record in (said, ours, library, warning)]
+    assert shown == [False, True, False, True]
 
 
 def test_a_console_line_has_no_logger_and_a_warnings_level():

@@ -29,6 +29,7 @@ ROOMS = (
     "commands",  # the three that Hydra configures
     "interface",  # the same steps from Python
     "cli",  # what the commands share that Hydra configures
+    "help",  # knobs with their defaults
     "composition",  # YAML and overrides to a job
     "launchers",  # what those of Hydra need beside their YAML
     "search",  # which jobs of a sweep's grid are done next
@@ -51,7 +52,6 @@ ROOMS = (
     "names",  # of tensors, in each author's layout
     "progress",
     "devices",
-    "process",
     "cache",
     "source",
     "files",  # readers of hostile bytes; and the ground, which imports nothing above
@@ -60,6 +60,7 @@ ROOMS = (
     "shell",  # commands as they are pasted
     "places",  # where relative paths lead
     "errors",
+    "process",
     "text",
 )
 

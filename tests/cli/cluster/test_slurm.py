@@ -165,7 +165,7 @@ def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, c
     cluster.wait((tmp_path / "node1" / "metrics.json").exists, "the other to end", 120)
     for file in ("sensitivity.csv", "layers.csv", *(f"images/quantized/{number:04}.png" for number in range(6))):
         assert (tmp_path / "node1" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
-    assert re.search(r" [1-9]\d* of \d+ sensitivities come from the cache", logs[0].read_text()), "what the other made"
+    assert re.search(r"from the cache: [1-9]\d* of \d+ sensitivities", logs[0].read_text()), "what the other made"
     assert not (tmp_path / "node2" / "metrics.json").exists()
     seen("one job on two nodes, one of which dies", "the other goes on; its result is that of one alone")
 

@@ -203,7 +203,7 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, c
     [(device, prompts, seconds)] = said
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
     assert not any(calls.values())
-    assert "statistics of prompts 1 to 2 come from the cache" in caplog.text
+    assert "from the cache: statistics of prompts 1 to 2" in caplog.text
 
 
 def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):

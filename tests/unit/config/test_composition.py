@@ -5,6 +5,7 @@ import re
 from itertools import cycle
 
 import pytest
+import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -12,11 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from sd_quant import sweep
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints import own_knobs
-from sd_quant.composition import SHORTHANDS, composing, job_of, presets_of, settled
+from sd_quant.composition import SHORTHANDS, composing, job_of, settled
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.knobs import described, read
+from sd_quant.help import help_of, knobs_of_job, presets_of, printed
+from sd_quant.knobs import read
 from sd_quant.places import input_path
 
 from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, options
@@ -100,8 +102,7 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     mapping = composed(primary, *([option, *NEEDED.get(option, [])] if option else []))
     refusal = REFUSED.get((primary, option))
     if group in groups_of(primary):
-        [listed] = [line for line in presets_of(primary) if line.startswith(f"{group}: ")]
-        assert (choice in re.split(", |: ", listed)) == (refusal is None)
+        assert (choice in dict(presets_of(primary))[group]) == (refusal is None)
     if refusal is not None:
         with pytest.raises(ConfigError, match=f"^infer.engine is {choice}, expected {refusal}"):
             read(JOBS[primary], mapping)
@@ -134,7 +135,7 @@ def test_the_preset_is_nemos():
 
 def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
     given = {
-        "quant_level": 3, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9,
+        "quant_level": 2, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9,
         "collect_method": "min-max", "calib_size": 8, "calibration": "outputs/cache/statistics/0123",
     }  # fmt: skip
     assert given.keys() <= set(SHORTHANDS)
@@ -152,20 +153,33 @@ def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
 
 @pytest.mark.parametrize("primary", JOBS)
 def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
-    lines = list(described(JOBS[primary]))
+    lines = list(knobs_of_job(JOBS[primary]))
     knobs = [f"{group}.{name}" for group in ("quantize", "trt", "infer") for name in mappings[primary].get(group, {})]
-    told = {line.partition(":")[0].rpartition(".")[2] for line in lines}
+    told = {name.rpartition(".")[2] for name, _, _ in lines}
     assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and lines
-    assert all(re.fullmatch(r"[a-z_.0-9]+: [^$]+ \(.+\)", line) for line in lines)
+    assert all(re.fullmatch(r"[a-z_.0-9]+ [^$]+ \(.+\)", f"{name} {meaning}") for name, _, meaning in lines)
+
+
+def test_help_and_cfg_show_what_the_default_job_has():
+    """Not the references to other knobs that conf has in their place."""
+    with composing("quantize"):
+        config = compose("quantize", return_hydra_config=True)
+        text, shown = help_of("quantize", config, []), yaml.safe_load(printed(compose("quantize"), None))
+    assert {"quant_level=3", "alpha=auto", "smoothing=folded", "infer.steps=20"} <= {*text.split()}
+    assert not re.search(r"\$\{", text) and (shown["quant_level"], shown["alpha"]) == (3, "auto")
+    assert read(QuantizeJob, {name: shown[name] for name in composed("quantize")}) == read(
+        QuantizeJob, composed("quantize")
+    )
+    assert "auto searches\n    it per layer" in help_of("quantize", config, ["alpha"])
 
 
 def test_help_says_of_engines_those_that_the_command_takes():
     taken = {}
     for primary in ("quantize", "infer", "judge"):
-        [line] = [line for line in described(JOBS[primary]) if line.startswith("infer.engine: ")]
-        taken[primary] = {*line.rpartition("(one of ")[2].removesuffix(")").split(", ")}
+        [meaning] = [meaning for name, _, meaning in knobs_of_job(JOBS[primary]) if name == "infer.engine"]
+        taken[primary] = {*meaning.rpartition("(one of ")[2].removesuffix(")").split(", ")}
     engines = {"auto", *RUNTIMES}
-    assert [*presets_of("hand_over")] == ["none"]
+    assert not dict(presets_of("hand_over"))
     assert taken == {"quantize": engines - {"torch"}, "infer": engines - {"torch_native"}, "judge": {"torch"}}
 
 

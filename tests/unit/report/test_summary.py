@@ -10,7 +10,7 @@ from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, read_sweep, write_parquet, write_summary
+from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, WAS_CANCELLED, read_sweep, write_parquet, write_summary
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -56,7 +56,7 @@ def test_the_denoiser_keeps_its_interval_where_an_image_has_no_figure(folder):
     assert first["image_speedup"] is None is first["image_speedup_low"]
 
 
-def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
+def test_a_job_that_left_nothing_is_running_was_killed_or_cancelled(folder):
     """The process that holds its lock may be this one: a lock belongs to the file as it was opened."""
     killed = folder / "alpha=0.1"
     killed.mkdir()
@@ -66,6 +66,10 @@ def test_a_job_that_left_nothing_is_running_or_was_killed(folder):
         assert read_sweep(folder).rows[3]["reason"] == "it left no record: it is running in the stage export"
     reason = read_sweep(folder).rows[3]["reason"]
     assert reason.startswith("it left no record: it ended in the stage export without an error message")
+    with (killed / LOG).open("a") as log:
+        log.write(f"[2026-01-01 00:00:01,000][sd_quant.cli][WARNING] - the job {WAS_CANCELLED}\n")
+    reason = read_sweep(folder).rows[3]["reason"]
+    assert reason == f"it left no record: it {WAS_CANCELLED} in the stage export; the same command goes on"
 
 
 def test_the_three_files_agree(folder):

@@ -34,3 +34,6 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
         (tmp_path / name).unlink()
         closing.closing_words({}, tmp_path)
     assert len(drawn) == 4
+    assert "alpha" not in capsys.readouterr().out
+    closing.closing_words({"overrides": ["alpha=0.8", "keep=3"], "knobs": {"alpha": 0.8}}, tmp_path)
+    assert "chooses it for each input: sd-quant quantize keep=3 alpha=auto\n" in capsys.readouterr().out
