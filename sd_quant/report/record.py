@@ -235,6 +235,12 @@ class Executed(TypedDict):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
+OF_TEXT = Doc(
+    "of images in full precision with the text as the file's tool passes it, by score; null where that is the "
+    "pipeline's or no images were made"
+)
+
+
 class HandedPart(TypedDict):
     """Another part than the denoiser in an export."""
 
@@ -252,7 +258,11 @@ class HandedOver(TypedDict):
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
     parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
-    fidelity: Annotated[dict[str, ImageScores] | None, Doc("of the tool's images, by score; null where none were made")]
+    fidelity: Annotated[
+        dict[str, ImageScores] | None,
+        Doc("of images of the file, which quantization changes, by score; null where none were made"),
+    ]
+    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 
 
@@ -306,6 +316,7 @@ class Judged(TypedDict):
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]
     parts: Annotated[dict[str, JudgedPart], Doc("other parts that it has quantized, by name")]
+    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 

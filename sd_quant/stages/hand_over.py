@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, read_record, why
+from sd_quant.report.record import HandedOver, ImageScores, read_record, why
 from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
@@ -83,6 +83,9 @@ ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 Rows = Mapping[str, LayerAssignment]
 Assignments = Mapping[str, Rows]  # by part, the denoiser first
+Scores = dict[str, ImageScores]  # by name
+# Of a target's result, the paths of ``write_folder`` of these assignments: what quantization and the text change
+Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,14 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
         check_servers(job.targets(), session.checkpoint)
         loaded, assignments = assignment_of(knobs, run, step, session, directory)
         rows = rows_of(job.targets(), assignments, loaded.checkpoint)
-        reference, written = None, {}
+        measure, written = None, {}
         if job.images:
             reference = images_of_run(run, image_names(knobs.infer.prompt_list()))
+            measure = measured_by(loaded, knobs.infer, reference)
         for name, held in rows.items():
             unseen = [] if job.images else ["images=false"]
             command = shlex.join(["sd-quant", "hand_over", f"run={literal(shown(run))}", f"to={name}", *unseen])
             with step(name):
-                measure = measured_by(loaded, held, TARGETS[name], knobs.infer, reference)
                 written[name] = write_target(
                     TARGETS[name], loaded, assignments, held, knobs, directory / name, command, measure, run
                 )
@@ -138,8 +141,8 @@ def hand_over_run(
     """Write a folder for each target of ``rows`` into ``hand_over`` in the ``directory`` of a run."""
     command = shlex.join(["sd-quant", "quantize", *overrides])
     reference, written = images_of_run(directory, image_names(job.infer.prompt_list())), {}
+    measure = measured_by(loaded, job.infer, reference)
     for name, held in rows.items():
-        measure = measured_by(loaded, held, TARGETS[name], job.infer, reference)
         folder = directory / "hand_over" / name
         written[name] = write_target(TARGETS[name], loaded, assignments, held, job, folder, command, measure, directory)
     return written
@@ -219,7 +222,7 @@ def write_target(
     job: RecipeJob,
     folder: Path,
     command: str,
-    measure: Callable[[Mapping[str, Path]], dict] | None,
+    measure: Measure | None,
     run: Path | None = None,
 ) -> HandedOver:
     """Write a target's ``folder``, whole or not at all, with its card, and return the facts of it.
@@ -240,12 +243,14 @@ def write_target(
             if part != loaded.denoiser
         },
         "fidelity": None,
+        "text": None,
         "bytes": {},
     }
     with atomic_path(folder) as place:
         own = sampled(loaded.checkpoint, job.model.family)
         result = write_folder(place, target, loaded.checkpoint, held, written_marks(own))
-        written["fidelity"] = measure(result) if measure is not None else None
+        if measure is not None:
+            written["fidelity"], written["text"] = measure(target, held, result)
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
         written["bytes"] = {name: size for name, size in sizes.items() if size > ROUGHLY}
@@ -327,15 +332,14 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """The parts of the pipeline that the target's result lacks, in words."""
-    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
-    cut = cuts_padding(target, checkpoint) and tokens[0] > CONTEXT_LENGTH
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
-    return [*target.left_out, *([text] if cut else [])]
+    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else [])]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
     """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
-    return not target.pads and checkpoint.family.PADDED
+    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
+    return not target.pads and checkpoint.family.PADDED and tokens[0] > CONTEXT_LENGTH
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
@@ -386,14 +390,19 @@ def write_folder(
     }
 
 
-def measured_by(
-    loaded: Loaded, held: Assignments, target: ForeignFormat, infer: Infer, reference: Images | None
-) -> Callable[[Mapping[str, Path]], dict] | None:
-    """Says of a written result how far its images are from the ``reference``; None where there is no reference.
+def measured_by(loaded: Loaded, infer: Infer, reference: Images) -> Measure:
+    """Measure results against the ``reference``, images of the same ``infer`` in full precision.
 
-    The reference is the full-precision model's images of the same ``infer``.
+    A file is given the text that full precision was given, so that its figure is of quantization alone and ``judge``'s
+    of the same file; what the consumer's text changes is a figure of its own.
     """
-    return None if reference is None else partial(fidelity_of, loaded, held, target, infer, reference)
+    text = cache(partial(text_fidelity, loaded, infer, reference))
+
+    def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
+        fidelity = fidelity_of(loaded, held, target, infer, reference, result)
+        return fidelity, text() if cuts_padding(target, loaded.checkpoint) else None
+
+    return measure
 
 
 def fidelity_of(
@@ -403,11 +412,8 @@ def fidelity_of(
     infer: Infer,
     reference: Images,
     result: Mapping[str, Path],
-) -> dict:
-    """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``.
-
-    The result is the paths of ``write_folder``.
-    """
+) -> Scores:
+    """PSNR, SSIM and LPIPS of the images that the parts of a ``result`` make, against the ``reference``."""
     checkpoint = loaded.checkpoint
     keys: dict[str, object] = {part: part for part in checkpoint.parts()} | {part: Consumed(part) for part in result}
 
@@ -416,13 +422,37 @@ def fidelity_of(
             return open_torch(checkpoint, infer, key)
         return open_consumed(in_place(checkpoint, key.part), held[key.part], target, result[key.part])
 
-    pool = loaded.engines(open_engine, loaded.together(by_torch(workload_of(infer))))
+    return scores_of(loaded, open_engine, keys, infer, reference, target.name)
+
+
+def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
+    """The scores of full precision whose text has CLIP's tokens alone, against the ``reference``."""
+
+    def open_engine(part: str) -> TorchEngine:
+        engine = open_torch(session.checkpoint, infer, part)
+        if part == session.denoiser:
+            engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
+        return engine
+
+    keys = {part: part for part in session.parts}
+    return scores_of(session, open_engine, keys, infer, reference, f"a text of {CONTEXT_LENGTH} tokens")
+
+
+def scores_of(
+    session: Session,
+    open_engine: Callable[[Any], TorchEngine],
+    keys: Mapping[str, object],
+    infer: Infer,
+    reference: Images,
+    label: str,
+) -> Scores:
+    """Make images with the engines of ``keys`` by part, and compare them with the ``reference``."""
+    pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
     try:
-        pipeline = pipeline_of(checkpoint, Variant(pool, keys))
-        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), target.name).images
+        pipeline = pipeline_of(session.checkpoint, Variant(pool, keys))
+        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling_of(infer), label).images)
     finally:
         pool.close()
-    return image_scores(reference, images)
 
 
 def images_of_run(run: Path, names: Sequence[str]) -> Images:
@@ -453,8 +483,6 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
         from sd_quant.interchange.exported_parts import simulate_graph
 
         simulate_graph(denoiser_of(checkpoint, module), rows, denoiser_part(checkpoint).contract.weights)
-    if cuts_padding(target, checkpoint):
-        module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 

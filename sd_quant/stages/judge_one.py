@@ -41,6 +41,7 @@ from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
 from sd_quant.stages.generate import generate, keep_prompts, sampling_of
+from sd_quant.stages.hand_over import Scores
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
@@ -103,8 +104,13 @@ class Baseline:
             pool.close()
 
 
-def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
-    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
+def judge_one(
+    subject: Subject, baseline: Baseline, reference: VariantOutputs, text: Scores | None, mark: str, folder: Path
+) -> None:
+    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``.
+
+    ``text`` are the scores of ``text_fidelity``, for a candidate whose consumer cuts the text.
+    """
     step, others = StageTimer(), {THEIRS: subject.open}
     others |= {key: subject.others[part].open for part, key in keys_of_others(subject).items()}
     if subject.runtime is not None:
@@ -126,7 +132,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
     finally:
         pool.close()
     facts = baseline.facts | {"inputs": baseline.facts["inputs"] | {"candidate": subject.file}}
-    judged = judged_entry(subject, baseline, rows, network_error, runtime)
+    judged = judged_entry(subject, baseline, rows, network_error, text, runtime)
     keep_prompts(baseline.infer, folder)
     write_json(folder / PROVENANCE, facts)
     write_record(record_of(baseline, comparison, judged, facts, step, mark), folder)
@@ -220,6 +226,7 @@ def judged_entry(
     baseline: Baseline,
     rows: Sequence[Mapping[str, Any]],
     network_error: float | None,
+    text: Scores | None,
     runtime: JudgedRuntime,
 ) -> Judged:
     hurting = [row for row in rows if row["output_error"] is not None]
@@ -237,6 +244,7 @@ def judged_entry(
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
         parts={part: judged_part(other) for part, other in subject.others.items()},
+        text=text,
         runtime=runtime,
     )
 
