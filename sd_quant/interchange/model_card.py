@@ -123,22 +123,9 @@ def fidelity_lines(fidelity: Mapping | None, text: Mapping | None) -> list[str]:
     """Tables of the scores' means over images with their intervals: of the file, and of its consumer's text."""
     if fidelity is None:
         return ["No images were made of it."]
-    lines = [
-        "What quantization changes: images of this file as the consumer computes it, simulated in torch, from the text "
-        "of full precision. `sd-quant judge` finds the same.",
-        "",
-        *scores_table(fidelity),
-    ]
-    if text is None:
-        return lines
-    return [
-        *lines,
-        "",
-        "What the consumer's text changes: images in full precision from the text without the zeros behind it. What "
-        "the consumer makes of this file differs from full precision by both.",
-        "",
-        *scores_table(text),
-    ]
+    own = "What quantization changes: images of this file, simulated in torch, from the text of full precision."
+    others = "What the consumer's text changes: images in full precision from the text without the zeros behind it."
+    return [own, "", *scores_table(fidelity), *(["", others, "", *scores_table(text)] if text else [])]
 
 
 def scores_table(scores: Mapping[str, Mapping]) -> list[str]:

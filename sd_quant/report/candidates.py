@@ -123,11 +123,9 @@ def judgement(sweep: Sweep) -> str:
         sentences.append(
             f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."
         )
-    texts = [psnr_text(at(job.record, "judged"), "text") for job in sweep.jobs]
-    if shown := [text for text in texts if text != DASH]:
-        sentences.append(
-            f"All that is of quantization alone; the text as such a tool passes it has {shown[0]} by itself."
-        )
+    if shown := next((each for job in sweep.jobs if (each := at(job.record, "judged", "text"))), None):
+        text = psnr_text({"text": shown}, "text")
+        sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
     return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
 
 

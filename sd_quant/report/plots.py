@@ -512,9 +512,12 @@ def ranges(job: Job) -> Figure | None:
             said += f", {min(1.0, kept / largest):.0%} kept"
         axes.set_title(f"{fitted(abbreviated(name), 40)}\n{said}", fontsize=9)
         axes.set(xlabel="denoising step")
+        axes.axvspan(0.3, len(steps) / 2 + 0.5, color=BAND, zorder=0)
+        for place, noise in ((0.25, "high noise"), (0.75, "low noise")):
+            axes.text(place, 0.98, noise, transform=axes.transAxes, ha="center", va="top", fontsize=8, color=SOFT)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0.3, len(steps) + 0.7)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * largest)
     return figure
 
 

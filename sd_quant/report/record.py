@@ -235,10 +235,7 @@ class Executed(TypedDict):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
-OF_TEXT = Doc(
-    "of images in full precision with the text as the file's tool passes it, by score; null where that is the "
-    "pipeline's or no images were made"
-)
+OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by score; null where that is the same")
 
 
 class HandedPart(TypedDict):
@@ -258,10 +255,7 @@ class HandedOver(TypedDict):
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
     parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
-    fidelity: Annotated[
-        dict[str, ImageScores] | None,
-        Doc("of images of the file, which quantization changes, by score; null where none were made"),
-    ]
+    fidelity: Annotated[dict[str, ImageScores] | None, Doc("what quantization changes, by score; null without images")]
     text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 

@@ -232,11 +232,7 @@ def _decibels(value: float | None) -> str:
 
 
 def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
-    """The exports to other tools by target.
-
-    PSNR is what quantization changes, and what the text as the tool passes it changes of full precision, both with
-    their intervals at 95 %; the size is that of the larger files.
-    """
+    """The exports to other tools by target: PSNR with its interval at 95 %, bytes of the larger files."""
     return table_of_texts(HANDED_OVER, [handed_over_cells(*entry) for entry in (entries or {}).items()])
 
 

@@ -63,7 +63,9 @@ def choose(
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign"):
-        fitted = within_limit(loaded, statistics, directory, shared)
+        fitted = None
+        if (limit := bytes_to_share(loaded)) is not None:
+            fitted = fit_budget(loaded, statistics, measure_presets(loaded, statistics, shared), limit, directory)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
         parts = assign_parts(loaded, statistics.parts)
     if loaded.kept:
@@ -71,14 +73,6 @@ def choose(
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)
             assignment = assign(loaded, statistics, kept)
     return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
-
-
-def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None) -> Fitted | None:
-    """The choice within ``quantize.budget``; None without one."""
-    limit = bytes_to_share(loaded)
-    if limit is None:
-        return None
-    return fit_budget(loaded, statistics, measure_presets(loaded, statistics, shared), limit, directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
@@ -92,7 +86,7 @@ def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
 def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
     """Write the choice's labels and its tables of layers and ranges to ``directory``, and return it."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
-    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), knobs))
+    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
     write_csv(rows_of_layers(chosen.assignment, chosen.parts), directory / "layers.csv")
     write_csv(ranges_by_step(chosen.assignment, statistics.layers), directory / "ranges.csv")
     return chosen

@@ -11,7 +11,6 @@ import csv
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -84,15 +83,8 @@ TEXT = ("context", "encoder_hidden_states")  # names of the same input of a deno
 Rows = Mapping[str, LayerAssignment]
 Assignments = Mapping[str, Rows]  # by part, the denoiser first
 Scores = dict[str, ImageScores]  # by name
-# Of a target's result, the paths of ``write_folder`` of these assignments: what quantization and the text change
+# What quantization and the text change, of a result, the paths of ``write_folder``, with these assignments
 Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """The key of a part as a target's consumer computes it."""
-
-    part: str
 
 
 def hand_over(job: HandOverJob, directory: Path) -> None:
@@ -393,66 +385,47 @@ def write_folder(
 def measured_by(loaded: Loaded, infer: Infer, reference: Images) -> Measure:
     """Measure results against the ``reference``, images of the same ``infer`` in full precision.
 
-    A file is given the text that full precision was given, so that its figure is of quantization alone and ``judge``'s
-    of the same file; what the consumer's text changes is a figure of its own.
+    A file is given full precision's text, so that its figure is of quantization alone, as ``judge``'s is; what the
+    consumer's text changes is a figure of its own.
     """
-    text = cache(partial(text_fidelity, loaded, infer, reference))
+    checkpoint, text = loaded.checkpoint, cache(partial(text_fidelity, loaded, infer, reference))
 
     def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
-        fidelity = fidelity_of(loaded, held, target, infer, reference, result)
-        return fidelity, text() if cuts_padding(target, loaded.checkpoint) else None
+        opened = {
+            part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
+            for part, path in result.items()
+        }
+        fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
+        return fidelity, text() if cuts_padding(target, checkpoint) else None
 
     return measure
 
 
 def fidelity_of(
-    loaded: Loaded,
-    held: Assignments,
-    target: ForeignFormat,
-    infer: Infer,
-    reference: Images,
-    result: Mapping[str, Path],
+    session: Session, infer: Infer, reference: Images, opened: Mapping[str, Callable[[], TorchEngine]], label: str
 ) -> Scores:
-    """PSNR, SSIM and LPIPS of the images that the parts of a ``result`` make, against the ``reference``."""
-    checkpoint = loaded.checkpoint
-    keys: dict[str, object] = {part: part for part in checkpoint.parts()} | {part: Consumed(part) for part in result}
-
-    def open_engine(key: str | Consumed) -> TorchEngine:
-        if isinstance(key, str):
-            return open_torch(checkpoint, infer, key)
-        return open_consumed(in_place(checkpoint, key.part), held[key.part], target, result[key.part])
-
-    return scores_of(loaded, open_engine, keys, infer, reference, target.name)
-
-
-def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
-    """The scores of full precision whose text has CLIP's tokens alone, against the ``reference``."""
+    """PSNR, SSIM and LPIPS of images against the ``reference``; parts that are not ``opened`` are the checkpoint's."""
 
     def open_engine(part: str) -> TorchEngine:
-        engine = open_torch(session.checkpoint, infer, part)
-        if part == session.denoiser:
-            engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
-        return engine
+        return opened[part]() if part in opened else open_torch(session.checkpoint, infer, part)
 
-    keys = {part: part for part in session.parts}
-    return scores_of(session, open_engine, keys, infer, reference, f"a text of {CONTEXT_LENGTH} tokens")
-
-
-def scores_of(
-    session: Session,
-    open_engine: Callable[[Any], TorchEngine],
-    keys: Mapping[str, object],
-    infer: Infer,
-    reference: Images,
-    label: str,
-) -> Scores:
-    """Make images with the engines of ``keys`` by part, and compare them with the ``reference``."""
     pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
     try:
-        pipeline = pipeline_of(session.checkpoint, Variant(pool, keys))
+        pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in session.parts}))
         return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling_of(infer), label).images)
     finally:
         pool.close()
+
+
+def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
+    """The scores of full precision whose text has CLIP's tokens alone, as most consumers pass it."""
+
+    def open_denoiser() -> TorchEngine:
+        engine = open_torch(session.checkpoint, infer, session.denoiser)
+        engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
+        return engine
+
+    return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
 
 
 def images_of_run(run: Path, names: Sequence[str]) -> Images:

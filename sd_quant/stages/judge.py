@@ -134,9 +134,10 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) 
         LOG.info("%d of %d candidates were judged before", done, len(subjects))
     if not left:
         return
-    reference, failure, text = baseline.outputs(directory), None, None
+    reference, failure = baseline.outputs(directory), None
     if any(subject.cuts_text for subject in left):
         text = text_fidelity(baseline.session, baseline.infer, reference.images[FRAMEWORK].images)
+        baseline = replace(baseline, text=text)
     for number, subject in enumerate(left, start=1):
         LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.maker)
         folder = directory / subject.name
@@ -145,9 +146,7 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) 
         with locked(folder / LOCK, f"waiting for another process, which works in {folder}"):
             remove_leftovers(folder)
             try:
-                judge_one(
-                    subject, baseline, reference, text if subject.cuts_text else None, marks[subject.name], folder
-                )
+                judge_one(subject, baseline, reference, marks[subject.name], folder)
             except Exception as error:
                 fault = of_the_machine(error)
                 refused = error if fault is None else fault

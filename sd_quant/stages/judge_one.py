@@ -68,6 +68,7 @@ class Baseline:
     metrics: Metrics
     facts: dict  # as ``provenance`` has them, of the full-precision model
     together: bool  # whether memory holds two denoisers
+    text: Scores | None = None  # of ``text_fidelity``, where a candidate's consumer cuts the text
 
     @property
     def prompts(self) -> list[str]:
@@ -104,13 +105,8 @@ class Baseline:
             pool.close()
 
 
-def judge_one(
-    subject: Subject, baseline: Baseline, reference: VariantOutputs, text: Scores | None, mark: str, folder: Path
-) -> None:
-    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``.
-
-    ``text`` are the scores of ``text_fidelity``, for a candidate whose consumer cuts the text.
-    """
+def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
+    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
     step, others = StageTimer(), {THEIRS: subject.open}
     others |= {key: subject.others[part].open for part, key in keys_of_others(subject).items()}
     if subject.runtime is not None:
@@ -132,7 +128,7 @@ def judge_one(
     finally:
         pool.close()
     facts = baseline.facts | {"inputs": baseline.facts["inputs"] | {"candidate": subject.file}}
-    judged = judged_entry(subject, baseline, rows, network_error, text, runtime)
+    judged = judged_entry(subject, baseline, rows, network_error, runtime)
     keep_prompts(baseline.infer, folder)
     write_json(folder / PROVENANCE, facts)
     write_record(record_of(baseline, comparison, judged, facts, step, mark), folder)
@@ -226,7 +222,6 @@ def judged_entry(
     baseline: Baseline,
     rows: Sequence[Mapping[str, Any]],
     network_error: float | None,
-    text: Scores | None,
     runtime: JudgedRuntime,
 ) -> Judged:
     hurting = [row for row in rows if row["output_error"] is not None]
@@ -244,7 +239,7 @@ def judged_entry(
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
         parts={part: judged_part(other) for part, other in subject.others.items()},
-        text=text,
+        text=baseline.text if subject.cuts_text else None,
         runtime=runtime,
     )
 

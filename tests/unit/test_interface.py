@@ -13,7 +13,6 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import TARGETS
 from sd_quant.interface import Comparison, Quantized, Result, job_with, texts_of
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
@@ -132,8 +131,8 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     )
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
-    def fidelity_of(loaded, rows, target, infer, reference, result):
-        assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, TARGETS["comfyui"])
+    def fidelity_of(loaded, infer, reference, opened, target):
+        assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, "comfyui")
         return scores
 
     monkeypatch.setattr(hand_over, "fidelity_of", fidelity_of)
