@@ -123,8 +123,8 @@ def judgement(sweep: Sweep) -> str:
         sentences.append(
             f"On {len(everyone[0].images)} images not to be told apart from a smaller one: {joined(tied)}."
         )
-    if shown := next((each for job in sweep.jobs if (each := at(job.record, "judged", "text"))), None):
-        text = psnr_text({"text": shown}, "text")
+    texts = {psnr_text(at(job.record, "judged"), "text") for job in sweep.jobs} - {DASH}
+    for text in sorted(texts):  # one, as full precision is one
         sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
     return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
 

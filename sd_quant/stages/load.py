@@ -86,12 +86,6 @@ class Loaded(Session):
         own = None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
         return replace(own, alpha=self.alphas[name]) if own is not None and name in self.alphas else own
 
-    def smooths(self, name: str, label: str) -> bool:
-        """Whether the input of a layer with the preset ``label`` is smoothed."""
-        offered = self.offered[label]
-        alone = self.roles[name] == "conv" or name in offered.weights_alone
-        return not alone and offered.recipe.alpha is not None
-
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
     """The linears whose only input is the text. Raises ConfigError when there are none."""
@@ -265,7 +259,8 @@ def check_labels(loaded: Loaded) -> None:
             raise ConfigError(
                 f"assignment names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
             )
-        if name in loaded.alphas and (label == FP16 or not loaded.smooths(name, label)):
+        smoothed = label != FP16 and loaded.roles[name] != "conv" and loaded.offered[label].recipe.alpha is not None
+        if name in loaded.alphas and not smoothed:
             raise ConfigError(
                 f"assignment gives {name} {label} an alpha, expected none, because nothing of this layer is smoothed"
             )

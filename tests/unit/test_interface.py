@@ -117,6 +117,7 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     def write(place, target, checkpoint, rows, marks):
         place.mkdir()
         (place / "weights").write_bytes(bytes(200_000))
+        return {}
 
     monkeypatch.setattr(hand_over, "write_folder", write)
     known = {"weight_axis": 0, "weight_amax": torch.ones(32), "activation_amax": 1.0}
