@@ -314,7 +314,7 @@ class Quantized:
             session, infer = to_generate(self.model, prompts, knobs, simulated=True)
             loaded = replace(self.loaded, checkpoint=session.checkpoint)
             reference = self.model.generate(prompts, knobs, sampling=sampling_of).images
-            measure = measured_by(loaded, held, TARGETS[target], infer, reference)
+            measure = measured_by(loaded, infer, reference)
         opened = {name.partition(".")[2]: value for name, value in self.model.knobs.items() if name != "cache.dir"}
         code = [
             f"model = sd_quant.open({called(self.model.preset, **opened)})",

@@ -2,9 +2,10 @@
 
     down_blocks.1.attentions.0.proj_in: fp16
     down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
+    down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2: {preset: int8, alpha: 0.7}
 
-It is one mapping from a layer's name to a preset or ``fp16``, so that a line is what is edited. The road not taken is
-to list layers by preset: shorter, but a layer that is moved has to be cut and pasted.
+It is one mapping from a layer's name to a preset or ``fp16``, with an alpha where it is not the preset's, so that a
+line is what is edited. The road not taken is to list layers by preset: a layer that is moved has to be cut and pasted.
 """
 
 import re
@@ -18,6 +19,7 @@ from sd_quant.files import read_regular
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.places import existing_file
+from sd_quant.quantization.recipe import ALPHA
 from sd_quant.text import one_line
 
 ASSIGNMENT = "assignment.yaml"  # in the folder of a run
@@ -25,9 +27,13 @@ FP16 = "fp16"  # the label of a layer that is not quantized
 BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a paragraph has in common
 
 
-def labels_in(path: str) -> dict[str, str]:
-    """Return the label of each layer in the file at ``path``. Raises ConfigError unless it has texts by name."""
-    file, expected = existing_file("assignment", path), "a mapping from names of layers to presets or fp16"
+def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
+    """Return the label of each layer in the file at ``path``, and the alpha of those that state one.
+
+    Raises ConfigError unless it has texts by name, or mappings of ``preset`` and ``alpha``.
+    """
+    file = existing_file("assignment", path)
+    expected = "a mapping from names of layers to presets or fp16, or to {preset: ..., alpha: ...}"
     try:
         content = load_yaml(read_regular(file, MAX_TEXT))
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -36,20 +42,28 @@ def labels_in(path: str) -> dict[str, str]:
         ) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"assignment is {path}, which has no layers, expected {expected}")
+    labels, alphas = dict(content), {}
     for name, label in content.items():
-        if not isinstance(name, str) or not isinstance(label, str):
+        if isinstance(label, dict) and label.keys() == {"preset", "alpha"}:
+            alpha = label["alpha"]
+            labels[name], alphas[name] = label["preset"], float(alpha) if type(alpha) is int else alpha
+            ALPHA.check(f"the alpha of {str(name)[:80]} in {path}", alphas[name])
+        if not isinstance(name, str) or not isinstance(labels[name], str):
             raise ConfigError(f"assignment gives {str(name)[:80]!r} {str(label)[:80]!r}, expected {expected}")
-    return content
+    return labels, alphas
 
 
-def text_of(labels: Mapping[str, str], knobs: Iterable[str]) -> str:
+def text_of(labels: Mapping[str, str], alphas: Mapping[str, float | str], knobs: Iterable[str]) -> str:
     """Return the file's text: a header that says how to give it back with these ``knobs``, and a paragraph a block."""
     return "\n".join([
         "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
         f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",
         "# with the run's other knobs but keep, quantize.budget and fit. Layers without a line stay in fp16, and those",
         "# that read one input have one preset.",
-        *paragraphs(labels),
+        *paragraphs({
+            name: f"{{preset: {label}, alpha: {alphas[name]}}}" if name in alphas else label
+            for name, label in labels.items()
+        }),
         "",
     ])  # fmt: skip
 

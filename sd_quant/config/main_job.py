@@ -11,7 +11,7 @@ from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
-from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention
+from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
 from sd_quant.config.targets import check_consumers, check_fused, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
@@ -41,6 +41,7 @@ class RecipeJob:
 
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
+        self.quantize = with_own_name(self.quantize)
         check_recipe(self.quantize)
         self.quantize = with_attention(self.quantize)
         if not self.model.loras:

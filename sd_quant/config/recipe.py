@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from sd_quant.config.assignment_file import FP16, labels_in
+from sd_quant.config.assignment_file import FP16, entries_in
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import SEED, Called, Limit, at_least, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
@@ -148,7 +148,7 @@ class Quantize(Recipe):
         "format of attention's matrix products at quant_level=4; null: the preset's",
     ]
     exclude: Annotated[Patterns, "patterns of layers that stay in high precision, by model family"]
-    include: Annotated[Patterns, "patterns of linears that are quantized although the family excludes them, by family"]
+    include: Annotated[Patterns, "patterns of layers that are quantized although the family excludes them, by family"]
     weights_alone: Annotated[Patterns, "patterns of linears whose weights alone are quantized, without low-rank branch"]
     parts: Annotated[
         dict[str, str] | None,
@@ -238,7 +238,7 @@ class Quantize(Recipe):
             labels += [label for label in self.choices if not self.same_weights_alone(label)]
         if self.assignment is not None:
             first: dict[str, str] = {}
-            for name, label in labels_in(self.assignment).items():
+            for name, label in entries_in(self.assignment)[0].items():
                 first.setdefault(label, name)
             first.pop(FP16, None)
             check(bool(first), "assignment", self.assignment, "a file that gives a layer a preset")
@@ -270,6 +270,13 @@ class Quantize(Recipe):
         assert own is not None  # it was checked
         enable = dataclasses.replace(own.enable, attention=None)
         return dataclasses.replace(own, quant_level=self.quant_level, batch_size=self.batch_size, enable=enable)
+
+
+def with_own_name(quantize: Quantize) -> Quantize:
+    """Return the section with our name of NeMo's recipe, where ``format`` is NeMo's: that of the numbers."""
+    nemos = quantize.percentile_calibrator == "modelopt" and quantize.enable.attention is None
+    named = nemos and quantize.format == quantize.enable.linear.weight
+    return dataclasses.replace(quantize, format="nemo") if named else quantize
 
 
 def with_attention(quantize: Quantize) -> Quantize:

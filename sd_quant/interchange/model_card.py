@@ -47,7 +47,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         "## What it computes, against full precision",
         "",
-        *fidelity_lines(figures["fidelity"]),
+        *fidelity_lines(figures["fidelity"], figures["text"]),
         "",
         "## What of the recipe is not in it",
         "",
@@ -119,13 +119,19 @@ def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     return lines
 
 
-def fidelity_lines(fidelity: Mapping | None) -> list[str]:
-    """A table of the scores' means over images with their intervals."""
+def fidelity_lines(fidelity: Mapping | None, text: Mapping | None) -> list[str]:
+    """Tables of the scores' means over images with their intervals: of the file, and of its consumer's text."""
     if fidelity is None:
         return ["No images were made of it."]
+    own = "What quantization changes: images of this file, simulated in torch, from the text of full precision."
+    others = "What the consumer's text changes: images in full precision from the text without the zeros behind it."
+    return [own, "", *scores_table(fidelity), *(["", others, "", *scores_table(text)] if text else [])]
+
+
+def scores_table(scores: Mapping[str, Mapping]) -> list[str]:
     lines = ["| score | mean of the images | 95 % interval |", "|---|---|---|"]
-    for key, entry in fidelity.items():
+    for key, entry in scores.items():
         if interval := SCORES[key].mean(entry["values"]):
             ends = f"{interval.low:.4g} to {interval.high:.4g}" if interval.known else "unknown, of one image"
             lines.append(f"| {key} | {interval.value:.4g} | {ends} |")
-    return [*lines, "", "These are images of what the consumer computes of this file, simulated in torch."]
+    return lines

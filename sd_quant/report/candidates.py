@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.report.readings import psnr_text
 from sd_quant.report.recommendation import capped, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Sweep
@@ -28,7 +29,8 @@ CONTENTS = (
     "Bits are all stored bits of the denoiser, scales and layers in high precision included, per weight. Images come "
     "from our reading of each file, in torch and fp32. Where the library that the file is made for computes here, it "
     "has made them again, and their PSNR against ours says whether the file was understood. Speed is of this machine's "
-    "processor alone. The error of the network is that of one call's output, relative to its norm."
+    "processor alone. The error of the network is that of one call's output, relative to its norm. PSNR by its text is "
+    "what the text as its tool passes it changes of full precision; files are judged with full precision's text."
 )
 
 
@@ -122,6 +124,9 @@ def judgement(sweep: Sweep) -> str:
         sentences.append(
             f"On {counted(len(everyone[0].images), 'image')} not to be told apart from a smaller one: {joined(tied)}."
         )
+    texts = {psnr_text(at(job.record, "judged"), "text") for job in sweep.jobs} - {DASH}
+    for text in sorted(texts):  # one, as full precision is one
+        sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
     return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
 
 
@@ -161,7 +166,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
         table_of_texts(
             ["candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs",
              "error of the network", "its own library", "agrees with our reading", "a call, ms",
-             "over torch in full precision"],
+             "over torch in full precision", "PSNR by its text"],
             contents,
             "What is in each candidate",
             " ".join([*verdict, CONTENTS]),
@@ -205,6 +210,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         agrees,
         figure(at(runtime, "ms"), "{:,.1f}"),
         figure(at(runtime, "speedup"), "{:.2f}x" + between(low, high, "{:.2f}")),
+        psnr_text(entry, "text"),
     ]
 
 

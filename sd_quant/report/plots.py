@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
-from sd_quant.report.drawing import ACCENT, FAINT, INK, LINES, OTHER, SOFT, fitted, new_figure, style
+from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT, fitted, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, recommend
@@ -396,9 +396,12 @@ def ranges(job: Job) -> Figure | None:
             said += f", {min(100, 100 * kept / largest):.0f} % kept"
         axes.set_title(f"{fitted(abbreviated(name), 40)} {said}", fontsize=9)
         axes.set(ylabel="magnitude of the input")
+        axes.axvspan(0.3, len(steps) / 2 + 0.5, color=BAND, zorder=0)
+        for place, noise in ((0.25, "high noise"), (0.75, "low noise")):
+            axes.text(place, 0.98, noise, transform=axes.transAxes, ha="center", va="top", fontsize=8, color=SOFT)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0.3, len(steps) + 0.7)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * largest)
     figure.axes[-1].set_xlabel("denoising step")
     return figure
 

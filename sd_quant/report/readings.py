@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
 from sd_quant.report.record import ABSENT, VARIANTS, at
+from sd_quant.report.table import DASH
 
 
 class Number(NamedTuple):
@@ -151,3 +152,10 @@ def keys_of_steps() -> list[str]:
 def names(record: Any, *keys: str) -> list[str]:
     """The names of the dictionaries inside the one at ``keys``: engines, parts, batch sizes."""
     return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]
+
+
+def psnr_text(entry: Any, key: str) -> str:
+    """The mean PSNR of the scores at ``key`` with the further end of its interval at 95 %, or a dash."""
+    mean = SCORES["psnr"].mean(at(entry, key, "psnr", "values") or [])
+    reach = f" ± {mean.high - mean.value:.1f}" if mean and mean.known else ""
+    return f"{mean.value:.1f}{reach} dB" if mean else DASH

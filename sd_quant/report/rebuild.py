@@ -42,7 +42,7 @@ def handed_over_tables(sweep: Sweep) -> list[Table]:
     """One of what jobs have exported to other tools, if any has."""
     lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
     caption = (
-        "Images of what each tool computes of its file, simulated, against full precision, with the mean's interval at "
-        "95 %. The README beside each result says what is lost and how to open it."
+        "PSNR of what each tool computes of its file, simulated, and of full precision with the text as the tool has "
+        "it, with the mean's interval at 95 %. The README beside each result says what is lost and how to open it."
     )
     return [table_of_texts(["job", *HANDED_OVER], lines, "Handed over to other tools", caption)] if lines else []

@@ -234,6 +234,9 @@ class Executed(TypedDict):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
+OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by score; null where that is the same")
+
+
 class HandedPart(TypedDict):
     """Another part than the denoiser in an export."""
 
@@ -251,7 +254,8 @@ class HandedOver(TypedDict):
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
     parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
-    fidelity: Annotated[dict[str, ImageScores] | None, Doc("of the tool's images, by score; null where none were made")]
+    fidelity: Annotated[dict[str, ImageScores] | None, Doc("what quantization changes, by score; null without images")]
+    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 
 
@@ -305,6 +309,7 @@ class Judged(TypedDict):
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]
     parts: Annotated[dict[str, JudgedPart], Doc("other parts that it has quantized, by name")]
+    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
-from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.metrics import Against, Score, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
@@ -24,6 +24,7 @@ from sd_quant.report.readings import (
     memory_to_fit,
     names,
     number_at,
+    psnr_text,
     quotient,
     score_of,
     seconds_of_job,
@@ -36,7 +37,7 @@ from sd_quant.report.table import CLAUSES, DASH, Table, as_text, folded, table_o
 from sd_quant.report.timing import busy_because
 from sd_quant.text import printable
 
-HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
+HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its text", "size"]
 
 
 def run_table(record: Mapping[str, Any]) -> str:
@@ -245,14 +246,11 @@ def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
 
 
 def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
-    mean = SCORES["psnr"].mean(at(entry, "fidelity", "psnr", "values") or [])
-    reach = f" ± {mean.high - mean.value:.1f}" if mean and mean.known else ""
-    psnr = f"{mean.value:.1f}{reach} dB" if mean else DASH
     size = sum(filter(None, (at(entry, "bytes") or {}).values()))
     layers = [f"{at(entry, 'quantized')} of {at(entry, 'of')}"]
     layers += [f"{part} {at(entry, 'parts', part, 'quantized')} of {at(entry, 'parts', part, 'of')}"
                for part in at(entry, "parts") or {}]  # fmt: skip
-    return [target, ", ".join(layers), psnr, _bytes(size)]
+    return [target, ", ".join(layers), psnr_text(entry, "fidelity"), psnr_text(entry, "text"), _bytes(size)]
 
 
 def _costs(record: Mapping[str, Any]) -> list[str]:

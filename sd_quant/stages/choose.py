@@ -86,7 +86,7 @@ def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
 def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
     """Write the choice's labels and its tables of layers and ranges to ``directory``, and return it."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
-    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), knobs))
+    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
     write_csv(rows_of_layers(chosen.assignment, chosen.parts), directory / "layers.csv")
     write_csv(ranges_by_step(chosen.assignment, statistics.layers), directory / "ranges.csv")
     return chosen

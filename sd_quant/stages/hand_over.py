@@ -11,8 +11,7 @@ import csv
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, read_record, why
+from sd_quant.report.record import HandedOver, ImageScores, read_record, why
 from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
@@ -83,13 +82,9 @@ ROUGHLY = 1e5  # bytes below which a card does not name a file
 TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 Rows = Mapping[str, LayerAssignment]
 Assignments = Mapping[str, Rows]  # by part, the denoiser first
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """The key of a part as a target's consumer computes it."""
-
-    part: str
+Scores = dict[str, ImageScores]  # by name
+# What quantization and the text change, of a result, the paths of ``write_folder``, with these assignments
+Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
 
 
 def hand_over(job: HandOverJob, directory: Path) -> None:
@@ -113,14 +108,14 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
         check_servers(job.targets(), session.checkpoint)
         loaded, assignments = assignment_of(knobs, run, step, session, directory)
         rows = rows_of(job.targets(), assignments, loaded.checkpoint)
-        reference, written = None, {}
+        measure, written = None, {}
         if job.images:
             reference = images_of_run(run, image_names(knobs.infer.prompt_list()))
+            measure = measured_by(loaded, knobs.infer, reference)
         for name, held in rows.items():
             unseen = [] if job.images else ["images=false"]
             command = shlex.join(["sd-quant", "hand_over", f"run={literal(shown(run))}", f"to={name}", *unseen])
             with step(name):
-                measure = measured_by(loaded, held, TARGETS[name], knobs.infer, reference)
                 written[name] = write_target(
                     TARGETS[name], loaded, assignments, held, knobs, directory / name, command, measure, run
                 )
@@ -138,8 +133,8 @@ def hand_over_run(
     """Write a folder for each target of ``rows`` into ``hand_over`` in the ``directory`` of a run."""
     command = shlex.join(["sd-quant", "quantize", *overrides])
     reference, written = images_of_run(directory, image_names(job.infer.prompt_list())), {}
+    measure = measured_by(loaded, job.infer, reference)
     for name, held in rows.items():
-        measure = measured_by(loaded, held, TARGETS[name], job.infer, reference)
         folder = directory / "hand_over" / name
         written[name] = write_target(TARGETS[name], loaded, assignments, held, job, folder, command, measure, directory)
     return written
@@ -219,7 +214,7 @@ def write_target(
     job: RecipeJob,
     folder: Path,
     command: str,
-    measure: Callable[[Mapping[str, Path]], dict] | None,
+    measure: Measure | None,
     run: Path | None = None,
 ) -> HandedOver:
     """Write a target's ``folder``, whole or not at all, with its card, and return the facts of it.
@@ -240,12 +235,14 @@ def write_target(
             if part != loaded.denoiser
         },
         "fidelity": None,
+        "text": None,
         "bytes": {},
     }
     with atomic_path(folder) as place:
         own = sampled(loaded.checkpoint, job.model.family)
         result = write_folder(place, target, loaded.checkpoint, held, written_marks(own))
-        written["fidelity"] = measure(result) if measure is not None else None
+        if measure is not None:
+            written["fidelity"], written["text"] = measure(target, held, result)
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
         written["bytes"] = {name: size for name, size in sizes.items() if size > ROUGHLY}
@@ -330,15 +327,14 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """The parts of the pipeline that the target's result lacks, in words."""
-    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
-    cut = cuts_padding(target, checkpoint) and tokens[0] > CONTEXT_LENGTH
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
-    return [*target.left_out, *([text] if cut else [])]
+    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else [])]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
     """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
-    return not target.pads and checkpoint.family.PADDED
+    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
+    return not target.pads and checkpoint.family.PADDED and tokens[0] > CONTEXT_LENGTH
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
@@ -389,43 +385,50 @@ def write_folder(
     }
 
 
-def measured_by(
-    loaded: Loaded, held: Assignments, target: ForeignFormat, infer: Infer, reference: Images | None
-) -> Callable[[Mapping[str, Path]], dict] | None:
-    """Says of a written result how far its images are from the ``reference``; None where there is no reference.
+def measured_by(loaded: Loaded, infer: Infer, reference: Images) -> Measure:
+    """Measure results against the ``reference``, images of the same ``infer`` in full precision.
 
-    The reference is the full-precision model's images of the same ``infer``.
+    A file is given full precision's text, so that its figure is of quantization alone, as ``judge``'s is; what the
+    consumer's text changes is a figure of its own.
     """
-    return None if reference is None else partial(fidelity_of, loaded, held, target, infer, reference)
+    checkpoint, text = loaded.checkpoint, cache(partial(text_fidelity, loaded, infer, reference))
+
+    def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
+        opened = {
+            part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
+            for part, path in result.items()
+        }
+        fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
+        return fidelity, text() if cuts_padding(target, checkpoint) else None
+
+    return measure
 
 
 def fidelity_of(
-    loaded: Loaded,
-    held: Assignments,
-    target: ForeignFormat,
-    infer: Infer,
-    reference: Images,
-    result: Mapping[str, Path],
-) -> dict:
-    """PSNR, SSIM and LPIPS of the images that the consumer of a ``result`` makes, against the ``reference``.
+    session: Session, infer: Infer, reference: Images, opened: Mapping[str, Callable[[], TorchEngine]], label: str
+) -> Scores:
+    """PSNR, SSIM and LPIPS of images against the ``reference``; parts that are not ``opened`` are the checkpoint's."""
 
-    The result is the paths of ``write_folder``.
-    """
-    checkpoint = loaded.checkpoint
-    keys: dict[str, object] = {part: part for part in checkpoint.parts()} | {part: Consumed(part) for part in result}
+    def open_engine(part: str) -> TorchEngine:
+        return opened[part]() if part in opened else open_torch(session.checkpoint, infer, part)
 
-    def open_engine(key: str | Consumed) -> TorchEngine:
-        if isinstance(key, str):
-            return open_torch(checkpoint, infer, key)
-        return open_consumed(in_place(checkpoint, key.part), held[key.part], target, result[key.part])
-
-    pool = loaded.engines(open_engine, loaded.together(by_torch(workload_of(infer))))
+    pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
     try:
-        pipeline = pipeline_of(checkpoint, Variant(pool, keys))
-        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), target.name).images
+        pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in session.parts}))
+        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling_of(infer), label).images)
     finally:
         pool.close()
-    return image_scores(reference, images)
+
+
+def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
+    """The scores of full precision whose text has CLIP's tokens alone, as most consumers pass it."""
+
+    def open_denoiser() -> TorchEngine:
+        engine = open_torch(session.checkpoint, infer, session.denoiser)
+        engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
+        return engine
+
+    return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
 
 
 def images_of_run(run: Path, names: Sequence[str]) -> Images:
@@ -456,8 +459,6 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
         from sd_quant.interchange.exported_parts import simulate_graph
 
         simulate_graph(denoiser_of(checkpoint, module), rows, denoiser_part(checkpoint).contract.weights)
-    if cuts_padding(target, checkpoint):
-        module.register_forward_pre_hook(without_padding, with_kwargs=True)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 

@@ -29,11 +29,13 @@ from sd_quant.report.record import DONE, at, base_sha256, read_object, weights_s
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
+from sd_quant.stages.hand_over import text_fidelity
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.judge_one import Baseline, judge_one
 from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
 from sd_quant.stages.session import open_session, open_unchecked
 from sd_quant.stages.subjects import JudgedWith, Subject, subject_of
+from sd_quant.stages.variants import FRAMEWORK
 
 LOG = logging.getLogger(__name__)
 
@@ -133,6 +135,9 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) 
     if not left:
         return
     reference, failure = baseline.outputs(directory), None
+    if any(subject.cuts_text for subject in left):
+        text = text_fidelity(baseline.session, baseline.infer, reference.images[FRAMEWORK].images)
+        baseline = replace(baseline, text=text)
     for number, subject in enumerate(left, start=1):
         LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.maker)
         folder = directory / subject.name

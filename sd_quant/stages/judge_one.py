@@ -41,6 +41,7 @@ from sd_quant.report.summary import PROVENANCE
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
 from sd_quant.stages.generate import generate, keep_prompts, sampling_of
+from sd_quant.stages.hand_over import Scores
 from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
@@ -67,6 +68,7 @@ class Baseline:
     metrics: Metrics
     facts: dict  # as ``provenance`` has them, of the full-precision model
     together: bool  # whether memory holds two denoisers
+    text: Scores | None = None  # of ``text_fidelity``, where a candidate's consumer cuts the text
 
     @property
     def prompts(self) -> list[str]:
@@ -236,6 +238,7 @@ def judged_entry(
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
         parts={part: judged_part(other) for part, other in subject.others.items()},
+        text=baseline.text if subject.cuts_text else None,
         runtime=runtime,
     )
 

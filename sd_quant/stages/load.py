@@ -1,13 +1,13 @@
 """A session with a recipe: which layers the recipe quantizes, and how."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from sd_quant.checkpoints.lora import adapted_in, without_loras
 from sd_quant.config import Infer, Model, Quantize
-from sd_quant.config.assignment_file import FP16, labels_in
+from sd_quant.config.assignment_file import FP16, entries_in
 from sd_quant.config.recipe import BESIDE, TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
@@ -56,6 +56,7 @@ class Loaded(Session):
     part_recipes: Mapping[str, Recipe]  # of the same parts
     offered: Mapping[str, Offered]  # presets that layers may have, by name
     labels: Mapping[str, str] | None  # what ``assignment`` gives layers, presets or fp16; None without that file
+    alphas: Mapping[str, float | str]  # what the same file gives layers in place of their preset's alpha
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -82,7 +83,8 @@ class Loaded(Session):
     def recipe_with(self, name: str, label: str) -> Recipe | None:
         """The recipe of a layer with the preset ``label``; None where it cannot have it, or there is no such preset."""
         offered = self.offered.get(label)
-        return None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
+        own = None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
+        return replace(own, alpha=self.alphas[name]) if own is not None and name in self.alphas else own
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
@@ -113,8 +115,9 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     roles, attentions = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
     linears = [name for name, shape in shapes.items() if len(shape) == 2]
-    excluded = [name for name in linears if roles[name] == "excluded"]
-    roles |= dict.fromkeys(matched("include", recipe.include.get(family, ()), excluded), "linear")
+    excluded = [name for name in roles if roles[name] == "excluded"]
+    included = matched("include", recipe.include.get(family, ()), excluded)
+    roles |= {name: "linear" if name in linears else "conv" for name in included}
     exclude = list(recipe.exclude.get(family, ()))
     if recipe.mixes:  # what the preset itself excludes may have another
         exclude = [
@@ -134,7 +137,7 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     others = recipes_of_parts(session, presets)
     loaded = Loaded(
         checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others, offered,
-        None if recipe.assignment is None else labels_in(recipe.assignment),
+        *((None, {}) if recipe.assignment is None else entries_in(recipe.assignment)),
     )  # fmt: skip
     if recipe.loras == BESIDE and not recipe.mixes:
         adapted = adapted_in(checkpoint, session.component)
@@ -217,7 +220,7 @@ def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> lis
     for pattern in patterns:
         if not any(is_excluded(name, [pattern]) for name in names):
             raise ConfigError(
-                f"quantize.{knob} has {pattern!r}, which matches none of the {len(names)} linears that it could be of, "
+                f"quantize.{knob} has {pattern!r}, which matches none of the {len(names)} layers that it could be of, "
                 f"such as {', '.join(list(names)[:3]) or 'none'}; change the pattern"
             )
     return [name for name in names if is_excluded(name, patterns)]
@@ -256,6 +259,11 @@ def check_labels(loaded: Loaded) -> None:
             raise ConfigError(
                 f"assignment names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
             )
+        smoothed = label != FP16 and loaded.roles[name] != "conv" and loaded.offered[label].recipe.alpha is not None
+        if name in loaded.alphas and not smoothed:
+            raise ConfigError(
+                f"assignment gives {name} {label} an alpha, expected none, because nothing of this layer is smoothed"
+            )
         if label == FP16:
             continue
         reason = reason_kept(loaded.roles[name], level)
@@ -274,4 +282,8 @@ def check_labels(loaded: Loaded) -> None:
             raise ConfigError(
                 f"assignment gives {told}, which read one input, so that one preset smooths it; give {', '.join(unit)} "
                 "one preset, or fp16"
+            )
+        if len({loaded.alphas.get(name) for name in unit if labels.get(name, FP16) != FP16}) > 1:
+            raise ConfigError(
+                f"assignment gives {', '.join(unit)} more than one alpha, expected one, because they read one input"
             )

@@ -24,6 +24,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
+from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.folding import plain_weight, unfolded
@@ -38,7 +39,7 @@ from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
 from sd_quant.stages.assign import with_loras_beside
-from sd_quant.stages.hand_over import assignment_of, record_of_run, sampled
+from sd_quant.stages.hand_over import assignment_of, cuts_padding, record_of_run, sampled
 from sd_quant.stages.open_parts import open_file, open_simulated
 from sd_quant.stages.session import Session
 
@@ -92,6 +93,7 @@ class Subject:
     others: Mapping[str, OtherPart] = field(default_factory=dict)  # by part; the model's own stand for all others
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
     loras: str | None = None  # where it has those of the full-precision model: FUSED or BESIDE; None: there are none
+    cuts_text: bool = False  # whether its consumer passes the text without the zeros behind it
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
         runtime_of(denoiser, checkpoint),
         {part: other_part(read, in_place(checkpoint, part), part) for part, read in parts.items()},
         WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime, loras,
+        cuts_padding(FORMATS[denoiser.format], checkpoint),
     )  # fmt: skip
 
 

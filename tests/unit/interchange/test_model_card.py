@@ -20,6 +20,8 @@ def test_a_card_says_everything():
         "\n    pip install diffusers==0.42.1 accelerate==1.15.0 torchao==0.18.0",
         "from_pretrained('diffusers_torchao', torch_dtype=torch.bfloat16)",
         f"| psnr | 33 | {interval.low:.4g} to {interval.high:.4g} |",
+        "What the consumer's text changes: images in full precision",
+        "| psnr | 20 | unknown, of one image |",
         "- 55 in high precision: it holds no convolutions",
         "Of clip1, 12 of 12 layers are quantized.",
         "- 29 of vae in high precision: it\n",

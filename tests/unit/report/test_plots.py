@@ -123,6 +123,7 @@ def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
     titles = ["layer3 changes 1.4-fold, 73 % kept", "layer2 changes 1.3-fold", "layer1 changes 1.2-fold"]
     assert [axes.get_title("left") for axes in drawn] == titles
     assert {axes.get_ylabel() for axes in drawn} == {"magnitude of the input"}
+    assert [text.get_text() for text in drawn[0].texts] == ["high noise", "low noise"]
     assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == drawing.ACCENT] == [3, 3]
     for content in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
         (sweep.directory / "ranges.csv").write_text(content)

@@ -144,5 +144,5 @@ def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):
         replace(job, record=job.record and {**job.record, "hand_over": {"gguf": entry}}) for job in small_sweep.jobs
     ]
     (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
-    assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "1.0 MiB"] for level in "1234"]
+    assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "–", "1.0 MiB"] for level in "1234"]
     assert len(table.titles) == len(table.rows[0])

@@ -183,9 +183,10 @@ def test_what_was_handed_over_has_an_interval():
     entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": images}
     interval = mean_interval([30.0, 32.0, 37.0])
     shown = f"33.0 ± {interval.high - 33:.1f} dB"
-    assert handed_over_table({"gguf": entry}).rows == [["gguf", "95 of 150", shown, "1.0 MiB"]]
+    assert handed_over_table({"gguf": entry}).rows == [["gguf", "95 of 150", shown, "–", "1.0 MiB"]]
     assert handed_over_table({"gguf": entry | {"fidelity": None}}).rows[0][2] == "–"
     assert handed_over_table({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}}).rows[0][2] == "30.0 dB"
+    assert handed_over_table({"gguf": entry | {"text": images}}).rows[0][2:4] == [shown, shown]
     parts = {"clip1": {"quantized": 12, "of": 12}, "vae": {"quantized": 0, "of": 29}}
     assert handed_over_table({"a": entry | {"parts": parts}}).rows[0][1] == "95 of 150, clip1 12 of 12, vae 0 of 29"
     assert handed_over_table(None).rows == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sd_quant
-from sd_quant.config.assignment_file import labels_in
+from sd_quant.config.assignment_file import entries_in
 from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
@@ -51,7 +51,7 @@ def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tu
     recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
     given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
-        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None,
+        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None, alphas={},
         offered={INT4: Offered(recipe, exclude, alone), INT8: Offered(recipe.beside(INT8))},
     )  # fmt: skip
     given.recipe_with = lambda name, label: Loaded.recipe_with(given, name, label)
@@ -394,12 +394,18 @@ def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(mode
     (tmp_path / "a.yaml").write_text(left[-1])
     knobs = {**KNOBS, "assignment": str(tmp_path / "a.yaml")}
     assert same(model.quantize(statistics, "int8", **knobs).assignment, plain)
-    assert set(labels_in(knobs["assignment"]).values()) == {"int8"}
+    assert set(entries_in(knobs["assignment"])[0].values()) == {"int8"}
     (tmp_path / "a.yaml").write_text(left[-1].replace("conv1: int8", "conv1: int4_w4a4", 1))
     changed = model.quantize(statistics, "int8", **knobs).assignment
     (name,) = [name for name, layer in changed.items() if layer.format != plain[name].format]
     assert (changed[name].format, changed[name].activation_format) == ("int4", None) and name.endswith("conv1")
     assert same(changed | {name: plain[name]}, plain)
+    (tmp_path / "a.yaml").write_text(
+        left[0].replace("ff.net.2: int8", entry := "ff.net.2: {preset: int8, alpha: 0.3}", 1)
+    )
+    changed = model.quantize(statistics, "int8", **knobs).assignment
+    alphas = {name: layer.alpha for name, layer in changed.items() if layer.alpha != plain[name].alpha}
+    assert [*alphas.values()] == [0.3] and entry in left[-1]
 
 
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
@@ -430,6 +436,22 @@ def test_labels_that_layers_cannot_have_are_refused(with_file, labels, sentence)
     load.check_labels(replace(with_file, labels={TO_Q: "int8", TO_K: "fp16"}))
     with pytest.raises(ConfigError, match=sentence):
         load.check_labels(replace(with_file, labels=labels))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ({TO_Q: "fp16"}, "fp16 an alpha, expected none, because nothing of this layer is smoothed"),
+        ({"down_blocks.0.resnets.0.conv1": "svdquant_w4a4"}, "svdquant_w4a4 an alpha, expected none"),
+        ({"mid_block.attentions.0.proj_out": "q4_k_weight_only"}, "q4_k_weight_only an alpha, expected none"),
+        ({TO_Q: "int8", TO_K: "int8"}, "more than one alpha, expected one, because they read one input"),
+    ],
+)
+def test_an_alpha_is_refused_where_nothing_is_smoothed_or_an_input_has_another(with_file, labels, sentence):
+    load.check_labels(replace(with_file, labels={TO_Q: "int8"}, alphas={TO_Q: 0.5}))
+    with pytest.raises(ConfigError, match=sentence):
+        load.check_labels(replace(with_file, labels=labels, alphas={next(iter(labels)): 0.5}))
 
 
 @pytest.mark.slow

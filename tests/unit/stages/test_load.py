@@ -23,12 +23,13 @@ def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
-    plain, included = loaded(), loaded("quantize.include.sdxl=[time_embedding.*]")
+    plain, included = loaded(), loaded("quantize.include.sdxl=[time_embedding.*,conv_in]", preset="int8_per_tensor")
     changed = {name for name, role in included.roles.items() if role != plain.roles[name]}
-    assert changed == {"time_embedding.linear_1", "time_embedding.linear_2"}
-    assert {included.roles[name] for name in changed} == {"linear"}
+    assert changed == {"time_embedding.linear_1", "time_embedding.linear_2", "conv_in"}
+    assert included.roles["conv_in"] == "conv" and included.roles["time_embedding.linear_2"] == "linear"
+    assert "excluded" not in loaded("quantize.include.sdxl=['*']", preset="int8_per_tensor").roles.values()
     readers = {name for shared in included.shared_inputs for name in shared.readers}
-    assert changed <= readers, "every linear that may be quantized reads a known input"
+    assert changed - {"conv_in"} <= readers, "every linear that may be quantized reads a known input"
 
 
 def test_weights_alone_leave_the_inputs_and_have_no_branch():
@@ -88,7 +89,7 @@ def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantize
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("include.sdxl=[conv_in]", "quantize.include has 'conv_in', which matches none of the "),
+        ("include.sdxl=[conv_on]", "quantize.include has 'conv_on', which matches none of the "),
         ("include.sdxl=[*.to_q]", r"quantize.include has '\*.to_q', which matches none of the "),  # it is quantized
         ("parts={unet_xl:int8_weight_only}", "quantize.parts is unet_xl, expected parts .*denoiser: vae, clip1, clip2"),
         ("parts={t5:int8_weight_only}", "quantize.parts is t5, expected parts "),
