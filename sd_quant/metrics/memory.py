@@ -148,15 +148,13 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
-    A stage that is entered again adds to its entry. Where stages overlap in threads, the peak of each is that of all
-    together. Make the timer at the start of a job: it resets the GPU's peak.
+    A stage that is entered again adds to its entry. Make the timer at the start of a job: it resets the GPU's peak.
     """
 
     def __init__(self) -> None:
         self.started = perf_counter()
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
-        self.running: dict[str, int] = {}  # peaks of those that have not ended
-        self.lock = threading.Lock()
+        self.highest = 0  # bytes in the running stage before the peak was reset last
         self.resets = reset_peak()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -177,9 +175,8 @@ class StageTimer:
     def __call__(self, name: str) -> Iterator[None]:
         LOG.info("%s ...", name)
         start = perf_counter()
-        self.restart_peak()
-        with self.lock:
-            self.running[name] = 0
+        self.highest = 0
+        reset_peak()
         family = FamilyPeak()
         try:
             with family, working(name):
@@ -188,22 +185,15 @@ class StageTimer:
             error.add_note(f"the stage {name}, with up to {used()}")
             raise
         finally:
-            with self.lock:
-                self.note(max(peak_memory_bytes(), family.peak_bytes))
-                seconds, peak = perf_counter() - start, self.running.pop(name)
-                earlier = self.stages.get(name, {"seconds": 0, "peak_memory_bytes": 0})
-                self.stages[name] = {
-                    "seconds": earlier["seconds"] + seconds,
-                    "peak_memory_bytes": max(earlier["peak_memory_bytes"], peak),
-                }
+            seconds, peak = perf_counter() - start, max(self.highest, peak_memory_bytes(), family.peak_bytes)
+            earlier = self.stages.get(name, {"seconds": 0, "peak_memory_bytes": 0})
+            self.stages[name] = {
+                "seconds": earlier["seconds"] + seconds,
+                "peak_memory_bytes": max(earlier["peak_memory_bytes"], peak),
+            }
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
 
     def restart_peak(self) -> None:
         """Reset the process's peak within a stage, whose own stays."""
-        with self.lock:
-            self.note(peak_memory_bytes())
-            reset_peak()
-
-    def note(self, peak: int) -> None:
-        """Credit all running stages with this peak, which is reset next."""
-        self.running = {name: max(before, peak) for name, before in self.running.items()}
+        self.highest = max(self.highest, peak_memory_bytes())
+        reset_peak()
