@@ -27,7 +27,7 @@ pytestmark = pytest.mark.consumer  # nightly, with the package gguf
 
 RUN = "outputs/quantize/timestamp"
 EXPORTED = [  # what other commands read is made by two that are in documents
-    ("README", "python quantize.py quant_level=3 'hand_over=[diffusers_modelopt,comfyui]'"),
+    ("README", "python quantize.py 'hand_over=[diffusers_modelopt,comfyui]'"),
     ("hand_over", "python hand_over.py run=outputs/quantize/<timestamp> 'to=[diffusers_modelopt,gguf]' images=false"),
 ]
 CONVERT = "sd_quant.checkpoints.convert"
@@ -54,6 +54,7 @@ CHOSEN = [  # of each page the command that is most likely to rot, by its start,
     ("launchers", "python quantize.py quant_level=3 alpha=0.8 hydra.run.dir=outputs/one_run", {}),
     ("levers", "python quantize.py -m quant_level=0,3 infer.reuse=null,0.2,0.3,0.4", {}),
     ("nemo", "python export_trt.py unet_xl=<file>.onnx", {}),
+    ("recipes", "python quantize.py model=sdxl model.path=<file>.safetensors quant_level=3 hand_over=comfyui", {}),
     ("results_accuracy", "python quantize.py model=sd3_mini quantize=rotated_w4a4 quant_level=3 infer=onnxruntime", {}),
     ("results_full_size", "python quantize.py model=sdxl_nemo model.path=full.nemo model.width=512", {}),
     ("results_speed", "python quantize.py experiment=nvidia_article_images", {}),
@@ -114,7 +115,7 @@ def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | P
             well(run(*words, *([*QUICK, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])
         found = {
             "folder": "sdxl", "folder2": f"{RUN}/hand_over/diffusers_modelopt", "file_or_folder": "images/0.png",
-            "file.nemo": checkpoint, "full.nemo": checkpoint, "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx",
+            "file.nemo": checkpoint, "file.safetensors": "sd_xl_base_1.0.safetensors", "full.nemo": checkpoint, "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx",
             "b.safetensors": next(Path(RUN).glob("hand_over/comfyui/*.safetensors")),
             "a.gguf": next(Path("outputs/hand_over").rglob("*.gguf")),
         }  # fmt: skip
