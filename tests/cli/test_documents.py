@@ -115,9 +115,9 @@ def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | P
             well(run(*words, *([*QUICK, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])
         found = {
             "folder": "sdxl", "folder2": f"{RUN}/hand_over/diffusers_modelopt", "file_or_folder": "images/0.png",
-            "file.nemo": checkpoint, "file.safetensors": "sd_xl_base_1.0.safetensors", "full.nemo": checkpoint, "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx",
+            "file.nemo": checkpoint, "full.nemo": checkpoint, "file.safetensors": "sd_xl_base_1.0.safetensors",
+            "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx", "a.gguf": next(Path("outputs/hand_over").rglob("*.gguf")),
             "b.safetensors": next(Path(RUN).glob("hand_over/comfyui/*.safetensors")),
-            "a.gguf": next(Path("outputs/hand_over").rglob("*.gguf")),
         }  # fmt: skip
         yield lambda *words: run(*words)[0], found
 
