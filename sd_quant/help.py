@@ -50,7 +50,7 @@ def printed(config: DictConfig, package: str | None) -> str:
     values = resolved(sweep.with_literal_texts(config))
     section = values.get("quantize", {})  # whose values the shorthands give, where they give some
     values |= {name: section[name] for name in values if values[name] is None and name in section}
-    for name in package.split(".") if package else ():
+    for name in package.split(".") if package not in (None, "_global_") else ():
         if not (isinstance(values, dict) and name in values):
             raise ConfigError(f"--package is {package}, expected the name of a knob or of a group of knobs")
         values = values[name]

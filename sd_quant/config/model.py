@@ -117,7 +117,15 @@ class Model:
         """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
         check_checkpoint(self.path, self.family)
         if self.vae is not None:
-            existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
+            path = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
+            known = (
+                path.suffix.lower() == ".safetensors"
+                if path.is_file()
+                else any((path / name).is_file() for name in ("config.json", "model_index.json"))
+            )
+            check(
+                known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
+            )
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)

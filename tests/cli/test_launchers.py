@@ -54,7 +54,7 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
     (folder / "quant_level=3/.lock").mkdir(parents=True)  # what that job opens first, as a file
     killed(*ONE_HOST, THREE)
     said, complaint = ended(sweep.begin(*ONE_HOST, THREE), 1)
-    assert "error: 1 of 3 jobs are not done (quant_level=3: " in complaint and ".lock is no file" in complaint
+    assert "error: 1 of 3 jobs is not done (quant_level=3: " in complaint and ".lock is no file" in complaint
     assert all(f"job {number} of 3: quant_level={number}" in said for number in (1, 2, 3))
     assert json_of(folder / "quant_level=3/failure.json")["exit_code"] == 2
     assert ".lock is no file" in text(folder / "quant_level=3/quantize.log")

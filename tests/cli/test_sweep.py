@@ -98,7 +98,7 @@ def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, done,
     result = command(*sweep_arguments(unbroken))
     assert result.returncode == 1
     [*_, said] = result.stderr.rstrip().splitlines()
-    assert said.startswith("error: 1 of 3 jobs are not done (quant_level=2: ") and ".lock is no file" in said
+    assert said.startswith("error: 1 of 3 jobs is not done (quant_level=2: ") and ".lock is no file" in said
     assert [row["status"] for row in table(unbroken)] == ["done", "failed", "done"]
     assert ".lock is no file" in table(unbroken)[1]["reason"]
     assert ".lock is no file" in (unbroken / "sweep" / "report.html").read_text(encoding="utf-8")

@@ -338,6 +338,6 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
     with pytest.raises(ResourceError, match="calibration on 2 GPUs was asked for and this machine has 1; lower"):
         fabric_for("auto", devices=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ResourceError, match="calibration on 1 GPUs was asked for and this machine has 0"):
+    with pytest.raises(ResourceError, match="calibration on 1 GPU was asked for and this machine has 0"):
         fabric_for("cuda", devices=1)
     assert fabric_for("auto", devices=1).device.type == "cpu"

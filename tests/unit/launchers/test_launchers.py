@@ -36,7 +36,7 @@ def test_a_launcher_that_failed_is_told_from_a_job_that_did():
     error = RuntimeError("no such\n  cluster")
     assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
     for statuses, told in {
-        (DONE, FAILED): "1 of 2 jobs are not done (b: why b)",
+        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)",
         (FAILED, UNFINISHED, UNFINISHED): (
             "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
         ),

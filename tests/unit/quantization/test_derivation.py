@@ -374,7 +374,7 @@ def test_rows_are_plain_values_that_a_csv_holds():
             SdQuantError,
             "layer conv cannot be quantized: an amax of 1e.07",  # fp16 cannot hold its scale
         ),
-        ({"quant_level": 1, "kept": ["conv"]}, ConfigError, "quant_level=1 with 1 layers kept leaves no layer"),
+        ({"quant_level": 1, "kept": ["conv"]}, ConfigError, "quant_level=1 with 1 layer kept leaves no layer"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused_by_name(given, error, reason):

@@ -21,7 +21,7 @@ def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypat
     )
     parts = {"transformer": SimpleNamespace(component="transformer")}
     loaded = SimpleNamespace(checkpoint=SimpleNamespace(family=family, parts=lambda: parts))
-    for name, stand_in in (("load", loaded), ("bytes_to_share", None), ("check_fit", None), ("weights_sha256", "")):
+    for name, stand_in in (("load", loaded), ("limit_of", None), ("weights_sha256", "")):
         monkeypatch.setattr(quantize, name, lambda *_, stand_in=stand_in: stand_in)
     monkeypatch.setattr(quantize, "write_observed", lambda *_: pytest.fail("it goes on"))
     job = read(QuantizeJob, composed("quantize", *knobs))
