@@ -21,16 +21,15 @@ from sd_quant.checkpoints.nemo_networks import (
     read_config,
     sdxl_base_config,
 )
-from sd_quant.checkpoints.nemo_state import network_state, unused_state
+from sd_quant.checkpoints.nemo_state import network_state, state_of
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, refusing, write_json, write_text
 from sd_quant.files.checks import MAX_DEPTH, check_tensors
 from sd_quant.files.folders import WEIGHTS, files_in, read_json
 from sd_quant.files.safetensors import read_safetensors, write_safetensors
-from sd_quant.files.tensors import Readable
 from sd_quant.models.checkpoint import empty_modules
 from sd_quant.models.sdxl import FAMILY
-from sd_quant.models.sdxl_nemo import TextShape, noise_config, tokenizers, with_noise
+from sd_quant.models.sdxl_nemo import TEXT_SIZES, TextShape, noise_config, tokenizers, with_noise
 from sd_quant.names.nemo import UNUSED
 
 NETWORKS = {  # library and class
@@ -70,7 +69,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     errors = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # any value may be wrong
     noise = scheduler_entries(path)
     with refusing(f"{path}: its configs do not describe an SDXL base of any size", *errors, advice=AS_IT_IS):
-        clip1, clip2 = text_shape(configs["text_encoder"]), text_shape(configs["text_encoder_2"], projects=True)
+        clip1, clip2 = text_shape(configs["text_encoder"], 0), text_shape(configs["text_encoder_2"])
         if model_config is None:
             model_config = with_noise(nemo_config(configs["unet"], configs["vae"], clip1, clip2), noise)
     modules = described_networks(path, model_config, clip1, clip2)
@@ -82,12 +81,10 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
         for name, module in modules.items()
     }
     if UNUSED_FILE in kept:
-        unused: Mapping[str, Readable] = read_safetensors(kept[UNUSED_FILE])
+        unused = read_safetensors(kept[UNUSED_FILE])
         check_tensors(path / NEMO, unused, {}, UNUSED)
-    else:
-        dtype = components["text_encoder_2"]["text_projection.weight"].dtype
-        unused = unused_state(dtype, model_config)
-    return checkpoint_of(path, model_config, network_state(components) | unused)
+        return checkpoint_of(path, model_config, network_state(components) | unused)
+    return checkpoint_of(path, model_config, state_of(components, model_config))
 
 
 def scheduler_entries(path: Path) -> dict:
@@ -142,16 +139,10 @@ def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape)
     return config
 
 
-def text_shape(config: Mapping, projects: bool = False) -> TextShape:
-    """Returns the sizes of a text encoder in transformers' ``config.json``."""
-    return TextShape(
-        vocab_size=config["vocab_size"],
-        width=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        context=config["max_position_embeddings"],
-        mlp_width=config["intermediate_size"],
-        projection=config["projection_dim"] if projects else 0,
-    )
+def text_shape(config: Mapping, projection: int | None = None) -> TextShape:
+    """Returns the sizes of a text encoder in transformers' ``config.json``, by default with its ``projection``."""
+    sizes = (config[name] for name in TEXT_SIZES)
+    return TextShape(*sizes, projection=config["projection_dim"] if projection is None else projection)
 
 
 def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
@@ -204,12 +195,9 @@ def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mappin
     """Raises ArtifactError unless the networks that NeMo builds are those of the folder."""
     for name, module in modules.items():
         library, kind = NETWORKS[name]
-        config = {**usual_entries(kind), **configs[name]}
-        keys = (
-            {key for key in config if not key.startswith("_")} - COMPUTING
-            if library == "diffusers"
-            else COMPARED_OF_TEXT
-        )
+        config = usual_entries(kind) | configs[name]
+        compared = {key for key in config if not key.startswith("_")} - COMPUTING
+        keys = compared if library == "diffusers" else COMPARED_OF_TEXT
         check_config(path / name / "config.json", config, full_config(module), keys)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -48,10 +49,7 @@ def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dic
 
 def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
     """Returns the tensors of the four networks under NeMo's keys."""
-    state: dict[str, Readable] = {}
-    for component in PREFIX:
-        state |= to_nemo(component, components[component])
-    return state
+    return {key: each for name in PREFIX for key, each in to_nemo(name, components[name]).items()}
 
 
 def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
@@ -81,22 +79,14 @@ def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextS
 
     Raises KeyError, IndexError or ValueError when such a weight is missing or has another rank.
     """
-    clip, open_clip = PREFIX["text_encoder"], PREFIX["text_encoder_2"]
-    vocab_size, width = shapes[clip + "embeddings.token_embedding.weight"]
-    clip1 = TextShape(
-        vocab_size=vocab_size,
-        width=width,
-        layers=count_indices(shapes, clip + "encoder.layers."),
-        context=shapes[clip + "embeddings.position_embedding.weight"][0],
-        mlp_width=shapes[clip + "encoder.layers.0.mlp.fc1.weight"][0],
-    )
-    vocab_size, width = shapes[open_clip + "token_embedding.weight"]
-    clip2 = TextShape(
-        vocab_size=vocab_size,
-        width=width,
-        layers=count_indices(shapes, open_clip + "transformer.resblocks."),
-        context=shapes[open_clip + "positional_embedding"][0],
-        mlp_width=shapes[open_clip + "transformer.resblocks.0.mlp.c_fc.weight"][0],
-        projection=shapes[open_clip + "text_projection"][1],
-    )
-    return clip1, clip2
+
+    def shape(component: str, tokens: str, layers: str, mlp: str, positions: str) -> TextShape:
+        prefix = PREFIX[component]
+        vocab_size, width = shapes[prefix + tokens]
+        context, mlp_width = shapes[prefix + positions][0], shapes[f"{prefix}{layers}0.{mlp}"][0]
+        return TextShape(vocab_size, width, count_indices(shapes, prefix + layers), context, mlp_width)
+
+    tokens, positions = "token_embedding.weight", "embeddings.position_embedding.weight"
+    clip1 = shape("text_encoder", f"embeddings.{tokens}", "encoder.layers.", "mlp.fc1.weight", positions)
+    clip2 = shape("text_encoder_2", tokens, "transformer.resblocks.", "mlp.c_fc.weight", "positional_embedding")
+    return clip1, replace(clip2, projection=shapes[PREFIX["text_encoder_2"] + "text_projection"][1])

@@ -67,7 +67,9 @@ def open_single_file(
     stored, metadata = read_header(whole_file(path))
     marks = sampling_marks(stored)
     check_whole(path, stored, marks, pipeline)
-    config = model_config or described(path, metadata)
+    config = model_config or sdxl_base_config()
+    if model_config is None and DESCRIPTION in metadata:
+        config = config_in(f"{path}: its {DESCRIPTION}", str(metadata[DESCRIPTION]).encode())
     check_described(path, config)
     with refusing(f"{path}: its configuration does not say what it predicts", KeyError):
         config = with_noise(config, noise_config(config) | declared(path, marks, metadata))
@@ -113,13 +115,6 @@ def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[st
     else:
         return
     raise ArtifactError(f"{path} {why}; give a whole checkpoint of SDXL, or a diffusers folder with this one")
-
-
-def described(path: Path, metadata: Mapping[str, str]) -> dict:
-    """Returns the ``model_config`` in a file's metadata, or SDXL base's."""
-    if (text := metadata.get(DESCRIPTION)) is None:
-        return sdxl_base_config()
-    return config_in(f"{path}: its {DESCRIPTION}", str(text).encode())
 
 
 def declared(path: Path, marks: Collection[str], metadata: Mapping[str, str]) -> dict:

@@ -6,7 +6,7 @@ say how texts are padded and which sampler makes the images: ``PIPELINES`` has t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -30,6 +30,9 @@ class TextShape:
     mlp_width: int
     projection: int = 0  # width of the pooled output; 0 when there is none
 
+
+# transformers' names of all but the last, in their order
+TEXT_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size")
 
 SIZE, BLOCK_COUNT = between(1, 2**16), between(0, 100)
 EACH_SIZE, EACH_BLOCK_COUNT = between(1, 2**12, each=True), between(0, 100, each=True)
@@ -113,9 +116,7 @@ def noise_config(model_config: Mapping = MappingProxyType({})) -> dict:
     x0 = x / (sigma^2 + 1) - v sigma / (sigma^2 + 1)^0.5.
     """
     denoiser = model_config.get("denoiser_config", {})
-    stated = {field.name: field.default for field in fields(NemoDiscretization)} | denoiser.get(
-        "discretization_config", {}
-    )
+    stated = asdict(NemoDiscretization()) | denoiser.get("discretization_config", {})
     predicts_v = str(denoiser.get("scaling_config", {}).get("_target_")).endswith(".VScaling")
     return {name: stated[entry] for entry, name in IN_SCHEDULER.items()} | {
         "beta_schedule": "scaled_linear", "prediction_type": "v_prediction" if predicts_v else "epsilon"
@@ -177,12 +178,8 @@ def vae_config(model_config: Mapping) -> dict:
 def text_config(shape: TextShape, activation: str) -> dict:
     """Returns the arguments of ``CLIPTextConfig``. The markers are the last two ids of the vocabulary."""
     return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.width,
-        "intermediate_size": shape.mlp_width,
-        "num_hidden_layers": shape.layers,
+        **dict(zip(TEXT_SIZES, astuple(shape), strict=False)),
         "num_attention_heads": shape.width // CLIP_HEAD_WIDTH,
-        "max_position_embeddings": shape.context,
         "projection_dim": shape.projection or shape.width,
         "hidden_act": activation,
         "bos_token_id": shape.vocab_size - 2,

@@ -80,20 +80,13 @@ def _denoiser_names(component: str, layers: Mapping[str, Place]) -> Iterator[tup
 
 def _encoder_names(component: str, number: int, layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
     is_t5 = "encoder.block.0.layer.0.SelfAttention.q" in layers
-    numbers = {
-        str(number),
-        *(["3"] if is_t5 else []),
-        *([""] if number == 1 else []),
-    }  # kohya's T5 of Flux is the third
+    numbers = {str(number)} | ({"3"} if is_t5 else set()) | ({""} if number == 1 else set())  # Flux's T5 has kohya's 3
     in_comfyui = ["t5xxl"] if is_t5 else ["clip_l", "clip_h"] if number == 1 else ["clip_g"]
+    prefixes = (component, "base_model.model", *(f"text_encoders.{each}.transformer" for each in in_comfyui))
     for layer, place in layers.items():
         plain = layer.removeprefix("text_model.")  # which only some versions of transformers have
         for name in (plain, f"text_model.{plain}"):
-            for prefix in (
-                component,
-                "base_model.model",
-                *(f"text_encoders.{each}.transformer" for each in in_comfyui),
-            ):
+            for prefix in prefixes:
                 yield f"{prefix}.{name}", [place]
             for each in numbers:
                 yield f"lora_te{each}_{name.replace('.', '_')}", [place]

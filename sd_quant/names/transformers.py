@@ -8,6 +8,13 @@ width, and LoRAs and slices of files need names alone.
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+
+def _embedder(theirs: str, ours: str, layers: tuple[str, str] = ("mlp.0", "mlp.2")) -> dict[str, tuple[str]]:
+    """Returns the names of the two linears of an embedder."""
+    return {f"{theirs}.{layer}": (f"{ours}.linear_{number}",) for number, layer in enumerate(layers, 1)}
+
+
+IN_OUT = ("in_layer", "out_layer")
 QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 FLUX_DOUBLE = {
@@ -25,12 +32,9 @@ FLUX_SINGLE = {
 }  # fmt: skip
 FLUX_OUTER = {  # in no block
     "img_in": ("x_embedder",), "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
-    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
-    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    **_embedder("time_in", "time_text_embed.timestep_embedder", IN_OUT),
+    **_embedder("vector_in", "time_text_embed.text_embedder", IN_OUT),
+    **_embedder("guidance_in", "time_text_embed.guidance_embedder", IN_OUT),
     "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }  # fmt: skip
 SD3_JOINT = {
@@ -47,10 +51,8 @@ SD3_JOINT = {
 }  # fmt: skip
 SD3_OUTER = {
     "pos_embed": ("pos_embed.pos_embed",), "x_embedder.proj": ("pos_embed.proj",),
-    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
-    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
-    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
-    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    **_embedder("t_embedder", "time_text_embed.timestep_embedder"),
+    **_embedder("y_embedder", "time_text_embed.text_embedder"),
     "final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }  # fmt: skip
 PIXART_BLOCK = {
@@ -61,14 +63,10 @@ PIXART_BLOCK = {
 }  # fmt: skip
 PIXART_OUTER = {
     "x_embedder.proj": ("pos_embed.proj",), "t_block.1": ("adaln_single.linear",),
-    "t_embedder.mlp.0": ("adaln_single.emb.timestep_embedder.linear_1",),
-    "t_embedder.mlp.2": ("adaln_single.emb.timestep_embedder.linear_2",),
-    "csize_embedder.mlp.0": ("adaln_single.emb.resolution_embedder.linear_1",),
-    "csize_embedder.mlp.2": ("adaln_single.emb.resolution_embedder.linear_2",),
-    "ar_embedder.mlp.0": ("adaln_single.emb.aspect_ratio_embedder.linear_1",),
-    "ar_embedder.mlp.2": ("adaln_single.emb.aspect_ratio_embedder.linear_2",),
-    "y_embedder.y_proj.fc1": ("caption_projection.linear_1",),
-    "y_embedder.y_proj.fc2": ("caption_projection.linear_2",),
+    **_embedder("t_embedder", "adaln_single.emb.timestep_embedder"),
+    **_embedder("csize_embedder", "adaln_single.emb.resolution_embedder"),
+    **_embedder("ar_embedder", "adaln_single.emb.aspect_ratio_embedder"),
+    **_embedder("y_embedder.y_proj", "caption_projection", ("fc1", "fc2")),
     "final_layer.linear": ("proj_out",), "final_layer.scale_shift_table": ("scale_shift_table",),
 }  # fmt: skip
 # by diffusers' name of a kind of block, "" for what is in none: the authors' name of it, and what stands in it

@@ -1,6 +1,7 @@
-"""The key map against sources that are not ours: keys seen in NeMo, and diffusers' own LDM and OpenCLIP converters.
+"""The key map against sources that are not ours: keys seen in NeMo, and diffusers' own OpenCLIP converter.
 
-The UNet, whose keys NeMo shares with nobody, is judged as a file of SGM's in ``test_sgm.py``.
+The UNet, whose keys NeMo shares with nobody, and the VAE are judged as a file of SGM's by diffusers' converters in
+``checkpoints/test_single_file.py``.
 """
 
 import gzip
@@ -41,13 +42,6 @@ def nemo_tensors(component: str, parameters: dict[str, torch.Tensor]) -> dict[st
     tensors = {key: tensor.read() for key, tensor in state.items()}
     assert all((tuple(tensors[key].shape), tensors[key].dtype) == (state[key].shape, state[key].dtype) for key in state)
     return tensors
-
-
-def test_vae_means_the_same_to_diffusers_ldm_converter(tiny_modules):
-    expected = tiny_modules["vae"].state_dict()
-    ldm = without_prefix("vae", nemo_tensors("vae", expected))
-    converted = single_file_utils.convert_ldm_vae_checkpoint(ldm, tiny_modules["vae"].config)
-    assert_same(converted, expected)
 
 
 def test_open_clip_means_the_same_to_diffusers_converter(tiny_modules):

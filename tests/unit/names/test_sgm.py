@@ -8,12 +8,11 @@ import torch
 
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.checkpoints.nemo_state import betas_of, denoiser_sigmas
 from sd_quant.checkpoints.single_file import open_single_file
-from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.errors import ArtifactError
-from sd_quant.models.sdxl_nemo import build_modules, noise_config, scheduler
+from sd_quant.models.sdxl_nemo import noise_config, scheduler
 from sd_quant.names import nemo as nemo_keys
 from sd_quant.names.nemo import PREFIX, SAME, locations
 from sd_quant.names.sgm import nemo_key, sgm_key, sgm_names
@@ -162,10 +161,8 @@ def test_files_of_another_kind_are_named_by_what_they_are(written, tiny_config, 
 
 
 @pytest.mark.slow
-def test_full_size_keys_are_those_that_sgm_is_read_by():
-    with torch.device("meta"):
-        modules = build_modules(sdxl_base_config(), CLIP_L, OPEN_CLIP_BIGG)
-    names = list(parameter_shapes(modules)["unet"])
+def test_full_size_keys_are_those_that_sgm_is_read_by(full_size_shapes):
+    names = list(full_size_shapes["unet"])
     found = sgm_names(names)
     places = locations("unet", names)
     assert len(set(found.values())) == len(names) == 1680
