@@ -46,7 +46,7 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     """Returns the checkpoint with the autoencoder of ``path``; reads no weight.
 
     ``path`` is a folder of diffusers' AutoencoderKL or of a pipeline that has one, or a safetensors file.
-    Raises ConfigError for another kind of file or of autoencoder, ArtifactError for a damaged or incomplete one.
+    Raises ConfigError for another kind of autoencoder, ArtifactError for a damaged or incomplete one.
     """
     own = empty_modules(checkpoint)[COMPONENT]
     folder = path / COMPONENT if (path / INDEX).is_file() else path
@@ -62,13 +62,8 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
             with torch.device("meta"), bounded_modules():
                 built = network(KIND, config)
         weights = weights_of(folder, COMPONENT, LIBRARY, built)
-    elif path.suffix.lower() == ".safetensors" and path.is_file():
-        built, weights = own, weights_of(path, COMPONENT, LIBRARY, own, tensors=stored_vae(path, own))
     else:
-        raise ConfigError(
-            f"model.vae names {path}, expected a folder of an {KIND}, with config.json, or a .safetensors file; "
-            "give one of these"
-        )
+        built, weights = own, weights_of(path, COMPONENT, LIBRARY, own, tensors=stored_vae(path, own))
     config, usual = full_config(built), latents(full_config(own))
     for entry, found in latents(config).items():
         if found != usual[entry]:

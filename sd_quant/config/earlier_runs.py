@@ -1,4 +1,4 @@
-"""Read the knobs that earlier runs of any version have kept in their ``config.yaml``."""
+"""Read the knobs that earlier runs of this version have kept in their ``config.yaml``."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import yaml
 from sd_quant.calibration.prompts import KEPT
 from sd_quant.config.assignment_file import ASSIGNMENT
 from sd_quant.config.comparison import CacheFolder
-from sd_quant.config.images import LEVERS
 from sd_quant.config.main_job import QuantizeJob, RecipeJob
 from sd_quant.config.model import Model
 from sd_quant.errors import ArtifactError, ConfigError
@@ -21,49 +20,8 @@ from sd_quant.knobs import read
 from sd_quant.places import input_path
 from sd_quant.text import one_line
 
-# The behaviour of versions before these knobs, so that their configs can still be read.
-BEFORE: dict[str, dict[str, object]] = {
-    "model": {
-        **dict.fromkeys(("dtype", "calibration_image", "calibration_mask", "sizes", "arguments", "denoiser")),
-        **dict.fromkeys(("observed", "vae", "pipeline")),
-        **{"loras": [], "encoder": False, "excluded": []},
-    },
-    "infer": {
-        **dict.fromkeys(("image", "mask", "strength", "sizes", "vae_tile", "chosen_because", *LEVERS)),
-        **dict.fromkeys(("num_prompts", "prompts_category")),
-        "prompts_seed": 0,
-    },
-    "verdict": dict.fromkeys(("floor_db", "worst_db", "speedup", "image_ms")),
-    "quantize": {
-        **dict.fromkeys(("parts", "attention", "assignment")),
-        **{"include": {}, "weights_alone": {}, "loras": "fused", "weight_observer": "min_max"},
-        **{"per_token": False, "rotation": 0, "hessian": 0},
-    },
-    "metrics": {
-        **dict.fromkeys(("pickscore_weights", "hps_weights", "image_reward_weights", "dino_weights")),
-        "ocr": False,
-    },
-    "trt": {"sizes": None},
-    "judge": {"candidates": [], "layers": 20, "runtimes": True, "trust_runs": False, "confidence": 0.95},
-}
-GONE = ("budget_ms", "times")  # knobs of ``quantize`` in earlier versions: a limit of time, null in most runs
 MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the folder of a finished run
 DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
-
-
-def completed(knobs: dict) -> dict:
-    """Add the knobs that the version of a run did not have."""
-    sections = {section: before | (knobs.get(section) or {}) for section, before in BEFORE.items()}
-    flags = dict.fromkeys(("compiled_baseline", "memory_of_parts", "overwrite"), False)
-    recipe = sections["quantize"]
-    for name in GONE:
-        if recipe.get(name) is None:
-            recipe.pop(name, None)
-    if "assignment" not in (knobs.get("quantize") or {}):  # choices were formats of weights alone
-        chooses = recipe.get("budget") is not None or recipe.get("fit") is not None
-        choices = recipe.get("choices") or []
-        recipe["choices"] = [f"{name}_weight_only" for name in choices] if chooses else []
-    return {**flags, "noise_floor": [], "search": None} | knobs | sections
 
 
 def is_run(path: Path) -> bool:
@@ -72,16 +30,16 @@ def is_run(path: Path) -> bool:
 
 
 def run_job(run: str) -> QuantizeJob:
-    """Read the job of a finished run of our own. Raises what ``completed_knobs`` raises."""
-    return read(QuantizeJob, completed_knobs(run))
+    """Read the job of a finished run of our own. Raises what ``knobs_of_run`` raises."""
+    return read(QuantizeJob, knobs_of_run(run))
 
 
 def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
     """Read the recipe of a finished run that may be foreign; its statistics are kept in our ``cache``.
 
-    Its knobs that say what to execute and where to write are ignored. Raises what ``completed_knobs`` raises.
+    Its knobs that say what to execute and where to write are ignored. Raises what ``knobs_of_run`` raises.
     """
-    knobs = completed_knobs(run)
+    knobs = knobs_of_run(run)
     described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
     job = read(RecipeJob, described | {"cache": dataclasses.asdict(cache)})
     job.model = dataclasses.replace(job.model, observed=cache.dir)
@@ -90,8 +48,8 @@ def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
     return job
 
 
-def completed_knobs(run: str) -> dict:
-    """Read the knobs of a finished run, with those that its version did not have.
+def knobs_of_run(run: str) -> dict:
+    """Read the knobs of a finished run.
 
     Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
     """
@@ -99,14 +57,13 @@ def completed_knobs(run: str) -> dict:
     for name in MARKS:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
-    knobs = plain_knobs(folder / "config.yaml", completed, "give another run")
+    knobs = plain_knobs(folder / "config.yaml", lambda knobs: knobs, "give another run")
     recipe = knobs["quantize"]
-    limited = any(recipe.get(name) is not None for name in ("budget", *GONE))
-    if recipe.get("assignment") is not None or (limited and (folder / ASSIGNMENT).is_file()):
-        recipe = {name: value for name, value in recipe.items() if name not in GONE}
+    limited = recipe.get("budget") is not None and (folder / ASSIGNMENT).is_file()
+    if recipe.get("assignment") is not None or limited:
         knobs["quantize"] = recipe | {"budget": None, "assignment": str(folder / ASSIGNMENT)}  # not measured again
     if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
-        whole = {name: BEFORE["infer"][name] for name in ("num_prompts", "prompts_seed", "prompts_category")}
+        whole = {"num_prompts": None, "prompts_seed": 0, "prompts_category": None}
         knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole
     return knobs
 
@@ -119,7 +76,7 @@ def run_model(run: str) -> dict | None:
     file = input_path(run) / "config.yaml"
     if not file.is_file():
         return None
-    model = plain_knobs(file, lambda knobs: BEFORE["model"] | knobs["model"], "give another run, or run=null")
+    model = plain_knobs(file, lambda knobs: knobs["model"], "give another run, or run=null")
     return dataclasses.asdict(read(Model, model, "model."))
 
 

@@ -117,11 +117,11 @@ class Model:
         """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
         check_checkpoint(self.path, self.family)
         if self.vae is not None:
-            path = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
+            file = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
             known = (
-                path.suffix.lower() == ".safetensors"
-                if path.is_file()
-                else any((path / name).is_file() for name in ("config.json", "model_index.json"))
+                file.suffix.lower() == ".safetensors"
+                if file.is_file()
+                else any((file / name).is_file() for name in ("config.json", "model_index.json"))
             )
             check(
                 known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"

@@ -71,7 +71,7 @@ class Sampling:
     def described(self) -> dict[str, Any]:
         """All settings that decide the images, for JSON; latents and source images by their digests.
 
-        Newer settings are absent where they are not used, so that cached results of earlier versions are found.
+        Levers are absent where they are not used.
         """
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from sd_quant.config import QuantizeJob, Timing, artifact, completed
+from sd_quant.config import QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
@@ -166,7 +166,7 @@ def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path
 def knobs_of(job: Job) -> QuantizeJob:
     """The knobs of a job's folder. Raises one of UNREADABLE."""
     stored: Any = load_yaml(read_regular(job.directory / "config.yaml", MAX_TEXT))
-    return read(QuantizeJob, completed(stored))
+    return read(QuantizeJob, stored)
 
 
 def hash_of(path: Path) -> str:

@@ -82,7 +82,7 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
     ("quantize.py", [*FOLDER, "infer.image={files}/latin1.txt"], 2, "expected an image or a folder with images"),
     ("quantize.py", [*FOLDER, "model.loras=[{files}/latin1.txt:x]"], 2, "a file, or file:strength with a number"),
     ("quantize.py", ["model.vae=no/such"], 2, "model.vae names no/such, which does not exist"),
-    ("quantize.py", ["model.vae={files}/latin1.txt"], 2, "latin1.txt, expected a folder of an AutoencoderKL, with config"),
+    ("quantize.py", ["model.vae={files}/latin1.txt"], 2, "latin1.txt, expected a folder of an AutoencoderKL"),
     ("quantize.py", [*OBSERVED, "model.vae=conf"], 2, "an autoencoder is swapped in known families alone"),
     ("quantize.py", ["model=sd3_mini", "model.pipeline=nemo"], 2, "only SDXL comes in files of NeMo's"),
     ("quantize.py", ["model=diffusers", "model.path=conf"], 2,

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,4 +73,4 @@ def test_a_pasted_command_runs_in_the_checkout(monkeypatch):
     command = pasted("hand_over", f"run={literal(AWKWARD)}", "to=gguf", "--cfg", "job", "--package", "_global_")
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     shown = subprocess.run(["sh", "-c", command], env={"PATH": path}, capture_output=True, text=True)
-    assert OmegaConf.create(shown.stdout).run == AWKWARD, shown.stderr
+    assert yaml.safe_load(shown.stdout)["run"] == AWKWARD, shown.stderr

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import yaml
 
-from sd_quant.config import BEFORE, CacheFolder, run_model
+from sd_quant.config import CacheFolder, run_model
 from sd_quant.config.earlier_runs import recipe_of_run, run_job
 from sd_quant.errors import ArtifactError, ConfigError
 
@@ -19,31 +19,14 @@ def earlier(mappings, run) -> Callable[..., str]:
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()
 
-    def written(lacking: tuple[str, ...] = (), **changes: object) -> str:
+    def written(**changes: object) -> str:
         knobs = deepcopy(mappings["quantize"])
         for section, change in changes.items():
             knobs[section] = knobs[section] | change if isinstance(change, dict) else change
-        for knob in lacking:
-            del knobs["quantize"][knob]
         (run / "config.yaml").write_text(yaml.safe_dump(knobs))
         return str(run)
 
     return written
-
-
-def test_a_run_from_before_inputs_were_scaled_per_token_or_rotated_did_neither(earlier):
-    now = run_job(earlier())
-    assert run_job(earlier(("per_token", "rotation"))) == now
-    assert (now.quantize.per_token, now.quantize.rotation) == (False, 0)
-    assert run_job(earlier(("rotation",), quantize={"per_token": True})).quantize.per_token
-
-
-def test_choices_that_were_formats_of_weights_are_presets_of_weights_alone(earlier):
-    """Where a limit has read them; else they are none, whatever they were."""
-    for budget, choices, expected in ((0.4, ["int8", "mxfp4"], ["int8_weight_only", "mxfp4_weight_only"]),
-                                      (None, ["int8", "q5_k"], [])):  # fmt: skip
-        found = run_job(earlier(("assignment",), quantize={"budget": budget, "choices": choices})).quantize
-        assert found.choices == expected and found.assignment is None
 
 
 def test_a_run_with_a_file_of_presets_has_its_copy(earlier, run):
@@ -62,19 +45,9 @@ def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
     assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
 
 
-def test_a_run_without_a_limit_of_time_may_name_the_knobs_that_are_gone(earlier):
-    assert run_job(earlier(quantize={"budget_ms": None, "times": None})) == run_job(earlier())
-
-
-@pytest.mark.parametrize("limit", [{"budget": 0.2}, {"budget_ms": 4.0, "times": "h100"}])
-def test_what_a_budget_chose_is_read_and_not_chosen_again(earlier, run, limit):
-    """It would be measured anew, perhaps otherwise. A run of before has left no file of it."""
-    folder = earlier(quantize=limit)
-    if "budget" in limit:
-        assert not run_job(folder).quantize.assignment and run_job(folder).quantize.chooses_bits
-    else:
-        with pytest.raises(ConfigError, match=r"^there is no knob quantize\.budget_ms; did you mean budget\?"):
-            run_job(folder)
+def test_what_a_budget_chose_is_read_and_not_chosen_again(earlier, run):
+    """It would be measured anew, perhaps otherwise."""
+    folder = earlier(quantize={"budget": 0.2})
     (run / "assignment.yaml").write_text("conv: nvfp4")
     found = run_job(folder).quantize
     assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits
@@ -104,9 +77,6 @@ def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
     model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     assert run_model(str(run)) == model
-    earlier = {name: value for name, value in model.items() if name not in BEFORE["model"]}
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": earlier}))
-    assert run_model(str(run)) == model, "of a run from before these knobs"
     numbers, lists = "model: " + "1:" * 100_000 + "1", "model: " + "[" * 9999
     for broken in ("a: [", "just text", "other: 1", numbers, lists):
         (run / "config.yaml").write_text(broken)
