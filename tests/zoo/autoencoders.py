@@ -61,14 +61,6 @@ def qwen_image(latents: int = 8) -> Any:
     )
 
 
-def qwen_image21(latents: int = 16) -> Any:
-    """Returns an ``AutoencoderKLQwenImage21``, 16 times smaller."""
-    return diffusers.AutoencoderKLQwenImage21(
-        base_dim=WIDTH, decoder_base_dim=WIDTH, z_dim=latents, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1,
-        **statistics(latents),
-    )  # fmt: skip
-
-
 def wan_of_images(latents: int = 16) -> Any:
     """Returns an ``AutoencoderKLWan`` as of Wan 2.2, 16 times smaller, which FIBO has for images."""
     return diffusers.AutoencoderKLWan(
