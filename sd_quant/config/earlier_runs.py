@@ -57,7 +57,7 @@ def knobs_of_run(run: str) -> dict:
     for name in MARKS:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
-    knobs = plain_knobs(folder / "config.yaml", lambda knobs: knobs, "give another run")
+    knobs = plain_knobs(folder / "config.yaml", sections, "give another run")
     recipe = knobs["quantize"]
     limited = recipe.get("budget") is not None and (folder / ASSIGNMENT).is_file()
     if recipe.get("assignment") is not None or limited:
@@ -68,6 +68,11 @@ def knobs_of_run(run: str) -> dict:
     return knobs
 
 
+def sections(knobs: dict) -> dict:
+    """Return the knobs, with those that describe a run as knobs by name."""
+    return knobs | {section: {**knobs[section]} for section in DESCRIBE}
+
+
 def run_model(run: str) -> dict | None:
     """Read the section ``model`` of an earlier run; None where it has left no configuration.
 
@@ -76,7 +81,7 @@ def run_model(run: str) -> dict | None:
     file = input_path(run) / "config.yaml"
     if not file.is_file():
         return None
-    model = plain_knobs(file, lambda knobs: knobs["model"], "give another run, or run=null")
+    model = plain_knobs(file, lambda knobs: {**knobs["model"]}, "give another run, or run=null")
     return dataclasses.asdict(read(Model, model, "model."))
 
 
