@@ -32,12 +32,13 @@ EXPORTED = [  # what other commands read is made by two that are in documents
 ]
 CONVERT = "sd_quant.checkpoints.convert"
 SMALL = {  # behind the command of a script
-    "quantize.py": QUICK, "infer.py": ("infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0"),
+    "quantize.py": QUICK, "infer.py": ("infer.num_timed_runs=1", "infer.num_warmup_runs=0"),
     "export_trt.py": ("trt.optimization_level=0",),
     "judge.py": ("infer.steps=2", "infer.prompts=[a rocket]", "judge.layers=2", "timing.budget_s=0"),
     CONVERT: ("--config", str(HOME / "examples/sdxl_mini/model_config.yaml")),
 }  # fmt: skip
 SWEEP = ("model=sd15", "model.path=sd15", "model.width=64", "model.height=64")  # a tiny model, for many jobs
+OF_FOLDER = "model=sdxl", "model.path=sdxl"
 IMAGES, RUNS = {"folder": "images", "file_or_folder": "images"}, {"folder": RUN, "folder2": RUN}
 CHOSEN = [  # of each page the command that is most likely to rot, by its start, and the files that are not as usual
     ("any_pipeline", "python quantize.py model=diffusers model.path=<folder>", {"folder": "sd15"}),
@@ -112,9 +113,9 @@ def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | P
         well(run("-m", CONVERT, checkpoint, "sdxl")[0])
         for page, start in EXPORTED:
             words = words_of(line_of(page, start))
-            well(run(*words, *([*QUICK, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])
+            well(run(*words, *([*QUICK, *OF_FOLDER, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])
         found = {
-            "folder": "sdxl", "folder2": f"{RUN}/hand_over/diffusers_modelopt", "file_or_folder": "images/0.png",
+            "folder": "sdxl", "folder2": f"{RUN}/hand_over/diffusers_modelopt", "file_or_folder": "images",
             "file.nemo": checkpoint, "full.nemo": checkpoint, "file.safetensors": "sd_xl_base_1.0.safetensors",
             "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx", "a.gguf": next(Path("outputs/hand_over").rglob("*.gguf")),
             "b.safetensors": next(Path(RUN).glob("hand_over/comfyui/*.safetensors")),

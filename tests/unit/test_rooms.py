@@ -219,8 +219,8 @@ def test_a_foreign_format_is_named_in_its_own_file():
 
 
 # Lines that each may have, lists of deliberate faults and corpora included. Lowered when one gets lighter; raised only
-# with a sentence that says what the lines are worth. Tests had 55,420 before the commands of README and of each page were
-# run (tests/cli/test_documents.py); the others were lowered by as many.
+# with a sentence that says what the lines are worth. Tests had 55,420 before the commands of README and of each page
+# were run (tests/cli/test_documents.py); the others were lowered by as many.
 BUDGETS = {"sd_quant": 51_780, "tests": 55_475, "benchmarks": 5_900}
 TEXTS = {".py", ".diff", ".json"}
 
