@@ -1,4 +1,4 @@
-"""What ``--help`` and ``--cfg job`` print: each knob with its default as it resolves, on one line of ``WIDTH`` columns.
+"""The text of ``--help`` and ``--cfg job``: a line of ``WIDTH`` columns for each knob, with its resolved default.
 
 A line has as much of a knob's meaning as fits, up to the end of a clause; ``--help NAME`` has the whole. The road not
 taken is a second, short text for each knob, which would drift from the first.

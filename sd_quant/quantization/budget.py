@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What some of the units may cost together."""
+    """Upper bound on the summed cost of these units."""
 
     most: float
     units: Sequence[int]  # indices
@@ -183,7 +183,7 @@ def solve(
 
 
 def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
-    """Whether these labels cost no more than the ``limits``."""
+    """Whether the cost of these labels stays within every limit."""
     return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 
 

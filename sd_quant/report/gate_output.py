@@ -56,7 +56,7 @@ def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
 
 
 def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
-    """What ``output=`` writes as JSON; no interval and no more prompts are null."""
+    """The gate as JSON for ``output=``; an interval or a number of prompts that is unknown is null."""
 
     def criterion(each: Verdict) -> dict[str, Any]:
         named = {"criterion": each.criterion, "title": each.title, "verdict": each.verdict, **each.figures}

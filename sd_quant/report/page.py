@@ -107,7 +107,7 @@ def figures_in_words(advice: Recommendation, sweep: Sweep, names: Mapping[str, s
 
 
 def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
-    """What to try next, each with its command: to keep a layer, where an error stands out in the best recipe."""
+    """Suggestions with their commands: to keep a layer in fp16 where its error stands out in the best recipe."""
     for job in sweep.own:
         if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
             worst = much_the_worst(job)

@@ -413,7 +413,7 @@ def change(steps: Sequence[Mapping[str, float]]) -> float:
 
 
 def read_table(path: Path, read: Callable[[Mapping[str, str]], Any]) -> list[Any]:
-    """What ``read`` makes of each row of a job's CSV file; nothing where one cannot be read."""
+    """Parse each row of a job's CSV file with ``read``; an empty list where a row, or the file, is damaged."""
     try:
         return list(map(read, csv.DictReader(read_regular(path).decode("utf-8").splitlines())))
     except (OSError, ValueError, KeyError, TypeError, csv.Error):

@@ -16,7 +16,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
 from sd_quant.places import CONF
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, SWEEP, read_sweep
+from sd_quant.report.summary import FAILURE, RECOMMENDATION, SWEEP, read_sweep
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # each composes jobs, a fifth of a second each
 
@@ -96,8 +96,10 @@ def test_a_folder_has_one_sweep(tmp_path):
     with sweep.opened(tmp_path / "sweep", one):
         with pytest.raises(ConfigError, match="another process is running a sweep in"):
             sweep.opened(tmp_path / "sweep", one).__enter__()
+    stale = tmp_path / "sweep" / RECOMMENDATION  # of the jobs that were done before
+    stale.touch()
     with sweep.opened(tmp_path / "sweep", one):  # again
-        pass
+        assert not stale.exists()
     with pytest.raises(ConfigError, match=r"holds another sweep \(quant_level=1,2 'trackers=\[\]'\); set another"):
         sweep.opened(tmp_path / "sweep", two).__enter__()
     assert json.loads((tmp_path / "sweep" / SWEEP).read_text())["jobs"] == one["jobs"]
