@@ -18,6 +18,7 @@ from sd_quant.report.record import DONE
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import markdown, read_sweep
 
+from ..presets import model_of
 from ..unit.report.sweeps import LAYERS, MEMORY, record_of
 from .harness import Reader
 from .mutations import YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
@@ -156,10 +157,7 @@ def report() -> Reader:
 
 
 def configuration() -> Reader:
-    model = {
-        "family": "sdxl", "path": "a.nemo", "parts": ["unet_xl", "vae"], "io": None, "max_sequence_length": None,
-        "calibration_prompts": "a.txt", "prompts": "b.txt", "width": 64, "height": 128, "recommended": {"rank": 3},
-    }  # fmt: skip
+    model = model_of("sdxl")
     config = {"model": model, "quantize": {"n_steps": 20, "alpha": None, "enable": {"conv": ["fp8"]}}}
 
     def check(folder: Path, found: dict) -> None:
