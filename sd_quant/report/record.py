@@ -423,6 +423,15 @@ class AnyRecord(TypedDict):
     inputs: Annotated[dict[str, Any], Doc("path, hash and bytes by name: sd_quant.report.provenance.fingerprint")]
 
 
+class AutoCompared(TypedDict):
+    """Layers with ``alpha=auto`` and with the alpha of the recipe."""
+
+    layers: Annotated[Count, Doc("of at most 16 inputs, evenly drawn")]
+    lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
+    error: Annotated[Finite, Doc("root mean square of their `accumulated_error`")]
+    error_auto: Annotated[Finite, Doc("the same with `alpha=auto`")]
+
+
 class Record(AnyRecord, total=False):
     """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks what only a run has."""
 
@@ -443,6 +452,7 @@ class Record(AnyRecord, total=False):
     sensitivity: Annotated[
         dict[str, Any], Doc("basis for the choice of layers, with `keep`, `quantize.budget` or `fit`")
     ]
+    auto: Annotated[AutoCompared | None, Doc("layers with `alpha=auto` instead; null where alpha is no number")]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
     levers: Annotated[Levers | None, Doc("other calls of the denoiser than the reference's; null: bits alone")]
 

@@ -1,5 +1,6 @@
 """The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -17,9 +18,12 @@ from sd_quant.progress import progress
 from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
+from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
+from sd_quant.report.record import AutoCompared
 from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
@@ -36,6 +40,7 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
 
 UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
+TRIED = 16  # shared inputs on which alpha=auto is compared with a given alpha: seconds, also for a full-size network
 
 
 def assign(
@@ -67,6 +72,39 @@ def assign(
             kept_because,
         )
     return made if loaded.base is loaded.checkpoint else with_loras_beside(loaded.checkpoint, loaded.denoiser, made)
+
+
+def auto_compared(
+    loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
+) -> AutoCompared | None:
+    """Compare the ``accumulated_error`` of layers with ``alpha=auto`` and with the given alpha.
+
+    The layers are those of at most ``TRIED`` shared inputs, evenly drawn. None unless alpha is a number, and where no
+    quantized linear has an error.
+    """
+    recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
+    if recipe.alpha is None or recipe.alpha == "auto":
+        return None
+    inputs = SMOOTHINGS[recipe.smoothing](loaded.shared_inputs)
+    smoothed = [each for each in inputs if any(assignment[name].alpha is not None for name in each.readers)]
+    for shared in smoothed[:: -(-len(smoothed) // TRIED) or 1]:
+        read = {name: weights[f"{name}.weight"] for name in shared.readers}
+        rows = {
+            name: LayerAssignment(name, loaded.roles[name], tuple(weight.shape), reason=assignment[name].reason)
+            for name, weight in read.items()
+        }
+        alone = replace(shared, producer=None)
+        given, auto = (
+            assign_linears(alone, rows, read, weights.__getitem__, optional(weights, "bias"), statistics.layers, each)
+            for each in (recipe, replace(recipe, alpha="auto"))
+        )
+        pairs = [(layer.accumulated_error, auto[name].accumulated_error) for name, layer in given.items()]
+        errors += [(before, after) for before, after in pairs if before is not None and after is not None]
+    if not errors:
+        return None
+    before, after = (math.sqrt(sum(error**2 for error in each) / len(errors)) for each in zip(*errors, strict=True))
+    lower = sum(after < before for before, after in errors)
+    return {"layers": len(errors), "lower": lower, "error": before, "error_auto": after}
 
 
 def with_loras_beside(

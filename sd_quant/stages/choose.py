@@ -11,8 +11,9 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
+from sd_quant.report.record import AutoCompared
 from sd_quant.simulation.sensitivity import Sensitivity
-from sd_quant.stages.assign import assign, assign_parts, most_sensitive
+from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.shared import Shared
@@ -27,6 +28,7 @@ class Chosen:
     sensitivity: Sensitivity | None  # with quantize.keep
     fitted: Fitted | None  # with quantize.budget or quantize.fit
     given: bool = False  # with assignment: a file has decided
+    auto: AutoCompared | None = None
 
 
 def rows_of_layers(
@@ -64,7 +66,8 @@ def choose(
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)
             assignment = assign(loaded, statistics, kept)
-    return written(loaded, Chosen(assignment, parts, sensitivity, fitted), statistics, directory)
+    auto = None if fitted else auto_compared(loaded, statistics, assignment)
+    return written(loaded, Chosen(assignment, parts, sensitivity, fitted, auto=auto), statistics, directory)
 
 
 def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None) -> Fitted | None:

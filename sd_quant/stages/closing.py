@@ -10,13 +10,15 @@ from sd_quant.places import shown
 from sd_quant.process import seconds_since_start
 from sd_quant.progress import working
 from sd_quant.report.readings import score_of
-from sd_quant.report.record import RECORD, at
+from sd_quant.report.record import RECORD
 from sd_quant.report.run_table import run_table
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import RECOMMENDATION, REPORT, SWEEP
 from sd_quant.shell import pasted
+from sd_quant.text import counted
 
 LOG = logging.getLogger(__name__)
+ALPHA = ("alpha", "quantize.alpha")
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
 
 
@@ -30,11 +32,11 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
-    given = at(record, "overrides") or []
-    others = [each for each in given if each.partition("=")[0] not in ("alpha", "quantize.alpha")]
-    if len(others) < len(given) and isinstance(at(record, "knobs", "alpha"), float):
-        again = pasted("quantize", *others, "alpha=auto")
-        print(f"alpha was given as a number; alpha=auto chooses it for each input: {again}\n")
+    if auto := record.get("auto"):
+        given = [
+            each for each in record["overrides"] or [] if each.partition("=")[0] not in ("alpha", "quantize.alpha")
+        ]
+        print(f"alpha=auto {with_auto(auto)}: {pasted('quantize', *given, 'alpha=auto')}\n")
     drawn = [directory / REPORT, directory / RECOMMENDATION]
     made = (directory / RECORD).stat().st_mtime_ns
     if any(not path.exists() or path.stat().st_mtime_ns < made for path in drawn):
@@ -45,6 +47,14 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
     print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
     print(last_words(directory))
     return psnr
+
+
+def with_auto(auto: Mapping[str, Any]) -> str:
+    """What ``alpha=auto`` would give, in words."""
+    before, after = auto["error"], auto["error_auto"]
+    verb = "lowers" if after < before else "does not lower"
+    of = f"{auto['lower']} of {counted(auto['layers'], 'layer')} tried"
+    return f"{verb} the error of layers ({before:.2%} with the given alpha, {after:.2%} with auto; lower in {of})"
 
 
 def in_sweep(directory: Path) -> bool:

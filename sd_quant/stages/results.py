@@ -154,6 +154,7 @@ def record_of(
         "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},
         "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
+        "auto": results.chosen.auto,
         "hand_over": results.handed_over,
         "judged": None,
         "levers": results.levers,

@@ -1,5 +1,6 @@
 """What an assignment and a measurement of sensitivity are given."""
 
+import math
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 
 from sd_quant.cache import Cache
-from sd_quant.models.parts import Heads
+from sd_quant.models.parts import Heads, SharedInput
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.quantization.statistics import Sample, Statistics
+from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
 from sd_quant.stages.shared import Shared
+from tests.layers import sample_of
 
 pytestmark = pytest.mark.commit
 
@@ -73,6 +75,37 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, a
     assert gain_of("norm_q") is weights["norm_q.weight"] and gain_of("norm_k") is None
     assert (inputs, kept, heads, exclude) == (["to_q"], ["mid"], {"attn": Heads(64)}, ["up*"])
     assert recipes == {"to_q": own, "to_k": ("to_k", loaded.recipe)} and because == "a file says so"
+
+
+def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monkeypatch, answering):
+    """On three inputs of four, every other one where only two may be tried; an alpha that is none is not compared."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 24, generator=random) * torch.randn(24, generator=random).exp() * 3
+    seen = LayerStatistics("linear", 1.1 * rows.abs().amax(0).expand(20, -1), sample_of(rows.half()))
+    names = ["a", "b", "c", "kept"]
+    weights = {f"{name}.weight": torch.randn(16, 24, generator=random) for name in names}
+    answering(stage, denoiser_weights=weights)
+    loaded = SimpleNamespace(
+        base=None, checkpoint=None, roles=dict.fromkeys(names, "ffn"), shared_inputs=[SharedInput((n,)) for n in names],
+        attentions={}, exclude=["kept"], weights_alone=[], recipe=Recipe(3.0, 0.8),
+    )  # fmt: skip
+    statistics = Statistics(dict.fromkeys(names, seen), {})
+    given = stage.assign(loaded, statistics)
+    auto = stage.assign(SimpleNamespace(**vars(loaded) | {"recipe": Recipe(3.0, "auto")}), statistics)
+
+    def compared(*tried: str) -> dict:
+        before, after = ([each[name].accumulated_error for name in tried] for each in (given, auto))
+        mean = [math.sqrt(sum(error**2 for error in each) / len(tried)) for each in (before, after)]
+        lower = sum(new < old for old, new in zip(before, after, strict=True))
+        return {"layers": len(tried), "lower": lower, "error": mean[0], "error_auto": mean[1]}
+
+    found = stage.auto_compared(loaded, statistics, given)
+    assert found == pytest.approx(compared("a", "b", "c")) and found["lower"] == 3
+    monkeypatch.setattr(stage, "TRIED", 2)
+    assert stage.auto_compared(loaded, statistics, given) == pytest.approx(compared("a", "c"))
+    for alpha in (None, "auto"):
+        loaded.recipe = Recipe(3.0, alpha)
+        assert stage.auto_compared(loaded, statistics, given) is None
 
 
 def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch, answering):
