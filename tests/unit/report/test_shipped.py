@@ -48,11 +48,13 @@ def test_a_recipe_is_shipped_with_its_files_and_figures_until_the_sweep_goes_on(
 
 
 def test_the_unquantized_engine_is_shipped_with_its_own_file(tmp_path):
-    found = recommendation(tmp_path, write_job(tmp_path, 31.0, 0.8))
+    levers = {"knobs.infer.sampler": "dpm", "levers": {"schedule": "ccr"}}  # of the recipe's images alone
+    found = recommendation(tmp_path, change_record(write_job(tmp_path, 31.0, 0.8), levers))
     assert (found["ship"], found["job"], found["best"], found["folder"]) == ("unquantized", None, tmp_path.name, ".")
     assert found["files"]["onnx"] == {"unet_xl": FILES[2], "vae": FILES[1]}  # the quantized one is not it
     assert (found["files"]["plan"], found["files"]["exports"]) == ({"vae": FILES[4]}, {})
     assert "variant=full_precision" in shlex.split(found["command"])
+    assert "sampler" not in found["command"] and "schedule" not in found["command"]
 
 
 def test_the_command_has_the_knobs_that_infer_does_not_take_from_the_run(tmp_path):
@@ -63,6 +65,12 @@ def test_the_command_has_the_knobs_that_infer_does_not_take_from_the_run(tmp_pat
     command = recommendation(tmp_path, tmp_path)["command"]
     assert "height=64 infer.steps=8 'infer.negative_prompt=\"a blur; rm -rf\"' infer.sampler=dpm" in command
     assert command.endswith(" infer.schedule=ccr")
+
+
+def test_the_best_of_those_that_miss_the_target_has_figures_and_no_files(tmp_path):
+    found = recommendation(tmp_path, change_record(write_job(tmp_path, 39.0, 1.5), {"knobs.verdict": {"speedup": 9.0}}))
+    assert (found["ship"], found["folder"], found["files"], found["command"]) == ("undecided", None, {}, None)
+    assert found["best"] == tmp_path.name and found["figures"]["psnr_db"] == 39.0
 
 
 def test_without_figures_nothing_is_shipped_and_a_damaged_file_says_nothing(tmp_path):
