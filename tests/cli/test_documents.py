@@ -37,7 +37,8 @@ SMALL = {  # behind the command of a script
     "judge.py": ("infer.steps=2", "infer.prompts=[a rocket]", "judge.layers=2", "timing.budget_s=0"),
     CONVERT: ("--config", str(HOME / "examples/sdxl_mini/model_config.yaml")),
 }  # fmt: skip
-SWEEP = ("model=sd15", "model.path=sd15", "model.width=64", "model.height=64")  # a tiny model, for many jobs
+SIDES = ("model.width=64", "model.height=64")  # of a checkpoint that is no shipped one
+SWEEP = ("model=sd15", "model.path=sd15", *SIDES)  # a tiny model, for many jobs
 OF_FOLDER = "model=sdxl", "model.path=sdxl"
 IMAGES, RUNS = {"folder": "images", "file_or_folder": "images"}, {"folder": RUN, "folder2": RUN}
 CHOSEN = [  # of each page the command that is most likely to rot, by its start, and the files that are not as usual
@@ -86,7 +87,9 @@ def line_of(page: str, start: str) -> str:
 def settings(words: list[str]) -> list[str]:
     """What makes a command small."""
     many = "-m" in words and not any(word.startswith("candidates=") for word in words)
-    return [*next((SMALL[word] for word in words[:2] if word in SMALL), ()), *(SWEEP if many else ())]
+    own = words[0] == "quantize.py" and any(word.startswith("model.path=") for word in words)
+    behind = next((SMALL[word] for word in words[:2] if word in SMALL), ())
+    return [*behind, *(SWEEP if many else SIDES if own else ())]
 
 
 def link(names: dict[str, str | Path]) -> None:

@@ -73,7 +73,8 @@ def test_a_folder_takes_the_place_of_any_checkpoints_and_is_handed_on(checkpoint
 def test_a_single_file_has_diffusers_names_or_the_authors(checkpoints, vae, tmp_path, prefix):
     state, path = vae.state_dict(), tmp_path / "vae.safetensors"
     for names in (state, authors(state)):
-        beside = {f"{prefix}loss.logvar": torch.zeros(1), **({"model.out.bias": torch.zeros(1)} if prefix else {})}
+        training = [f"{prefix}loss.logvar", f"{prefix}model_ema.decay", *(["model.out.bias"] if prefix else [])]
+        beside = {name: torch.zeros(1) for name in training}
         safetensors.torch.save_file({prefix + name: each for name, each in names.items()} | beside, path)
         assert_same(dict(opened(checkpoints["nemo"], path).components["vae"]), state)
 
