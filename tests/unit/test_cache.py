@@ -152,9 +152,10 @@ def test_where_its_own_files_fail_everything_is_made_without_it(tmp_path, monkey
     assert [f"{cache.directory} cannot be used (" in each for each in caplog.messages] == [True, True]
 
 
-def test_an_error_of_other_files_is_the_jobs_own(cache, tmp_path):
+def test_an_error_of_other_files_is_the_jobs_own(cache, tmp_path, caplog):
     with pytest.raises(FileNotFoundError, match="theirs"):
         cache.provide("thing", {}, tmp_path / "one", lambda _: (tmp_path / "theirs").read_bytes())
+    assert not caplog.messages
 
 
 def test_clocks_that_differ_cost_no_entry_in_use(tmp_path):
