@@ -3,8 +3,8 @@
 A run gets hard links to an entry's files: it stays whole when the entry is removed, and needs no disk of its own until
 then. An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its hashes are
 checked whenever it is used, and a damaged entry is made again. When one is made and the cache is above its limit, the
-least recently used entries go. The road not taken is joblib.Memory, which pickles results and hashes arguments, not
-files.
+least recently used entries go. Where its own files cannot be read or written, a result is made without it. The road
+not taken is joblib.Memory, which pickles results and hashes arguments, not files.
 """
 
 import fcntl
@@ -76,6 +76,17 @@ def open_lock(path: Path) -> IO[str]:
     raise ConfigError(f"{path} is no file, expected one by which processes wait for each other; remove it")
 
 
+def lockable(folder: Path) -> bool:
+    """Whether processes can wait for each other in ``folder``; if not, a warning says that nothing is kept there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        open_lock(folder / ".lock").close()
+    except OSError as error:
+        LOG.warning("nothing is kept in %s, which cannot be written (%s)", folder, error.strerror)
+        return False
+    return True
+
+
 def try_lock(file) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +109,7 @@ class Cache:
 
     def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
         """Whether the cache has an entry for this ``origin``, which may be damaged."""
-        return self.directory is not None and (self.entry(kind, origin) / MANIFEST).exists()
+        return self.directory is not None and os.path.exists(self.entry(kind, origin) / MANIFEST)
 
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
         """Put the files that ``make(folder)`` writes for ``origin`` into ``target``, from the cache if it has them.
@@ -109,12 +120,17 @@ class Cache:
         if self.directory is None:
             make(target)
             return
-        entry = self.entry(kind, origin)
-        with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
-            if put(entry, origin, target, make):
-                LOG.info("from the cache: %s", f"{kind} of {origin['part']}" if "part" in origin else kind)
-                return
-        self.trim(spared=entry)
+        entry, found = self.entry(kind, origin), False
+        try:
+            with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
+                found = put(entry, origin, target, make)
+        except OSError as error:
+            self.leave_out(error)
+            make(target)
+        if found:
+            LOG.info("from the cache: %s", f"{kind} of {origin['part']}" if "part" in origin else kind)
+        else:
+            self.trim(spared=entry)
 
     def provide_all(
         self,
@@ -137,15 +153,27 @@ class Cache:
             return
         entries = {name: self.entry(kind, origins[name]) for name in left}
         found = 0
-        while left:
-            locks = [lock_of(entries[name]) for name in left]
-            with first_free(locks, f"another process makes the last of the {kind}: waiting for it") as number:
-                name = left.pop(number)
-                found += put(entries[name], origins[name], target / name, partial(make, name))
+        try:
+            while left:
+                locks = [lock_of(entries[name]) for name in left]
+                with first_free(locks, f"another process makes the last of the {kind}: waiting for it") as number:
+                    name = left[number]
+                    found += put(entries[name], origins[name], target / name, partial(make, name))
+                    left.pop(number)
+        except OSError as error:
+            self.leave_out(error)
+            for name in left:
+                make(name, target / name)
         if found:
             LOG.info("from the cache: %d of %d %s", found, len(origins), kind)
         if found < len(origins):
             self.trim(spared=entries[name])
+
+    def leave_out(self, error: OSError) -> None:
+        """Warn that the cache is not used, because of an error of its own files. Raises any other."""
+        if not Path(str(error.filename)).is_relative_to(self.directory):
+            raise error
+        LOG.warning("the cache %s cannot be used (%s): this is made without it", self.directory, error.strerror)
 
     def trim(self, spared: Path) -> None:
         """Remove the least recently used entries above the limit, but not ``spared`` or any in use.
@@ -153,7 +181,7 @@ class Cache:
         Unfinished entries of killed processes are removed too.
         """
         for abandoned in self.directory.glob("*/.*.part"):
-            with open_lock(abandoned.with_suffix(".lock")) as lock:
+            with suppress(OSError), open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
                     shutil.rmtree(abandoned, ignore_errors=True)
         manifests = sorted(self.directory.glob(f"*/*/{MANIFEST}"), key=last_use)
@@ -164,7 +192,7 @@ class Cache:
                 return
             if entry == spared:
                 continue
-            with open_lock(lock_of(entry)) as lock:
+            with suppress(OSError), open_lock(lock_of(entry)) as lock:  # it is another user's, or gone
                 if try_lock(lock):
                     LOG.info("the cache is over its limit: %s goes, unused for the longest time", entry)
                     shutil.rmtree(entry, ignore_errors=True)
@@ -196,8 +224,8 @@ def last_use(manifest: Path) -> float:
 
 def folder_bytes(entry: Path) -> int:
     total = 0
-    for path in entry.iterdir() if entry.is_dir() else ():
-        with suppress(OSError):
+    with suppress(OSError):
+        for path in entry.iterdir():
             total += path.stat().st_size
     return total
 

@@ -24,6 +24,7 @@ from time import perf_counter
 import torch
 from safetensors.torch import load_file, save_file
 
+from sd_quant.cache import lockable
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.overflow import watch
 from sd_quant.calibration.store import Entries, pack, unpack
@@ -32,7 +33,7 @@ from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, key_of, samples_per_image
 from sd_quant.models.observed import Observed
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
@@ -95,8 +96,8 @@ def calibrate(
     are fewer GPUs than ``devices``.
     """
     fabric = fabric_for(accelerator, devices)
-    # contracts: a checkpoint can be opened with other names of inputs, and with fewer text encoders
-    inputs = digest(repr(model.contracts))
+    # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
+    inputs = digest(key_of(model.checkpoint))
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type, hessians) | {"inputs": inputs}
     entries = Entries(cache, made_from, prompts) if cache else None
     merged, done = Statistics({}, {}), 0
@@ -106,6 +107,7 @@ def calibrate(
             LOG.info("from the cache: statistics of prompts %d to %d", segment.start + 1, segment.stop)
         else:
             missing = segments_of(done, len(prompts), snapshots)
+            entries = entries if entries and lockable(entries.folder) else None
             with entries.claimed(missing) if entries else nullcontext(missing[0]) as segment:
                 if segment is None:  # another process has made the first of them, or has died
                     continue

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd_quant.cache import locked
+from sd_quant.cache import lockable, locked
 from sd_quant.calibration.collection import fabric_for, origin
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.overflow import watch
@@ -30,6 +30,7 @@ from sd_quant.inference.loading import LoadedModel, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models import VAE_ENCODER
+from sd_quant.models.checkpoint import key_of
 from sd_quant.models.observed import Observed
 from sd_quant.models.parts import network_in
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
@@ -62,16 +63,18 @@ def calibrate_parts(
     part. Raises SdQuantError naming layer and text when an input of a layer is not finite.
     """
     fabric, everything, found = fabric_for(accelerator, 1), range(len(prompts)), dict[str, Statistics]()
-    inputs = digest(repr(model.contracts))
+    inputs = digest(key_of(model.checkpoint))
     source = source_digest("calibration.parts")
     with ExitStack() as stack:
         entries = {}
         for part, layers in names.items() if cache else ():
             summed = hessians.get(part, NO_HESSIANS)
             made_from = origin(checkpoint_sha256, layers, sampling, fabric.device.type, summed)
-            entries[part] = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
-            stack.enter_context(locked(entries[part].folder / ".lock", "waiting for another process, as it calibrates"))
-            if entries[part].path(everything).exists() and (read := entries[part].read(everything)) is not None:
+            kept = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
+            if lockable(kept.folder):
+                stack.enter_context(locked(kept.folder / ".lock", "waiting for another process, as it calibrates"))
+                entries[part] = kept
+            if kept.path(everything).exists() and (read := kept.read(everything)) is not None:
                 LOG.info("from the cache: statistics of %s", part)
                 found[part] = read
         missing = {part: layers for part, layers in names.items() if part not in found}

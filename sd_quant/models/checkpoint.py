@@ -73,6 +73,11 @@ def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
     return {name: part.contract for name, part in checkpoint.parts().items()}
 
 
+def key_of(checkpoint: Checkpoint) -> str:
+    """Returns what knobs change of a checkpoint beside its files, for keys: contracts, arguments of the pipeline."""
+    return repr((contracts_of(checkpoint), getattr(checkpoint, "arguments", {})))
+
+
 def denoiser_part(checkpoint: Checkpoint) -> Part:
     """Returns the part that is quantized."""
     return checkpoint.parts()[checkpoint.family.DENOISER]

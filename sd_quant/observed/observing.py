@@ -1,11 +1,12 @@
 """Opens the folder of any pipeline: watches it, climbs the ladder with each network, and finds the roles of its layers.
 
-What was found is kept in the cache under a hash of the folder's configurations, of the request and of this code, so
+What was found is kept in the cache under a hash of all that was read of the folder, of the request and of this code, so
 that a job, its helpers and the jobs of a sweep observe once.
 """
 
 import json
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.cache import Cache
+from sd_quant.calibration.store import content_digest
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
-from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import write_json
 from sd_quant.files.tensors import Weights
 from sd_quant.models import OBSERVED, Dtypes
@@ -29,43 +31,29 @@ from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.axes import axis_of
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
-from sd_quant.observed.ladder import Rung, climb, part_of
+from sd_quant.observed.ladder import LARGE, Rung, climb, part_of
 from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.opening import (
-    Component,
-    components_of,
-    network_of,
-    open_networks,
-    open_other,
-    read_index,
-)
+from sd_quant.observed.opening import Component, components_of, network_of, open_networks, open_other, read_index
 from sd_quant.observed.watching import Watched, runs_of, watch
-from sd_quant.report.provenance import versions
+from sd_quant.report.provenance import fingerprint, versions
 from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
-PACKAGES = ("torch", "diffusers", "transformers", "onnxscript")
+PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript")
 GRAIN = 64  # pixels, of which every side is a multiple that a large network is observed with
 SMALL = 200_000_000  # parameters; smaller networks compute while they are watched, others have no weights in memory
+MOST_OTHER = 2**30  # bytes of a component that is no network
 
 
 def open_observed(
-    path: Path,
-    width: int,
-    height: int,
-    scale: float,
-    arguments: Mapping[str, Any],
-    excluded: tuple[str, ...],
-    denoiser: str | None,
-    cache: Cache,
-    dtypes: Dtypes = None,
-) -> ObservedCheckpoint:
+    path: Path, width: int, height: int, scale: float, arguments: Mapping[str, Any], excluded: tuple[str, ...],
+    denoiser: str | None, cache: Cache, dtypes: Dtypes = None,
+) -> ObservedCheckpoint:  # fmt: skip
     """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
 
     ``width`` and ``height`` are those of the images, ``scale`` is the guidance scale and ``arguments`` are further ones
-    of the pipeline's call, ``dtypes`` those of exported weights. Raises
-    ConfigError for a pipeline that is not opened here, ArtifactError for a folder that
-    is damaged or incomplete, and for a pipeline that fails, with the cause.
+    of the pipeline's call, ``dtypes`` those of exported weights. Raises ConfigError for a pipeline that is not opened
+    here, ArtifactError for a folder that is damaged or incomplete, and for a pipeline that fails, with the cause.
     """
     check_kind(path, OBSERVED)
     kind, index = read_index(path)
@@ -73,6 +61,8 @@ def open_observed(
     configs, weights = open_networks(path, described)
     origin = {
         "index": index, "configs": configs, "request": [width, height, scale, dict(arguments)],
+        "weights": {name: content_digest("", "", each) for name, each in weights.items() if is_small(each)},
+        "others": {name: hash_of(path / name) for name in described.keys() - configs.keys()},
         "versions": versions(*PACKAGES, *(runtime.package for runtime in RUNTIMES.values() if runtime.package)),
         "source": source_digest("observed.observing"),
     }  # fmt: skip
@@ -99,23 +89,15 @@ def open_observed(
 
 
 def observe(
-    path: Path,
-    kind: type,
-    index: Mapping[str, Any],
-    described: Mapping[str, Component],
-    configs: Mapping[str, dict],
-    weights: Mapping[str, Weights],
-    width: int,
-    height: int,
-    scale: float,
-    arguments: Mapping[str, Any],
-) -> Observation:
+    path: Path, kind: type, index: Mapping[str, Any], described: Mapping[str, Component], configs: Mapping[str, dict],
+    weights: Mapping[str, Weights], width: int, height: int, scale: float, arguments: Mapping[str, Any],
+) -> Observation:  # fmt: skip
     """Returns what was observed. Raises what ``watch`` raises."""
     started = time.perf_counter()
     networks = {
         name: filled(network_of(described[name].kind, config), weights[name]) for name, config in configs.items()
     }
-    if any(parameters_of(network) > SMALL for network in networks.values()):
+    if not all(map(is_small, weights.values())):
         width, height = smaller(width), smaller(height)  # verifying a graph calls it a dozen times
     others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
     watched = watch(
@@ -131,7 +113,7 @@ def observe(
         recorded = chosen(watched.calls[name])
         rung = climb(
             build, recorded, weights[name], method=watched.methods[name], dtype=dtype,
-            threads=threads(),
+            threads=threads(), large=LARGE if is_small(weights[name]) else 0,
         )  # fmt: skip
         rung = for_any_text(rung, recorded)
         if rung.cause is not None:
@@ -166,8 +148,17 @@ def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
     return rung
 
 
-def parameters_of(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
+def hash_of(folder: Path) -> str | None:
+    """Returns the hash of all files of a tokenizer, a scheduler or a processor. Raises ArtifactError for large ones."""
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if size > MOST_OTHER:
+        raise ArtifactError(f"{folder} holds {size} bytes of files, expected at most {MOST_OTHER}; fetch it again")
+    return fingerprint(folder)["sha256"]
+
+
+def is_small(weights: Weights) -> bool:
+    """Whether a network computes while it is watched, so that its weights are read, and part of the cache's key."""
+    return sum(math.prod(tensor.shape) for tensor in weights.tensors.values()) <= SMALL
 
 
 def smaller(side: int) -> int:
@@ -177,7 +168,7 @@ def smaller(side: int) -> int:
 
 def filled(network: nn.Module, weights: Weights) -> nn.Module:
     """Returns a small network with its weights, a large one without."""
-    if parameters_of(network) > SMALL:
+    if not is_small(weights):
         return network
     state = {name: weights[name].float() for name in network.state_dict() if name in weights}
     network.load_state_dict(state, assign=True, strict=False)

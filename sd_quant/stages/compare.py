@@ -18,7 +18,7 @@ from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, key_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
@@ -114,7 +114,7 @@ class KeptOutputs(Shared):
         """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
-            "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
+            "contracts": key_of(checkpoint),  # knobs may give a checkpoint's parts other shapes
             "prompts": prompts,
             "sampling": sampling.described(),
             "precision": infer.precision,

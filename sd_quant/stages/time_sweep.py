@@ -37,7 +37,7 @@ from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.places import CONF
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
-from sd_quant.report.provenance import machine
+from sd_quant.report.provenance import machine, versions
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import (
     DONE,
@@ -160,7 +160,8 @@ def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path
         infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
         knobs.compiled_baseline,
     )  # fmt: skip
-    return digest(infer.engine, str(same), str(weights), hash_of(reference))
+    runtimes = str(versions("torch", RUNTIMES[infer.engine].package))
+    return digest(infer.engine, str(same), str(weights), hash_of(reference), runtimes)
 
 
 def knobs_of(job: Job) -> QuantizeJob:

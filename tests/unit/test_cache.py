@@ -1,15 +1,18 @@
 """Files that runs share: made once, never half, never damaged, never by two at a time."""
 
+import errno
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from sd_quant import cache as module
 from sd_quant.cache import MANIFEST, Cache, locked
 from sd_quant.errors import ConfigError
 
@@ -132,6 +135,38 @@ def test_a_failure_leaves_nothing(cache, tmp_path):
     assert [path.suffix for path in (cache.directory / "thing").iterdir()] == [".lock"]
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.ENOENT], ids=["read-only", "full", "vanished"])
+@pytest.mark.parametrize("where", ["open_lock", "write_json", "link"])
+def test_where_its_own_files_fail_everything_is_made_without_it(tmp_path, monkeypatch, caplog, where, number):
+    def fails(path: Path, *_) -> None:
+        if number == errno.ENOENT:
+            shutil.rmtree(cache.directory, ignore_errors=True)
+        raise OSError(number, os.strerror(number), str(path))
+
+    cache = Cache(tmp_path / "cache", 10)
+    cache.provide("thing", {"of": "a"}, tmp_path / "first", Maker())
+    monkeypatch.setattr(module, where, fails)
+    cache.provide("thing", {"of": "b"}, tmp_path / "one", Maker())
+    cache.provide_all("thing", {"a": {"of": "a"}, "c": {"of": "c"}}, tmp_path, lambda _, folder: Maker()(folder))
+    assert all((tmp_path / name / "a.txt").read_text() == "text" for name in ("one", "a", "c"))
+    assert [f"{cache.directory} cannot be used (" in each for each in caplog.messages] == [True, True]
+
+
+def test_an_error_of_other_files_is_the_jobs_own(cache, tmp_path, caplog):
+    with pytest.raises(FileNotFoundError, match="theirs"):
+        cache.provide("thing", {}, tmp_path / "one", lambda _: (tmp_path / "theirs").read_bytes())
+    assert not caplog.messages
+
+
+def test_clocks_that_differ_cost_no_entry_in_use(tmp_path):
+    cache, make = Cache(tmp_path / "cache", 3000), Maker()
+    for of in "aabbccaa":
+        cache.provide("thing", {"of": of}, tmp_path / "run", make)
+        for manifest in cache.directory.glob(f"*/*/{MANIFEST}"):
+            os.utime(manifest, (2**33, 2**33))
+    assert make.calls <= 4 and len(list(cache.directory.glob("*/*/a.txt"))) == 2
+
+
 def test_what_a_killed_process_left_is_no_entry_and_goes_with_the_next(cache, tmp_path):
     make = Maker()
     cache.provide("thing", {}, tmp_path / "one", make)
@@ -158,6 +193,14 @@ def test_the_longest_unused_goes_first(tmp_path):
         time.sleep(0.01)
     assert made == [1, 2, 3, 4, 2]  # 4 pushed out 2, which was older than 1
     assert (tmp_path / "run0" / "a").stat().st_size == 1000  # a run keeps its files
+
+
+def test_what_is_made_beside_entries_that_were_there_pushes_out_others(tmp_path):
+    cache, make = Cache(tmp_path / "cache", 3000), Maker()
+    for names in ("a", "b", "bc"):
+        cache.provide_all("things", {name: {"of": name} for name in names}, tmp_path, lambda name, folder: make(folder))
+    left = sorted(json.loads(path.read_text())["origin"]["of"] for path in cache.directory.glob(f"*/*/{MANIFEST}"))
+    assert make.calls == 3 and left == ["b", "c"]
 
 
 def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):

@@ -1,5 +1,6 @@
 """Which outputs are used again, on a sampler whose network is a function."""
 
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -49,6 +50,15 @@ def test_the_best_of_all_sets_is_found(count, seed):
     best = min(map(error, allowed))
     assert error(found) <= 1.25 * best + 1e-6  # exchanges may end beside the best
     assert error(found) < sorted(map(error, allowed))[len(allowed) // 10 + 1]
+
+
+def test_two_errors_that_cancel_are_taken_though_another_is_smaller_alone():
+    known = replacements(STEPS)
+    one, other, alone = (known.index(Replacement(*each)) for each in ((3, "e"), (6, "e"), (1, "r")))
+    products = 100 * torch.eye(len(known))
+    products[one, one], products[other, other], products[alone, alone] = 1, 1, 0.5
+    products[one, other] = products[other, one] = -0.4  # twice in the sum of all
+    assert best_replacements(known, products, 2) == [known[one], known[other]]
 
 
 def test_neither_ends_nor_neighbours_are_replaced():
@@ -151,6 +161,15 @@ def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it(toy):
     assert drawn.schedule.count("e") == 3 and drawn.error < 1e-5 < drawn.even_error
     held = [chosen(rising(0), rising(20), 32, saved=3).schedule.count("e") for _ in range(3)]
     assert min(held) == 0
+
+
+def test_fewer_steps_are_as_many_as_the_schedule_computes(monkeypatch):
+    """Of a source image's steps only the last are taken."""
+    asked = []
+    monkeypatch.setattr(reuse, "final_latents", lambda *given: asked.append(given[-1]) or torch.ones(1, 1))
+    sampling = replace(SAMPLING, steps=2 * TEN, source=SimpleNamespace(strength=0.5))
+    choose_schedule(CHECKPOINT, {}, {}, ["a"] * 2, sampling, ["crccrccrcc"], 1)
+    assert (asked[-1].steps, asked[-1].steps_taken, asked[-1].schedule) == (14, 7, None)
 
 
 def test_an_image_of_another_composition_does_not_decide_the_error():

@@ -1,7 +1,11 @@
 """What is observed of a whole folder: kept in the cache, the same after JSON, and the choices that a user has."""
 
 import json
+import os
 import pickle
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +15,15 @@ from torch import nn
 
 from sd_quant.cache import Cache
 from sd_quant.config import Model
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import StoredTensor
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.family import Style
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call, signature_of
-from sd_quant.observed.checkpoint import (
-    OBSERVED_JSON,
-    Observation,
-    ObservedFamily,
-    why_refused,
-    with_small_weights,
-)
+from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused, with_small_weights
 from sd_quant.observed.ladder import IN_FP32, Rung
 from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
 from sd_quant.stages.checks import check_latents
@@ -32,6 +31,7 @@ from tests.presets import job
 
 pytestmark = pytest.mark.commit
 
+OBSERVE = observing.observe
 PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
 LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
 
@@ -51,57 +51,76 @@ def test_an_observation_is_the_same_after_json(observe, case):
 
 
 @pytest.fixture
-def observed_times(monkeypatch) -> list:
-    """One entry for each time that a pipeline was watched."""
-    times: list = []
-    watch = observing.watch
-    monkeypatch.setattr(observing, "watch", lambda *args: times.append(1) or watch(*args))
-    return times
+def misses(observe, tiny_folder, monkeypatch, tmp_path) -> Callable[..., bool]:
+    """``misses(width=...)``: whether a copy of the pipeline is observed again, with these arguments."""
+    shutil.copytree(tiny_folder(PIXART), tmp_path / "copy")
+    known, times = observe(PIXART).observation, list[int]()
+    monkeypatch.setattr(observing, "observe", lambda *_: times.append(1) or known)
+
+    def missed(**changes) -> bool:
+        before = len(times)
+        observe(PIXART, **{"path": tmp_path / "copy", "cache": Cache(tmp_path / "cache", 1e9)} | changes)
+        return len(times) > before
+
+    assert missed() and not missed()
+    assert not missed(denoiser="transformer", excluded=("*",)), "which need no observing"
+    return missed
 
 
-def entries(cache: Cache) -> list[Path]:
-    return sorted((cache.directory / "observed").glob(f"*/{OBSERVED_JSON}"))
+def change(file: Path) -> None:
+    """Gives a file of the folder other content, with which it is opened as before."""
+    if file.suffix == ".safetensors":
+        file.write_bytes(file.read_bytes()[:-1] + b"\x3e")  # of its last number
+    elif file.name in ("model_index.json", "config.json"):
+        version = "transformers_version" if file.parent.name == "text_encoder" else "_diffusers_version"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {version: "0.1"}))
+    else:
+        file.write_bytes(file.read_bytes() + b"\n")
 
 
-def test_the_second_time_it_comes_from_the_cache(observe, observed_times, tmp_path):
-    cache = Cache(tmp_path, 1e9)
-    first, second = (observe(PIXART, cache=cache) for _ in range(2))
-    assert first.observation == second.observation and len(observed_times) == 1
-    assert len(entries(cache)) == 1
+def test_every_file_that_is_opened_is_in_the_key(observe, tiny_folder, misses, monkeypatch, tmp_path):
+    opened, folders = set[Path](), [tiny_folder(PIXART)]
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and folders and isinstance(arguments[0], str | os.PathLike):
+            opened.add(Path(arguments[0]))
+
+    sys.addaudithook(note)  # for the rest of the process
+    with monkeypatch.context() as patch:
+        patch.setattr(observing, "observe", OBSERVE)
+        observe(PIXART, cache=Cache(None))
+    folder = folders.pop()
+    files = [path.relative_to(folder) for path in sorted(opened) if path.is_relative_to(folder) and path.is_file()]
+    assert {file.parts[0] for file in files} == {"model_index.json", *(each.name for each in folder.iterdir())}
+    for file in files:
+        change(tmp_path / "copy" / file)
+        assert misses() and not misses(), file
 
 
-def test_another_denoiser_or_other_excluded_layers_need_no_observing(observe, observed_times, tmp_path):
-    cache = Cache(tmp_path, 1e9)
-    for denoiser, excluded in ((None, ()), ("transformer_2", ()), (None, ("*",))):
-        observe(TWO, cache=cache, denoiser=denoiser, excluded=excluded)
-    assert len(observed_times) == 1
-
-
-def test_another_request_is_observed_by_itself(observe, observed_times, tmp_path):
-    cache = Cache(tmp_path, 1e9)
-    for changes in ({}, {"width": 96}, {"scale": 1.0}, {"arguments": {"clean_caption": False}}):
-        observe(PIXART, cache=cache, **changes)
-    assert len(observed_times) == len(entries(cache)) == 4
-
-
-@pytest.mark.parametrize("damage", ["{}", "", '{"pipeline": 3}', None], ids=repr)
-def test_a_damaged_entry_is_made_again(observe, observed_times, tmp_path, damage):
-    cache = Cache(tmp_path, 1e9)
-    first = observe(PIXART, cache=cache)
-    (entry,) = entries(cache)
-    entry.chmod(0o644)
-    entry.unlink() if damage is None else entry.write_text(damage)
-    again = observe(PIXART, cache=cache)
-    assert len(observed_times) == 2
-    assert again.observation.parts == first.observation.parts and again.observation.layers == first.observation.layers
-
-
-def test_another_version_of_the_code_observes_again(observe, observed_times, tmp_path, monkeypatch):
-    cache = Cache(tmp_path, 1e9)
-    observe(PIXART, cache=cache)
+def test_every_number_that_an_observation_depends_on_is_in_the_key(misses, monkeypatch):
+    for request in ({"width": 96}, {"height": 96}, {"scale": 1.0}, {"arguments": {"clean_caption": False}}):
+        assert misses(**request), request
+    packages = "torch diffusers transformers tokenizers onnx onnx-ir onnxscript onnxruntime openvino"
+    for package in ("none of them", *packages.split()):
+        monkeypatch.setattr(observing, "versions", lambda *names, of=package: {name: name == of for name in names})
+        assert misses() and not misses(), package
     monkeypatch.setattr(observing, "source_digest", lambda *_: "another")
-    observe(PIXART, cache=cache)
-    assert len(observed_times) == 2
+    assert misses() and not misses()
+
+
+def test_weights_of_a_large_network_are_neither_read_nor_in_the_key(misses, monkeypatch, tmp_path):
+    monkeypatch.setattr(observing, "SMALL", 0)
+    monkeypatch.setattr(StoredTensor, "read", lambda _: pytest.fail("a weight was read"))
+    misses()
+    change(tmp_path / "copy" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert not misses()
+
+
+def test_a_tokenizer_that_would_be_hashed_for_hours_is_refused(misses, tmp_path):
+    with (tmp_path / "copy" / "tokenizer" / "more").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(ArtifactError, match=r"tokenizer holds \d+ bytes of files, expected at most 1073741824; fetch"):
+        misses()
 
 
 # ----------------------------------------------------------------------------------------------- what a user chooses
@@ -309,8 +328,6 @@ def model(**changes) -> Model:
 
 def test_sides_of_an_observed_pipelines_images_are_multiples_of_eight():
     assert model(width=72, height=104, sizes=["72x104"]).width == 72
-    with pytest.raises(ConfigError, match="model.width is 72, expected a multiple of 64 from 64 to 4096"):
-        model(family="sd3", width=72)
     with pytest.raises(ConfigError, match="model.sizes is 72x64, expected WIDTHxHEIGHT such as 832x1216"):
         model(family="sd3", sizes=["64x64", "72x64"])
 

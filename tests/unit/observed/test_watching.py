@@ -93,20 +93,6 @@ def test_without_guidance_a_call_has_a_sample_an_image(look):
     assert look("AuraFlowPipeline", scale=1.0).samples_per_image == 1
 
 
-def test_what_is_watched_is_the_same_with_and_without_weights(look):
-    """But for the numbers."""
-    real, empty = (look("PixArtSigmaPipeline", empty=empty) for empty in (False, True))
-    assert real.calls.keys() == empty.calls.keys()
-    for name, calls in real.calls.items():
-        for one, other in zip(calls, empty.calls[name], strict=True):
-            assert (one.run, one.step, one.arguments.keys()) == (other.run, other.step, other.arguments.keys())
-            for argument, value in one.arguments.items():
-                found = other.arguments[argument]
-                if isinstance(value, torch.Tensor):
-                    assert (value.shape, value.dtype) == (found.shape, found.dtype) and not found.is_meta
-    assert (real.sizes, real.samples_per_image, real.style) == (empty.sizes, empty.samples_per_image, empty.style)
-
-
 def test_a_text_encoder_sees_another_text_and_the_denoiser_another_length(look):
     texts = look("AuraFlowPipeline").calls["text_encoder"]
     by_run = {run: [call for call in texts if call.run == run] for run in ("base", "prompt")}
@@ -155,11 +141,7 @@ def test_runs_of_other_sizes_begin_with_a_larger_one():
     ]  # fmt: skip
     assert len(runs["batch"][0].prompts) == BATCH and len(set(map(len, runs["mixed"][0].prompts))) == 2
     assert {(run.width, run.height) for name in ("prompt", "batch", "mixed") for run in runs[name]} == {(512, 512)}
-    assert [(run.width, run.height) for run in runs_of(64, 64, STYLES[0])["larger"]] == [
-        (128, 192),
-        (48, 32),
-        (56, 48),
-    ] or runs_of(64, 64, STYLES[0])["larger"][0].width == 128
+    assert runs_of(64, 64, STYLES[0])["larger"][0].width == 128
 
 
 # ------------------------------------------------------------------------------------------- what cannot be asked for
@@ -192,11 +174,8 @@ def test_a_pipeline_that_wants_an_image_is_refused():
     run = Run("base", ["a"], 64, 64)
     with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, expected a pipeline that makes"):
         request(Needs(), run, 5.0, 2, {}, [0], Style())
-    assert request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style()).keys() == {
-        "prompt",
-        "image",
-        "ratio",
-    }
+    given = request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style())
+    assert given.keys() == {"prompt", "image", "ratio"}
 
 
 class Sizes:

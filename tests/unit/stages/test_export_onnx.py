@@ -14,15 +14,7 @@ from sd_quant.cache import Cache
 from sd_quant.export import onnx_file
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import export_onnx
-from sd_quant.stages.export_onnx import (
-    GRAPH,
-    REPORTED,
-    assignment_digest,
-    delivered_files,
-    export_parts,
-    files_of_a_run,
-    provide_graph,
-)
+from sd_quant.stages.export_onnx import REPORTED, assignment_digest, delivered_files, export_parts, files_of_a_run
 
 pytestmark = pytest.mark.commit
 
@@ -68,26 +60,6 @@ def product(name: str) -> ir.Model:
     output.name, output.shape, output.type = "y", ir.Shape([2, 64]), ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph([x], [output], nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
     return ir.Model(graph, ir_version=10)
-
-
-def test_a_part_of_other_shapes_has_another_graph(tmp_path, monkeypatch):
-    """The knobs of a checkpoint may change a contract, and nothing else that a graph depends on."""
-    monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(checkpoint.parts()[part].contract))
-    for contract in ("77 tokens", "80 tokens"):
-        parts = {"unet": SimpleNamespace(contract=contract, identity="", refused=None)}
-        checkpoint = SimpleNamespace(parts=lambda parts=parts: parts)
-        provide_graph(checkpoint, "hash", "unet", tmp_path / "run", Cache(tmp_path / "cache", 1e9))
-        assert ir.load(tmp_path / "run" / GRAPH).graph.name == contract
-
-
-def test_a_remedy_that_changes_the_graph_alone_has_another_graph(tmp_path, monkeypatch):
-    """The contract of a part that was observed does not say what was changed in the network."""
-    monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(checkpoint.parts()[part].identity))
-    for identity in ("as it is", "in pairs of reals"):
-        parts = {"unet": SimpleNamespace(contract="one", identity=identity)}
-        checkpoint = SimpleNamespace(parts=lambda parts=parts: parts)
-        provide_graph(checkpoint, "hash", "unet", tmp_path / "run", Cache(tmp_path / "cache", 1e9))
-        assert ir.load(tmp_path / "run" / GRAPH).graph.name == identity
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import struct
 from dataclasses import fields
-from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -10,7 +9,6 @@ from onnx import TensorProto, helper
 from sd_quant.cache import Cache
 from sd_quant.config import ExportShape, Trt
 from sd_quant.errors import ResourceError
-from sd_quant.stages import export_trt
 from sd_quant.stages.export_trt import build_plans, check_gpu, profile
 from tests.presets import job
 
@@ -74,21 +72,3 @@ def test_a_gpu_builds_for_the_formats_that_it_has(monkeypatch):
     check_gpu({"int8", "int4", "fp8"})
     with pytest.raises(ResourceError, match=r"compute capability 8.9 and nvfp4 takes 10;"):
         check_gpu({"int8", "nvfp4"})
-
-
-@pytest.mark.parametrize("library, targets, gpu", [("tensorrt", [], "H100"), ("tensorrt_rtx", ["SM89"], None)])
-def test_a_plan_in_the_cache_is_of_the_gpu_that_it_was_built_on(
-    onnx_path, tmp_path, monkeypatch, library, targets, gpu
-):
-    """One that is built ahead of time for named targets is the same wherever it was built."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(export_trt, "check_gpu", lambda formats: None)
-    monkeypatch.setattr(export_trt, "runtime_module", lambda library: SimpleNamespace(__version__="1"))
-    monkeypatch.setattr(export_trt, "read_record", lambda plan: SimpleNamespace(bytes=1, targets=[]))
-    monkeypatch.setattr(export_trt, "describe_plan", lambda plan: {"version": "1"})
-    asked = []
-    cache = SimpleNamespace(provide=lambda kind, origin, target, make: asked.append((kind, origin, target)))
-    build_plans({"unet_xl": onnx_path}, tmp_path, trt(library=library, targets=targets), SHAPE, cache)
-    [(kind, origin, target)] = asked
-    assert (kind, origin["gpu"], origin["version"], target) == ("plan", gpu, "1", tmp_path / "plan")
-    assert origin["profile"] == profile(onnx_path, "unet_xl", trt(), SHAPE)
