@@ -38,6 +38,7 @@ LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is
     "submitit_slurm": "pip install 'sd-quant[submitit]'",
     "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
 }
+LONGEST_ARGUMENT, MOST_ITEMS = 2**15, 2000  # Hydra parses a list in the square of its items
 SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
     *("quant_level", "attention", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
     *("calibration", "fit", "assignment"),
@@ -136,8 +137,16 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def check_assigned(words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that is no ``name=value``, which may be the end of a value that the shell split."""
+    """Raises ConfigError for a word that Hydra would parse for minutes, or that is no ``name=value``.
+
+    Such a word may be the end of a value that the shell split.
+    """
     for number, word in enumerate(words):
+        if len(word) > LONGEST_ARGUMENT or word.count(",") > MOST_ITEMS:
+            raise ConfigError(
+                f"the argument {one_line(word, 60)} has {len(word)} characters and {word.count(',')} commas, expected "
+                f"at most {LONGEST_ARGUMENT} and {MOST_ITEMS}; write prompts into a file, or give fewer values"
+            )
         if "=" not in word and not word.startswith("~"):  # ~name removes a knob
             ends = takewhile(lambda each: "=" not in each, words[number:])
             whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))

@@ -34,7 +34,10 @@ from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 
 ARCHIVE, SINGLE = ".nemo", ".safetensors"
-FILES = (".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no folder is called that
+FILES = (  # no folder is called that
+    *(".ckpt", ".pt", ".pth", ".bin", ".onnx", ".gguf", ".plan", ".npz", ".tar", ".gz", ".tgz", ".zip"),
+    *(".txt", ".json", ".yaml", ".yml", ".csv", ".md", ".html", ".xml", ".png", ".log", ".py", ".toml"),
+)
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:

@@ -109,6 +109,21 @@ def test_voters_are_named_dropped_by_the_rule_and_their_agreement_is_told(folder
     ]  # fmt: skip
 
 
+def test_who_has_judged_no_damaged_image_is_not_counted(folder):
+    votes = json.loads(write_ballot(folder, "AB").read_text())["votes"]
+    count = count_votes(
+        folder, [write_ballot(folder, "AB", votes=[vote for vote in votes if int(vote["pair"][4:]) < 42])]
+    )
+    assert dict(count.dropped) == {"AB": "has voted on no pair with a damaged image"}
+
+
+def test_the_count_replaces_no_voters_file(folder):
+    path = write_ballot(folder, "AB").rename(folder / "votes.json")
+    assert "the count of the votes would replace" in refused(folder, path, ConfigError) and "AB" in path.read_text()
+    write_count(count_votes(folder, [path.rename(folder / "AB.json")]), folder)
+    assert count_votes(folder, [folder / "AB.json"])  # its own is replaced
+
+
 def test_nobody_is_left(folder):
     count = count_votes(folder, [write_ballot(folder, "slips", missed=2)])
     assert notes(count)[0] == "Counted: nobody." and all(each.preference.votes == 0 for each in count.results)
@@ -116,8 +131,19 @@ def test_nobody_is_left(folder):
 
 
 def test_voters_without_a_name_and_of_one_name_are_told_apart(folder):
-    paths = [write_ballot(folder, name, voter=voter) for name, voter in (("x", " "), ("y", "AB"), ("z", "AB"))]
-    assert list(count_votes(folder, paths).voters) == ["voter of x", "AB (of y)", "AB (of z)"]
+    """Also where names and the beginnings of sessions are equal, and where a name is none that a page takes."""
+    voters = {"x": " ", "y": "AB", "z": "AB", "z2": "", "z3": "", "z4": "AB", "long": 10**6 * "x"}
+    sessions = {"z2": "session 2", "z3": "session 3", "z4": "of z again"}
+    paths = [
+        write_ballot(folder, name, voter=voter, session=sessions.get(name, f"of {name}"))
+        for name, voter in voters.items()
+    ]
+    count = count_votes(folder, paths)
+    assert list(count.voters) == [
+        "voter (of x)", "AB (of y)", "AB (of z)", "voter (sessio)", "voter (sessio) of z3.json", "AB (of z a)",
+        57 * "x" + "...",
+    ]  # fmt: skip
+    assert count.results[0].preference.votes == 7 * 20
 
 
 def refused(folder, path, error=ArtifactError) -> str:
