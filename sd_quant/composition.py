@@ -25,7 +25,7 @@ from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
-from sd_quant.knobs import near, nearest, read
+from sd_quant.knobs import check, near, nearest, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
 from sd_quant.shell import literal, without_interpolation
@@ -137,16 +137,14 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def check_assigned(words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that Hydra would parse for minutes, or that is no ``name=value``.
-
-    Such a word may be the end of a value that the shell split.
-    """
+    """Raises ConfigError for a word that is parsed for minutes, or no ``name=value``, as the rest of a split value."""
     for number, word in enumerate(words):
-        if len(word) > LONGEST_ARGUMENT or word.count(",") > MOST_ITEMS:
-            raise ConfigError(
-                f"the argument {one_line(word, 60)} has {len(word)} characters and {word.count(',')} commas, expected "
-                f"at most {LONGEST_ARGUMENT} and {MOST_ITEMS}; write prompts into a file, or give fewer values"
-            )
+        found, expected = (
+            f"{len(word)} characters long",
+            f"at most {LONGEST_ARGUMENT} and {MOST_ITEMS} commas; give fewer",
+        )
+        fits = len(word) <= LONGEST_ARGUMENT and word.count(",") <= MOST_ITEMS
+        check(fits, f"the argument {one_line(word, 60)}", found, f"{expected} values, or write prompts into a file")
         if "=" not in word and not word.startswith("~"):  # ~name removes a knob
             ends = takewhile(lambda each: "=" not in each, words[number:])
             whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))

@@ -43,9 +43,7 @@ class Infer:
     batch_size: Annotated[int, COUNT, "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a file: a prompt a line, or a data set's table or JSON"]
     num_prompts: Annotated[
-        int | None,
-        COUNT,
-        "prompts drawn at random from that file, evenly over its categories; null: all",
+        int | None, COUNT, "prompts drawn at random from that file, evenly over its categories; null: all"
     ]
     prompts_seed: Annotated[int, SEED, "random seed of that draw"]
     prompts_category: Annotated[

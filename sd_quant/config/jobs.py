@@ -211,10 +211,7 @@ def given_as(part: str) -> str:
 
 
 def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
-    """Raises ConfigError for a folder that cannot be made, and for one with a run's files or the user's of such names.
-
-    ``written`` are names of files, each with how such a file begins.
-    """
+    """Raises ConfigError for a folder that cannot be made, or has files named in ``written`` that begin otherwise."""
     if path is None:
         return
     check_writable(output_path(path), "infer.out_path")

@@ -7,9 +7,8 @@ from sd_quant.knobs import Limit, check
 
 GRAIN = 64  # pixels, of which a side of the stated families' images is a multiple
 SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple of 8 from 8 to 4096")
-MOST_SIZES = 64
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
-SOME = Limit(lambda listed: 0 < len(listed) <= MOST_SIZES, f"at least one, and at most {MOST_SIZES}")
+SOME = Limit(lambda listed: 0 < len(listed) <= 64, "at least one, and at most 64")
 Sizes = Annotated[list[str] | None, SIZE, SOME]
 
 

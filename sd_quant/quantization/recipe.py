@@ -141,9 +141,7 @@ class Recipe:
         "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
     ] = 0
     branch_rounds: Annotated[
-        int,
-        FROM_0,
-        "how many times a low-rank branch is fitted again, to what rounding has left of the outputs",
+        int, FROM_0, "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
     ] = 0
     shared_branch: Annotated[
         bool, "query, key and value that read one tensor share the down of their branches, as nunchaku runs them"

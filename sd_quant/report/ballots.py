@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +30,7 @@ MOST_BYTES = 2**24  # of a voter's file
 ALPHA, POWER = 0.05, 0.8
 LONGEST = 60  # characters of a name that is shown; the page takes 40
 ENOUGH_VOTERS = 15  # of ITU-R BT.500, for statements about people in general
-KINDS = {
-    "votes.csv": b"a,b,votes,",
-    "votes.json": rb'\{\s*"schema_version": \d+,\s*"page": "\w+",\s*"rule"',
-}  # begin so
+KINDS = {"votes.csv": b"a,b,votes,", "votes.json": rb'\{\s*"schema_version": \d+,\s*"page": "\w+",\s*"rule"'}
 TITLES = "comparison", "votes", "cannot tell", "prefer the second", "p, Holm", "verdict", "more votes", "agree", "kappa"
 
 
@@ -223,16 +221,10 @@ def counted(key: Key, ballots: Sequence[Ballot]) -> Count:
                 cast[pair["comparison"]].append((answer, vote["pair"]))
     preferences = [preference([vote for vote, _ in votes], 1 - ALPHA) for votes in cast]
     adjusted = holm([each.p for each in preferences])
+    short = partial(one_line, limit=2 * LONGEST)
     tested = sum(each.p is not None for each in preferences)
     results = [
-        Result(
-            one_line(compared["a"], 2 * LONGEST),
-            one_line(compared["b"], 2 * LONGEST),
-            each,
-            p,
-            agreement_of(votes),
-            more_votes(each, p, tested),
-        )
+        Result(short(compared["a"]), short(compared["b"]), each, p, agreement_of(votes), more_votes(each, p, tested))
         for compared, each, p, votes in zip(key["comparisons"], preferences, adjusted, cast, strict=True)
     ]
     everything = [vote for votes in cast for vote in votes]

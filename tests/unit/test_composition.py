@@ -70,10 +70,9 @@ def test_what_another_command_takes_is_said_to_be_its_own(command, given, senten
     assert str(refused.value) == sentence
 
 
-@pytest.mark.parametrize("value", [f"[{','.join(20_000 * ['64x64'])}]", 40_000 * "a"])
-def test_an_argument_that_hydra_would_read_for_minutes_is_refused(value):
-    with pytest.raises(ConfigError, match="^the argument model.sizes=.* expected at most 32768 and 2000; write"):
-        check_assigned([f"model.sizes={value}"])
+def test_an_argument_that_hydra_would_read_for_minutes_is_refused():
+    with pytest.raises(ConfigError, match="^the argument model.sizes=.* expected at most 32768 and 2000 commas; give"):
+        check_assigned([f"model.sizes=[{','.join(5_000 * ['64x64'])}]"])
 
 
 def test_a_complaint_without_a_pattern_keeps_its_words():

@@ -68,8 +68,9 @@ def write_record(folder, count: int) -> None:
 def test_the_exit_code_is_the_outcome(bar, count, code, tmp_path, monkeypatch, capsys):
     write_record(tmp_path, count)
     monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", f"min_psnr={bar}", f"output={tmp_path}/gate.json"])
-    with pytest.raises(SystemExit) as ended:
-        gate.main()
+    for _ in range(2):  # it replaces its own
+        with pytest.raises(SystemExit) as ended:
+            gate.main()
     assert ended.value.code == code == json.loads((tmp_path / "gate.json").read_text())["exit_code"]
     assert "min_psnr" in capsys.readouterr().out
 
@@ -86,10 +87,6 @@ def test_verdicts_replace_verdicts_alone(output, tmp_path, monkeypatch):
     ):
         gate.main()
     assert before == {path: path.stat() for path in tmp_path.iterdir()}
-    for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", "min_psnr=36", f"output={tmp_path}/new.xml"])
-        with pytest.raises(SystemExit):
-            gate.main()
 
 
 def test_the_program_exits_with_it_too(tmp_path):
