@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from sd_quant import launchers, search, sweep
 from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
-from sd_quant.config import check_writable, is_run
+from sd_quant.config import is_run
 from sd_quant.errors import (
     CANCELLED,
     ConfigError,
@@ -45,6 +45,7 @@ from sd_quant.errors import (
     fail,
     of_the_machine,
 )
+from sd_quant.files import check_writable
 from sd_quant.help import help_of, printed
 from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once

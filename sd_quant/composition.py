@@ -25,7 +25,7 @@ from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
-from sd_quant.knobs import near, nearest, read
+from sd_quant.knobs import check, near, nearest, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
 from sd_quant.shell import literal, without_interpolation
@@ -38,6 +38,7 @@ LAUNCHERS = {  # the plugins that conf/hydra/launcher builds on, and how each is
     "submitit_slurm": "pip install 'sd-quant[submitit]'",
     "ray": "pip install 'sd-quant[ray]' && pip install --no-deps hydra-ray-launcher==1.2.2",
 }
+LONGEST_ARGUMENT, MOST_ITEMS = 2**15, 2000  # Hydra parses a list in the square of its items
 SHORTHANDS = {  # top-level knobs whose values the sections of a configuration take
     *("quant_level", "attention", "alpha", "smoothing", "keep", "percentile", "collect_method", "calib_size"),
     *("calibration", "fit", "assignment"),
@@ -136,8 +137,14 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def check_assigned(words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that is no ``name=value``, which may be the end of a value that the shell split."""
+    """Raises ConfigError for a word that is parsed for minutes, or no ``name=value``, as the rest of a split value."""
     for number, word in enumerate(words):
+        found, expected = (
+            f"{len(word)} characters long",
+            f"at most {LONGEST_ARGUMENT} and {MOST_ITEMS} commas; give fewer",
+        )
+        fits = len(word) <= LONGEST_ARGUMENT and word.count(",") <= MOST_ITEMS
+        check(fits, f"the argument {one_line(word, 60)}", found, f"{expected} values, or write prompts into a file")
         if "=" not in word and not word.startswith("~"):  # ~name removes a knob
             ends = takewhile(lambda each: "=" not in each, words[number:])
             whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))

@@ -2,7 +2,7 @@
 
 An annotation states the type, the limits of the value, and the meaning, which ``--help`` prints:
 
-    n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
+    n_steps: Annotated[int, COUNT, "denoising steps of a calibration image"]
 
 An error is one sentence that begins with the knob's full name. Roads not taken: pydantic, which takes 0.2 s to
 import and whose error types (strict types, unions, unknown names) would need a table as long as ``read_value`` to
@@ -69,17 +69,14 @@ class Called:
     name: str
 
 
-def at_least(least: float) -> Limit:
-    return Limit(lambda value: value >= least, f"at least {least}")
-
-
 def between(least: float, most: float, each: bool = False) -> Limit:
     return Limit(lambda value: least <= value <= most, f"from {least} to {most}", each)
 
 
-MORE_THAN_0 = Limit(lambda value: value > 0, "more than 0")
+COUNT, FROM_0 = between(1, 100_000), between(0, 100_000)  # of steps, images of a prompt, timed calls, decibels
+MORE_THAN_0 = Limit(lambda value: 1e-9 <= value <= 1e9, "more than 0, and from 1e-9 to 1e9")
 SHARE = Limit(lambda share: 0 < share < 1, "a number between 0 and 1")
-CONFIDENCE = Limit(lambda share: 0.5 <= share < 1, "a number from 0.5 to below 1")
+CONFIDENCE = Limit(lambda share: 0.5 <= share <= 0.9999, "a number from 0.5 to 0.9999")
 SEEDS = 2**64  # torch's generators take that many
 SEED = Limit(lambda seed: 0 <= seed < SEEDS, "a whole number from 0 to 2^64 - 1")
 

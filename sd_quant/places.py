@@ -7,6 +7,7 @@ that the shell has completed would not be found.
 """
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def input_path(path: str | Path) -> Path:
     """Return the absolute path, from ``HOME`` if it exists there and not from the current folder."""
     path = Path(path).expanduser()
     here, shipped = Path.cwd() / path, HOME / path
-    return shipped if shipped.exists() and not here.exists() else here
+    return shipped if os.path.exists(shipped) and not os.path.exists(here) else here  # whatever their length
 
 
 def folder_name(text: str) -> str:
@@ -45,7 +46,7 @@ def output_path(path: str | Path) -> Path:
 def existing(knob: str, path: str, expected: str) -> Path:
     """Return ``input_path(path)``. Raises ConfigError, with the folders that were searched, when it is missing."""
     found = input_path(path)
-    if not found.exists():
+    if not os.path.exists(found):
         raise ConfigError(f"{knob} names {path}, which does not exist{looked_in(path)}; give {expected}")
     return found
 

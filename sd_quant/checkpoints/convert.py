@@ -34,7 +34,9 @@ from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 
 ARCHIVE, SINGLE = ".nemo", ".safetensors"
-FILES = (".ckpt", ".pt", ".pth", ".bin", ".onnx", ".tar", ".gz", ".zip")  # no folder is called that
+FILES = (
+    ".ckpt .pt .pth .bin .onnx .gguf .plan .npz .tar .gz .tgz .zip .txt .json .yaml .yml .csv .md .html .xml .png .log"
+)
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
@@ -64,7 +66,7 @@ def convert(source: Path, target: Path, model_config: dict | None = None, fp16: 
     tensors or state the noise, ResourceError when the disk is or would be full.
     """
     kind = target.suffix.lower()
-    if kind in FILES:
+    if kind in FILES.split():  # no folder is called that
         raise ConfigError(
             f"{target} ends with {target.suffix}; give a name with .nemo or .safetensors, or one of a folder for "
             "diffusers"

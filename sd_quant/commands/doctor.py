@@ -151,7 +151,7 @@ def usable_gpu() -> str | None:
 
 def free_disk(folder: Path) -> str:
     """Return the free space for a folder that may not exist yet, or why nothing can be written."""
-    from sd_quant.config import check_writable
+    from sd_quant.files import check_writable
 
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
+from sd_quant.files import check_replaceable
 from sd_quant.help import listed
-from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, at_least, check, fields_of, options_of, read
+from sd_quant.knobs import CONFIDENCE, FROM_0, MORE_THAN_0, SHARE, between, check, fields_of, options_of, read
 from sd_quant.places import existing, output_path
 from sd_quant.report.gate import FAILED, OPEN, PASSED, decide, read_run
-from sd_quant.report.gate_output import SUFFIXES, text_of, write_gate
+from sd_quant.report.gate_output import KINDS, text_of, write_gate
 
 EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code} | dict.fromkeys(OPEN, UNDECIDED)
 MARGINS = ("psnr_margin", "ssim_margin", "lpips_margin", "speedup_margin")
@@ -36,17 +37,17 @@ docs/gate.md has the statistics.
 class GateJob:
     run: Annotated[str, "folder of a finished run"]
     baseline: Annotated[str | None, "folder of the run that the margins are to, with the same prompts and seeds"] = None
-    min_psnr: Annotated[float | None, at_least(0), "least mean PSNR in dB"] = None
-    min_ssim: Annotated[float | None, at_least(-1), "least mean SSIM"] = None
-    max_lpips: Annotated[float | None, at_least(0), "largest mean LPIPS"] = None
+    min_psnr: Annotated[float | None, FROM_0, "least mean PSNR in dB"] = None
+    min_ssim: Annotated[float | None, between(-1, 1), "least mean SSIM"] = None
+    max_lpips: Annotated[float | None, FROM_0, "largest mean LPIPS"] = None
     min_speedup: Annotated[float | None, MORE_THAN_0, "least speed-up of an image over the unquantized engine"] = None
-    worst_psnr: Annotated[float | None, at_least(0), "PSNR in dB below which no image may be"] = None
-    worst_ssim: Annotated[float | None, at_least(-1), "SSIM below which no image may be"] = None
-    worst_lpips: Annotated[float | None, at_least(0), "LPIPS above which no image may be"] = None
-    worst_share: Annotated[float, SHARE, "share of prompts that may be worse than a worst_ bar, unseen"] = 0.1
-    psnr_margin: Annotated[float | None, at_least(0), "dB by which the mean PSNR may be below the baseline's"] = None
-    ssim_margin: Annotated[float | None, at_least(0), "by how much the mean SSIM may be below the baseline's"] = None
-    lpips_margin: Annotated[float | None, at_least(0), "by how much the mean LPIPS may be above the baseline's"] = None
+    worst_psnr: Annotated[float | None, FROM_0, "PSNR in dB below which no image may be"] = None
+    worst_ssim: Annotated[float | None, between(-1, 1), "SSIM below which no image may be"] = None
+    worst_lpips: Annotated[float | None, FROM_0, "LPIPS above which no image may be"] = None
+    worst_share: Annotated[float, between(0.0001, 0.9999), "share of prompts that may be worse than a worst_ bar"] = 0.1
+    psnr_margin: Annotated[float | None, FROM_0, "dB by which the mean PSNR may be below the baseline's"] = None
+    ssim_margin: Annotated[float | None, FROM_0, "by how much the mean SSIM may be below the baseline's"] = None
+    lpips_margin: Annotated[float | None, FROM_0, "by how much the mean LPIPS may be above the baseline's"] = None
     speedup_margin: Annotated[float | None, SHARE, "share of the baseline's speed-up that may be lost"] = None
     confidence: Annotated[float, CONFIDENCE, "of intervals"] = 0.95
     output: Annotated[str | None, "file of the verdicts: .json, or .xml for JUnit's"] = None
@@ -58,8 +59,8 @@ class GateJob:
         check(self.baseline is not None or not margins, "baseline", "null", f"a folder, because {margins} is given")
         expected = f"null, because none of {', '.join(MARGINS)} is given"
         check(self.baseline is None or bool(margins), "baseline", self.baseline, expected)
-        known = self.output is None or Path(self.output).suffix.lower() in SUFFIXES
-        check(known, "output", self.output, f"a file that ends with {' or '.join(SUFFIXES)}")
+        known = self.output is None or Path(self.output).suffix.lower() in KINDS
+        check(known, "output", self.output, f"a file that ends with {' or '.join(KINDS)}")
 
     def bars(self) -> dict[str, float]:
         """Return the criteria that are given, by knob."""
@@ -106,9 +107,12 @@ def main() -> None:
     baseline = None
     if job.baseline is not None:
         baseline = read_run("baseline", existing("baseline", job.baseline, "the folder of a finished run"))
+    output = None if job.output is None else output_path(job.output)
+    if output is not None:
+        check_replaceable(output, "output", KINDS[output.suffix.lower()], "the verdicts of a gate")
     gate = decide(run, baseline, job.bars(), job.confidence, job.worst_share)
     code = EXIT_CODES[gate.outcome]
     print(text_of(gate))
-    if job.output is not None:
-        write_gate(gate, code, output_path(job.output))
+    if output is not None:
+        write_gate(gate, code, output)
     sys.exit(code)

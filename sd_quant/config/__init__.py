@@ -25,4 +25,4 @@ from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_heeded, decid
 from sd_quant.config.model import Model, lora_of
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
 from sd_quant.config.recipe import BESIDE, FUSED, Quantize
-from sd_quant.config.sections import check_writable, size_of, sizes_of
+from sd_quant.config.sections import size_of, sizes_of

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.config.sections import check_writable
 from sd_quant.errors import ResourceError
-from sd_quant.knobs import CONFIDENCE, MORE_THAN_0, SHARE, Called, Limit, at_least, check, check_unused
+from sd_quant.files import check_writable
+from sd_quant.knobs import CONFIDENCE, FROM_0, MORE_THAN_0, SHARE, Called, Limit, between, check, check_unused
 from sd_quant.metrics import INCEPTION_PACKAGE, OCR_PACKAGE, SCORES
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
-MORE_THAN_1 = Limit(lambda number: number > 1, "more than 1")  # the unquantized engine has 1
+MORE_THAN_1 = Limit(lambda number: 1 < number <= 1e9, "more than 1, and at most 1e9")  # the unquantized engine has 1
 # Ways to compute the same full precision again, by the names of the knob ``noise_floor``.
 RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
 WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
@@ -28,7 +28,7 @@ class Timing:
     ]
     budget_s: Annotated[
         float,
-        at_least(0),
+        between(0, 1e9),
         "seconds per compared engine after which no round starts; of a sweep for five at most",
     ]
 
@@ -55,7 +55,7 @@ class Judge:
     """How third-party checkpoints are judged, see ``sd_quant.interchange``."""
 
     candidates: Annotated[list[str], Called("candidates"), "files and folders of third-party checkpoints, or our runs"]
-    layers: Annotated[int, at_least(0), "layers of each, by their errors, that are put into the network one at a time"]
+    layers: Annotated[int, FROM_0, "layers of each, by their errors, that are put into the network one at a time"]
     runtimes: Annotated[bool, "whether a checkpoint's own library, if it is installed, makes images and is timed"]
     trust_runs: Annotated[bool, "whether the ONNX file of a run is executed: only for runs of your own"]
     confidence: Annotated[float, CONFIDENCE, "at which candidates are told apart, for all of them together"]
@@ -91,7 +91,7 @@ class CacheFolder:
     """Results that runs share: statistics, graphs, unquantized parts, their plans, full-precision images."""
 
     dir: Annotated[str | None, "where it is kept; null: nothing is kept or reused"]
-    limit_gb: Annotated[float, at_least(0), "above this the least recently used entries are removed; statistics stay"]
+    limit_gb: Annotated[float, between(0, 1e9), "above it the least recently used entries are removed; statistics stay"]
 
     def check_files(self) -> None:
         if self.dir is not None:

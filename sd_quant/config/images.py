@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +15,15 @@ from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
 from sd_quant.inference.samplers import SAMPLERS, most_saved
-from sd_quant.knobs import MORE_THAN_0, SEED, SHARE, Limit, Only, at_least, check, check_unused, one_of
+from sd_quant.knobs import COUNT, FROM_0, MORE_THAN_0, SEED, SHARE, Limit, Only, between, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
 AUTO = "auto"
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "guidance_until")  # of the recipe's images alone
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
-TILE = Limit(lambda pixels: pixels >= 32 and pixels % 32 == 0, "a multiple of 32")
+MOST_IMAGES = 10**6  # of a job
+TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
 
 
 @dataclass(slots=True)
@@ -39,10 +40,10 @@ class Infer:
     width: Annotated[int, SIDE, "pixels across an image"]
     height: Annotated[int, SIDE, "pixels down an image"]
     sizes: Annotated[Sizes, "sizes that the images take in turn; null: infer.width x infer.height, as timed calls"]
-    batch_size: Annotated[int, at_least(1), "images at a time"]
+    batch_size: Annotated[int, COUNT, "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a file: a prompt a line, or a data set's table or JSON"]
     num_prompts: Annotated[
-        int | None, at_least(1), "prompts drawn at random from that file, evenly over its categories; null: all"
+        int | None, COUNT, "prompts drawn at random from that file, evenly over its categories; null: all"
     ]
     prompts_seed: Annotated[int, SEED, "random seed of that draw"]
     prompts_category: Annotated[
@@ -52,9 +53,9 @@ class Infer:
         list[str] | str | None,
         "text to guide away from, in calibration too, or a list of one per prompt; null: the unconditional embedding",
     ]
-    num_samples: Annotated[int, at_least(1), "images of a prompt"]
-    steps: Annotated[int, at_least(1), "denoising steps"]
-    scale: Annotated[float, at_least(0), "guidance scale, of the calibration images too"]
+    num_samples: Annotated[int, COUNT, "images of a prompt"]
+    steps: Annotated[int, COUNT, "denoising steps"]
+    scale: Annotated[float, between(0, 1000), "guidance scale, of the calibration images too"]
     seed: Annotated[int, SEED, "random seed of the first image; the next has the next"]
     latents: Annotated[
         str | None, "start noise [1 or images, C, H/8, W/8] in a .pt, .npy or .safetensors; null: the seeds'"
@@ -75,7 +76,7 @@ class Infer:
         "sampler of the recipe's images, not of the reference's; null: the checkpoint's own, as of the reference",
     ]
     sampler_steps: Annotated[
-        int | None, at_least(1), "denoising steps of the recipe's images; null: infer.steps, as of the reference"
+        int | None, COUNT, "denoising steps of the recipe's images; null: infer.steps, as of the reference"
     ]
     reuse: Annotated[
         float | None,
@@ -93,8 +94,8 @@ class Infer:
     vae_tile: Annotated[
         int | None, TILE, "pixels of a side of the tiles in which images are decoded; null: whole images"
     ]
-    num_warmup_runs: Annotated[int, at_least(0), "calls before the timed ones"]
-    num_timed_runs: Annotated[int, at_least(1), "calls whose median is the latency"]
+    num_warmup_runs: Annotated[int, FROM_0, "calls before the timed ones"]
+    num_timed_runs: Annotated[int, COUNT, "calls whose median is the latency"]
     precision: Annotated[
         str,
         one_of(["auto", "fp32", "fp16", "bf16"]),
@@ -201,8 +202,15 @@ class Infer:
 
     def prompt_of_each_image(self) -> list[Prompt]:
         prompts = self.distinct_prompts()
-        count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
+        count = self.prompts_in_turn(prompts)
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
+
+    def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
+        """Return how many prompts are taken: one for each source image. Raises ConfigError for too many samples."""
+        count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
+        expected = f"at most {MOST_IMAGES // count}: {MOST_IMAGES} images of {count} prompts"
+        check(count * self.num_samples <= MOST_IMAGES, "infer.num_samples", self.num_samples, expected)
+        return count
 
     def distinct_prompts(self) -> list[Prompt]:
         """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
@@ -234,6 +242,7 @@ class Infer:
         elif negative is not None:
             expected = "the text itself or a list of texts: only infer.prompts is read from a file"
             check(not negative.lower().endswith(PROMPT_FILES), "infer.negative_prompt", negative, expected)
+        self.prompts_in_turn(prompts)
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:

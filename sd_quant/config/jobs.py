@@ -1,5 +1,6 @@
 """The jobs of the other commands, which start from an earlier run, files or a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +12,15 @@ from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
-from sd_quant.config.sections import check_writable
 from sd_quant.config.targets import check_consumers, check_fused, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
+from sd_quant.files import check_replaceable, check_writable
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, check_unused, one_of
 from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
-from sd_quant.report.record import VARIANTS
+from sd_quant.report.record import RECORD, VARIANTS
 
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
@@ -52,7 +53,7 @@ class ExportJob:
             self.model.check_files()
         else:
             check_parts(self, "onnx")
-        check_out_path(self.infer.out_path)
+        check_out_path(self.infer.out_path, {"config.yaml": b"model:"} if self.unquantized() else {})
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
 
@@ -80,10 +81,7 @@ class InferJob:
         check_dtype(self.model, self.infer.engine)
         self.infer.check_files()
         self.model.check_files()
-        check_out_path(self.infer.out_path)
-        own = self.infer.out_path is None or not is_run(output_path(self.infer.out_path))
-        expected = "another folder than a finished run's, whose record would be replaced"
-        check(own, "infer.out_path", self.infer.out_path, expected)
+        check_out_path(self.infer.out_path, {RECORD: rb'\{\s*"schema_version": \d+,\s*"status"'})
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)
@@ -212,9 +210,15 @@ def given_as(part: str) -> str:
     return part if part in PART_NAMES else f"+files.{part}"
 
 
-def check_out_path(path: str | None) -> None:
-    if path is not None:
-        check_writable(output_path(path), "infer.out_path")
+def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
+    """Raises ConfigError for a folder that cannot be made, or has files named in ``written`` that begin otherwise."""
+    if path is None:
+        return
+    check_writable(output_path(path), "infer.out_path")
+    expected = "another folder than a finished run's, whose record would be replaced"
+    check(not written or not is_run(output_path(path)), "infer.out_path", path, expected)
+    for name, begins in written.items():
+        check_replaceable(output_path(path) / name, "infer.out_path", begins, f"the {name} of this command")
 
 
 JOBS: dict[str, type] = {  # by the commands that Hydra configures

@@ -12,7 +12,7 @@ from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import SIDE, Sizes, check_grain
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
-from sd_quant.knobs import Called, Limit, at_least, check, check_unused, one_of
+from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
 from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import LORA, VAE
@@ -44,7 +44,7 @@ class Model:
         ),
         "what is not quantized in files: for all parts, or by part; null: fp16, and fp32 where that overflows",
     ]
-    max_sequence_length: Annotated[int | None, at_least(1), "tokens of T5's longest text; null: the family's default"]
+    max_sequence_length: Annotated[int | None, COUNT, "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
     arguments: Annotated[

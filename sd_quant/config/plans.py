@@ -8,7 +8,7 @@ from sd_quant.config.images import Infer
 from sd_quant.config.model import Model
 from sd_quant.config.sections import SIDE, Sizes, size_of
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, gpu
-from sd_quant.knobs import MORE_THAN_0, at_least, check, one_of
+from sd_quant.knobs import COUNT, MORE_THAN_0, check, one_of
 from sd_quant.models import may_be_bf16
 from sd_quant.quantization.formats import min_compute_capability
 
@@ -33,15 +33,16 @@ class Trt:
         f"what TensorRT for RTX builds for; null: {', '.join(USUAL_TARGETS)} and this GPU if they can; []: this GPU",
     ]
     static_batch: Annotated[bool, "plans take batches of infer.batch_size only"]
-    min_batch_size: Annotated[int, at_least(1), "images of the smallest batch of a plan"]
-    max_batch_size: Annotated[int, at_least(1), "images of the largest batch; guidance doubles it for the denoiser"]
+    min_batch_size: Annotated[int, COUNT, "images of the smallest batch of a plan"]
+    max_batch_size: Annotated[int, COUNT, "images of the largest batch; guidance doubles it for the denoiser"]
     optimization_level: Annotated[int | None, one_of(range(6)), "TensorRT's own; null: the library's default"]
     sizes: Annotated[Sizes, "image sizes that a plan takes, and all between; null: infer.width x infer.height alone"]
     workspace_gib: Annotated[float | None, MORE_THAN_0, "memory that the builder may use; null: its default"]
     timing_cache: Annotated[str | None, "folder that keeps TensorRT's measurements of this GPU; null: measure again"]
 
     def __post_init__(self):
-        at_least(self.min_batch_size).check("trt.max_batch_size", self.max_batch_size)
+        least = self.min_batch_size
+        check(self.max_batch_size >= least, "trt.max_batch_size", self.max_batch_size, f"at least {least}")
 
 
 def plan_library(trt: Trt) -> str:
@@ -91,7 +92,7 @@ class ExportShape:
     out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
     height: Annotated[int, SIDE, "pixels down these images"]
-    batch_size: Annotated[int, at_least(1), "images at a time"]
+    batch_size: Annotated[int, COUNT, "images at a time"]
 
 
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:

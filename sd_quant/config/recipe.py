@@ -12,7 +12,7 @@ import yaml
 
 from sd_quant.config.assignment_file import FP16, entries_in
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import SEED, Called, Limit, at_least, check, check_unused, one_of, read
+from sd_quant.knobs import COUNT, SEED, Called, Limit, between, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
@@ -42,7 +42,7 @@ UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 def bytes_in(size: int | str) -> int | None:
     """Return the bytes of a size such as 12GB or 800MiB; None for a text that is none."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", str(size))
+    found = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})", str(size))
     return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
 
@@ -203,17 +203,17 @@ class Quantize(Recipe):
         Called("assignment"),
         "file with the preset of each layer, as a run leaves it; null: the preset, or a limit, decides",
     ]
-    n_steps: Annotated[int, at_least(1), "denoising steps of a calibration image"]
-    calib_size: Annotated[int, at_least(1), "prompts to calibrate on"]
+    n_steps: Annotated[int, COUNT, "denoising steps of a calibration image"]
+    calib_size: Annotated[int, between(1, 10**6), "prompts to calibrate on"]
     calibration: Annotated[str | None, "file or folder of statistics from elsewhere; null: they are collected here"]
     seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
     snapshots: Annotated[
         list[int],
-        Limit(lambda sizes: all(size > 0 for size in sizes), "numbers of prompts"),
+        Limit(lambda sizes: len(sizes) <= 1000 and all(0 < size <= 10**6 for size in sizes), "numbers of prompts"),
         "numbers of prompts after which statistics are kept, for jobs with other calib_sizes",
     ]
     accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
-    devices: Annotated[int, at_least(1), "processes, or GPUs, that share the prompts"]
+    devices: Annotated[int, between(1, 64), "processes, or GPUs, that share the prompts"]
 
     @property
     def chooses_bits(self) -> bool:

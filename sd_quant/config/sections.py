@@ -1,18 +1,14 @@
-"""Limits that several sections of knobs share, and the check of a folder to write to."""
+"""Limits that several sections of knobs share."""
 
-import os
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Protocol
 
-from sd_quant.errors import ConfigError, of_the_machine
-from sd_quant.files import temporary_folder
 from sd_quant.knobs import Limit, check
 
 GRAIN = 64  # pixels, of which a side of the stated families' images is a multiple
 SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple of 8 from 8 to 4096")
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
-SOME = Limit(lambda listed: len(listed) > 0, "at least one")
+SOME = Limit(lambda listed: 0 < len(listed) <= 64, "at least one, and at most 64")
 Sizes = Annotated[list[str] | None, SIZE, SOME]
 
 
@@ -51,21 +47,3 @@ def is_size(stated: str) -> bool:
         width, height = size_of(stated)
         return stated == f"{width}x{height}" and SIDE.holds(width) and SIDE.holds(height)
     return False
-
-
-def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
-
-    A folder is made and removed where the path begins to be missing, because permissions do not tell: /proc denies what
-    its permissions allow.
-    """
-    parent = directory.absolute()
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    try:
-        with temporary_folder(parent):
-            pass
-    except OSError as error:
-        if (fault := of_the_machine(error)) is not None:
-            raise fault from error
-        raise ConfigError(f"{what} {directory} cannot be written, because of {parent}; set {knob}") from error

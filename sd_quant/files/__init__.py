@@ -32,7 +32,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from sd_quant.errors import FULL, ArtifactError, ResourceError, SdQuantError
+from sd_quant.errors import FULL, ArtifactError, ConfigError, ResourceError, SdQuantError, of_the_machine
 from sd_quant.text import one_line
 
 TEMPORARY = ".unfinished-"
@@ -40,6 +40,7 @@ HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
 UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # temporary names of any process
 ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # temporary names of this host, with the process
 MOST_TEXT = 2**26  # bytes of a table or a record of another run
+LONGEST_NAME = 200  # bytes, because a temporary name is longer
 MOST_OF_A_START = 512  # bytes in which ``STAND_INS`` are looked for
 STAND_INS = {  # what lies in a file's place where it was not downloaded, by its first bytes, and what to do
     rb"version https?://[\w./-]+/spec/v\d": "a pointer of Git LFS; run git lfs pull in the folder that was cloned",
@@ -181,6 +182,41 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
             f"{path} needs up to {needed / 1e9:.2f} GB{what} and the disk has {free / 1e9:.2f} GB free; make room or "
             "choose another disk"
         )
+
+
+def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
+    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
+
+    A folder is made and removed where the path begins to be missing, because permissions do not tell: /proc denies what
+    its permissions allow.
+    """
+    parent = directory.absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    try:
+        if max(map(len, map(os.fsencode, directory.parts))) > LONGEST_NAME:
+            raise OSError(errno.ENAMETOOLONG, "a name in it is too long")
+        with temporary_folder(parent):
+            pass
+    except OSError as error:
+        if (fault := of_the_machine(error)) is not None:
+            raise fault from error
+        raise ConfigError(f"{what} {directory} cannot be written, because of {parent}; set {knob}") from error
+
+
+def check_replaceable(path: Path, knob: str, begins: bytes, what: str) -> None:
+    """Raises ConfigError unless ``path``, which ``knob`` names, can be written and holds nothing, or such a file.
+
+    ``begins`` is how a file of the kind begins, as a regular expression, and ``what`` the kind in words.
+    """
+    start = b""
+    with suppress(OSError), open_unread(path) as file:  # a folder or a pipe has no such start
+        start = file.read(MOST_OF_A_START)
+    if os.path.lexists(path) and not re.match(begins, start):
+        raise ConfigError(
+            f"{what} would replace {path}, which is none, expected a new name, or that of an earlier one; change {knob}"
+        )
+    check_writable(path.parent if os.path.lexists(path) else path, knob, what)
 
 
 def write_text(path: Path, text: str) -> None:

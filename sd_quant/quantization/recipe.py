@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from sd_quant.knobs import Called, Limit, at_least, one_of
+from sd_quant.knobs import COUNT, FROM_0, Called, Limit, one_of
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
@@ -31,7 +31,7 @@ ALPHA = Limit(
     lambda alpha: alpha == "auto" or (isinstance(alpha, float) and 0 <= alpha <= 1), "a number from 0 to 1, or auto"
 )
 RANK = Limit(
-    lambda rank: rank >= 0 if isinstance(rank, int) else 0 < rank < 1,
+    lambda rank: 0 <= rank <= 2**20 if isinstance(rank, int) else 0 < rank < 1,
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
 ROUNDINGS = ("nearest", "gptq")
@@ -120,7 +120,7 @@ class Recipe:
         "before every layer; none: nothing is smoothed",
     ] = "folded"
     batch_size: Annotated[
-        int, at_least(1), "prompts of a calibration call; ModelOpt's own percentile calibrator depends on it"
+        int, COUNT, "prompts of a calibration call; ModelOpt's own percentile calibrator depends on it"
     ] = 1
     enable: Enable = field(default_factory=lambda: Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
     per_channel: Annotated[
@@ -141,7 +141,7 @@ class Recipe:
         "SVDQuant: singular directions of a linear's weight that stay in fp16 beside the quantized rest",
     ] = 0
     branch_rounds: Annotated[
-        int, at_least(0), "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
+        int, FROM_0, "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
     ] = 0
     shared_branch: Annotated[
         bool, "query, key and value that read one tensor share the down of their branches, as nunchaku runs them"

@@ -9,15 +9,16 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import read_regular, write_json
+from sd_quant.files import check_replaceable, read_regular, write_json
 from sd_quant.metrics.votes import Agreement, Preference, Vote, agreement, holm, preference, votes_needed
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.table import Table, between, figure, table_of_texts
@@ -27,7 +28,9 @@ from sd_quant.text import one_line, printable
 FORMAT = "sd-quant votes 1"
 MOST_BYTES = 2**24  # of a voter's file
 ALPHA, POWER = 0.05, 0.8
+LONGEST = 60  # characters of a name that is shown; the page takes 40
 ENOUGH_VOTERS = 15  # of ITU-R BT.500, for statements about people in general
+KINDS = {"votes.csv": b"a,b,votes,", "votes.json": rb'\{\s*"schema_version": \d+,\s*"page": "\w+",\s*"rule"'}
 TITLES = "comparison", "votes", "cannot tell", "prefer the second", "p, Holm", "verdict", "more votes", "agree", "kappa"
 
 
@@ -89,11 +92,13 @@ class Count:
 def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
     """Count the votes of a folder's page, or of one that it has replaced.
 
-    Raises ConfigError when the folder has no page or a voter's file is given twice, ArtifactError for a file that is
-    damaged, was changed or is of another page.
+    Raises ConfigError when the folder has no page or a file of the count's name, or a voter's file is given twice,
+    ArtifactError for a file that is damaged, was changed or is of another page.
     """
     key = read_key(folder)
     ballots = [read_ballot(path) for path in paths]
+    for name, begins in KINDS.items():
+        check_replaceable(folder / name, "the name of that file", begins, "the count of the votes")
     if (replaced := earlier_key(folder, ballots[0].page[:8])).is_file() and ballots[0].page != key["page"]:
         key = read_key_file(replaced)
     sessions: dict[str, Path] = {}
@@ -129,7 +134,7 @@ def read_ballot(path: Path) -> Ballot:
             f"{path} was changed after it was saved: its checksum is {one_line(content['checksum'], 20)}, expected "
             f"{checksum(content)}; ask the voter to save it again"
         )
-    return Ballot(path, content["page"], content["session"], printable(content["voter"]).strip(), content["votes"])
+    return Ballot(path, content["page"], content["session"], one_line(content["voter"], LONGEST), content["votes"])
 
 
 def checksum(content: File) -> str:
@@ -179,6 +184,8 @@ def why_dropped(ballot: Ballot, key: Key) -> str | None:
     for vote in ballot.votes:
         if (kind := key["pairs"][vote["pair"]]["kind"]) != VOTE:
             answers[kind].append(answer_of(vote, key))
+    if not answers[DAMAGED]:
+        return "has voted on no pair with a damaged image"
     missed = sum(answer != -1 for answer in answers[DAMAGED])
     decided = sum(answer != 0 for answer in answers[EQUAL])
     if missed:
@@ -188,17 +195,18 @@ def why_dropped(ballot: Ballot, key: Key) -> str | None:
     return None
 
 
-def shown_names(ballots: Iterable[Ballot]) -> dict[str, Ballot]:
-    """The voters by name; those without one, and of equal names all, by their session too."""
-    ballots = list(ballots)
+def shown_names(ballots: Sequence[Ballot]) -> dict[str, Ballot]:
+    """The voters by name; those without one, and of equal names all, by their session too, and by the file at last."""
+    names: dict[str, Ballot] = {}
     often = Counter(ballot.voter for ballot in ballots)
-
-    def name(ballot: Ballot) -> str:
-        if not ballot.voter:
-            return f"voter {printable(ballot.session[:6])}"
-        return ballot.voter if often[ballot.voter] == 1 else f"{ballot.voter} ({printable(ballot.session[:6])})"
-
-    return {name(ballot): ballot for ballot in ballots}
+    for ballot in ballots:
+        name = ballot.voter or "voter"
+        if often[ballot.voter] > 1 or not ballot.voter:
+            name += f" ({printable(ballot.session[:6])})"
+        while name in names:
+            name += f" of {ballot.path.name}"
+        names[name] = ballot
+    return names
 
 
 def counted(key: Key, ballots: Sequence[Ballot]) -> Count:
@@ -213,9 +221,10 @@ def counted(key: Key, ballots: Sequence[Ballot]) -> Count:
                 cast[pair["comparison"]].append((answer, vote["pair"]))
     preferences = [preference([vote for vote, _ in votes], 1 - ALPHA) for votes in cast]
     adjusted = holm([each.p for each in preferences])
+    short = partial(one_line, limit=2 * LONGEST)
     tested = sum(each.p is not None for each in preferences)
     results = [
-        Result(compared["a"], compared["b"], each, p, agreement_of(votes), more_votes(each, p, tested))
+        Result(short(compared["a"]), short(compared["b"]), each, p, agreement_of(votes), more_votes(each, p, tested))
         for compared, each, p, votes in zip(key["comparisons"], preferences, adjusted, cast, strict=True)
     ]
     everything = [vote for votes in cast for vote in votes]
@@ -296,7 +305,7 @@ def notes(count: Count) -> list[str]:
 def write_count(count: Count, folder: Path) -> list[Path]:
     """Write ``votes.csv`` and ``votes.json`` into the folder; returns their paths. Raises ResourceError."""
     rows = [row_of(each) for each in count.results]
-    paths = [folder / "votes.csv", folder / "votes.json"]
+    paths = [folder / name for name in KINDS]
     write_csv(rows, paths[0])
     content = {
         "schema_version": 1,

@@ -50,10 +50,7 @@ SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds; who would draw more
 OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
-    "infer": (
-        *("width", "height", "sizes", "steps", "scale", "seed", "num_samples"),
-        *("negative_prompt", "strength", "precision"),
-    ),
+    "infer": "width height sizes steps scale seed num_samples negative_prompt strength precision".split(),
     "model": ("arguments", "max_sequence_length"),
 }
 FILES = ("image", "mask", "latents")  # knobs of infer that name a file, which the record's inputs have by its hash

@@ -16,7 +16,7 @@ from sd_quant.report.gate import FAILED, OPEN, Gate, Shown, Verdict
 from sd_quant.report.table import Table, as_text, table_of_texts
 from sd_quant.text import one_line, printable
 
-SUFFIXES = (".json", ".xml")
+KINDS = {".json": rb'\{\s*"schema_version": \d+,\s*"run": ', ".xml": rb"<\?xml[^>]*>\s*<testsuites"}  # begin so
 SCHEMA_VERSION = 1
 LONGEST_PROMPT = 60
 

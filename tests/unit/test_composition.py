@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import composition
-from sd_quant.composition import composing, job_of, readable, refusal, settled
+from sd_quant.composition import check_assigned, composing, job_of, readable, refusal, settled
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.places import CONF
@@ -68,6 +68,11 @@ def test_what_another_command_takes_is_said_to_be_its_own(command, given, senten
     with pytest.raises(ConfigError) as refused, composing(command):
         compose(command, [given])
     assert str(refused.value) == sentence
+
+
+def test_an_argument_that_hydra_would_read_for_minutes_is_refused():
+    with pytest.raises(ConfigError, match="^the argument model.sizes=.* expected at most 32768 and 2000 commas; give"):
+        check_assigned([f"model.sizes=[{','.join(5_000 * ['64x64'])}]"])
 
 
 def test_a_complaint_without_a_pattern_keeps_its_words():

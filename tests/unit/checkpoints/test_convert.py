@@ -364,6 +364,7 @@ def test_one_tensor_is_in_memory(tmp_path, mixed, write):
     [
         ("absent", "a.nemo", [], "absent does not exist"),
         ("mixed.nemo", "a.ckpt", [], "ends with .ckpt"),
+        ("mixed.nemo", "x.txt", [], "x.txt ends with .txt; give a name with .nemo or .safetensors"),
         ("mixed.nemo", "folder", ["--config", "config.yaml"], "leave --config out"),
         ("config.yaml", "folder", [], "no known kind"),
         ("mixed.nemo", "a.nemo", ["--config", "absent.yaml"], "absent.yaml is not a file"),

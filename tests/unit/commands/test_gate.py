@@ -28,7 +28,10 @@ pytestmark = pytest.mark.commit
         ("run=x min_psrn=3", "did you mean min_psnr"),
         ("run=x min_psnr=abc", "min_psnr is 'abc', expected a number"),
         ("run=x min_psnr=nan", "expected a finite number"),
-        ("run=x max_lpips=-1", "expected at least 0"),
+        ("run=x max_lpips=-1", "expected from 0 to 100000"),
+        ("run=x min_psnr=1e300", "expected from 0 to 100000"),
+        ("run=x worst_share=1e-300", "worst_share is 1e-300, expected from 0.0001 to 0.9999"),
+        ("run=x confidence=0.9999999999999999", "expected a number from 0.5 to 0.9999"),
         ("run=x min_psnr=1 output=gate.JSON confidence=2", "confidence is 2.0, expected a number from 0.5"),
         ("run=x psnr_margin=1", "baseline is null, expected a folder"),
         ("run=x baseline=y min_psnr=1", "expected null, because none of psnr_margin"),
@@ -65,10 +68,25 @@ def write_record(folder, count: int) -> None:
 def test_the_exit_code_is_the_outcome(bar, count, code, tmp_path, monkeypatch, capsys):
     write_record(tmp_path, count)
     monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", f"min_psnr={bar}", f"output={tmp_path}/gate.json"])
-    with pytest.raises(SystemExit) as ended:
-        gate.main()
+    for _ in range(2):  # it replaces its own
+        with pytest.raises(SystemExit) as ended:
+            gate.main()
     assert ended.value.code == code == json.loads((tmp_path / "gate.json").read_text())["exit_code"]
     assert "min_psnr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("output", ["metrics.json", "folder.xml", "/proc/o.xml", f"{300 * 'x'}.xml", "users.xml"])
+def test_verdicts_replace_verdicts_alone(output, tmp_path, monkeypatch):
+    write_record(tmp_path, 64)
+    (tmp_path / "folder.xml").mkdir()
+    (tmp_path / "users.xml").write_text("<?xml version='1.0'?><mine/>")
+    before = {path: path.stat() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", "min_psnr=36", f"output={tmp_path / output}"])
+    with pytest.raises(
+        ConfigError, match="verdicts of a gate .*(would replace|cannot be written).*(change|set) output"
+    ):
+        gate.main()
+    assert before == {path: path.stat() for path in tmp_path.iterdir()}
 
 
 def test_the_program_exits_with_it_too(tmp_path):

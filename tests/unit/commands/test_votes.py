@@ -1,6 +1,5 @@
 """The command that counts votes and draws pairs anew: its refusals and its exit codes."""
 
-import json
 import sys
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 from sd_quant.commands import votes
 from sd_quant.errors import UNDECIDED, ConfigError
 from sd_quant.places import HOME
-from sd_quant.report.ballots import checksum
-from sd_quant.report.votes import DAMAGED, RULE, VOTE, read_key
+from sd_quant.report.votes import read_key
 
+from ..report.cast import write_ballot, write_key
 from ..report.sweeps import write_job, write_plan
 
 pytestmark = pytest.mark.commit
@@ -44,28 +43,8 @@ def test_what_cannot_be_meant_is_refused(words, said, tmp_path, monkeypatch):
         call(monkeypatch, *words.format(tmp_path, tmp_path).split())
 
 
-def write_ballot(folder, voter: str, seen: bool = True):
-    """A file of a voter who prefers ``b`` in ten pairs, and has ``seen`` which of two images is damaged."""
-    kinds = [VOTE] * 10 + [DAMAGED]
-    pairs = {
-        f"pair{index}": {"kind": kind, "comparison": 0 if kind == VOTE else None, "prompt": "x", "index": index,
-                         "a": f"a{index}", "b": f"b{index}"}
-        for index, kind in enumerate(kinds)
-    }  # fmt: skip
-    key = {"schema_version": 1, "page": "0" * 16, "seed": 1, "against": None, "most_pairs": 64, "rule": RULE,
-           "comparisons": [{"a": "full precision", "b": "nvfp4"}], "pairs": pairs}  # fmt: skip
-    (folder / "votes_key.json").write_text(json.dumps(key))
-    answers = ["second"] * 10 + ["first" if seen else "second"]
-    cast = [
-        {"pair": f"pair{index}", "first": f"a{index}", "answer": each, "ms": 9} for index, each in enumerate(answers)
-    ]
-    ballot = {"format": "sd-quant votes 1", "page": key["page"], "session": voter, "voter": voter, "votes": cast}
-    (folder / f"{voter}.json").write_text(json.dumps(ballot | {"checksum": checksum(ballot)}))
-    return folder / f"{voter}.json"
-
-
 def test_votes_are_counted_and_written(tmp_path, monkeypatch, capsys):
-    paths = [write_ballot(tmp_path, "AB"), write_ballot(tmp_path, "C=D", seen=False)]
+    paths = [write_ballot(write_key(tmp_path), name, missed=missed) for name, missed in (("AB", 0), ("C=D", 1))]
     assert call(monkeypatch, tmp_path, *paths) == 0
     told = capsys.readouterr().out
     assert "nvfp4 is preferred" in told and "Not counted: C=D, who did not choose the whole image" in told

@@ -8,8 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from sd_quant.config import PART_NAMES, artifact, check_writable, lora_of, part_paths
+from sd_quant.config import PART_NAMES, artifact, lora_of, part_paths
 from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.files import check_writable
 
 pytestmark = pytest.mark.commit
 
@@ -23,6 +24,9 @@ def places(archive, run, images, tmp_path) -> dict[str, Path]:
     for name in ("metrics.json", "config.yaml", "layers.csv"):
         (tmp_path / "finished").mkdir(exist_ok=True)
         (tmp_path / "finished" / name).touch()
+    (tmp_path / "users").mkdir()
+    for name in ("metrics.json", "config.yaml"):
+        (tmp_path / "users" / name).write_text("my: notes")
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks/a.png").touch()
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
@@ -43,6 +47,11 @@ STRENGTH = r"model.loras .* a file, or file:strength with a number"
          "variant is full_precision, expected quantized, because run= names no folder with"),
         ("infer", {"infer.out_path": "{here}/finished"},
          "infer.out_path is .*, expected another folder than a finished run's"),
+        ("infer", GIVEN | {"infer.out_path": "{here}/users"}, "the metrics.json of this command would replace .*json"),
+        ("export_trt", GIVEN | {"infer.out_path": "{here}/users"},
+         "the config.yaml of this command would replace .*, which is"),
+        ("infer", GIVEN | {"infer.prompts": ["a"] * 101, "infer.num_samples": 10_000},
+         "infer.num_samples is 10000, expected at most 9900: 1000000 images of 101 prompts"),
         *(("infer", {"model.loras": [stated]}, STRENGTH)
           for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", "")),
         ("export_trt", {"model.path": "missing.nemo"}, "model.path names missing.nemo, which does not exist"),

@@ -1,11 +1,13 @@
 """What a job refuses it refuses by the knob's name."""
 
+from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import is_dataclass
 
 import pytest
 
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import read
+from sd_quant.knobs import fields_of, options_of, read
 
 from .composition import JOBS
 
@@ -17,12 +19,12 @@ SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", 
 BOTH = {"enough_db": 40, "time_of_a_db": 0.03, "confidence": 0.95, "floor_db": None, "worst_db": None, "speedup": 2,
         "image_ms": 900}  # fmt: skip
 REFUSED = {  # how begins what was expected, of which knob, instead of which values
-    "at least 0": {"infer.num_warmup_runs": [-1], "infer.scale": [-1]},
-    "at least 1": {
+    "from 0 to ": {"infer.num_warmup_runs": [-1], "infer.scale": [-1, 1e300]},
+    "from 1 to ": {
         "model.max_sequence_length": [0], "quantize.devices": [0], "quantize.n_steps": [0], "quantize.batch_size": [0],
         "quantize.calib_size": [-1], "trt.min_batch_size": [0], "infer.num_samples": [0], "infer.num_timed_runs": [0],
     },
-    "at least one": {"model.sizes": [[]], "infer.sizes": [[]], "trt.sizes": [[]]},
+    "at least one, and at most 64": {"model.sizes": [[], 65 * ["64x64"]], "infer.sizes": [[]], "trt.sizes": [[]]},
     "a multiple of 8 from 8 to 4096": {"model.width": [100], "model.height": [0, 8192], "infer.width": [65]},
     "a multiple of 64 from 64 to 4096": {"model.width": [72], "model.height": [72], "infer.width": [72]},
     "WIDTHxHEIGHT such as 832x1216, each side a multiple of 8 from 8 to 4096": {
@@ -47,9 +49,9 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "a group of knobs": {"infer": [3]},
     "more than 0": {
         "infer.guidance_until": [0], "trt.workspace_gib": [0],
-        "verdict.floor_db": [0], "verdict.worst_db": [-3], "verdict.image_ms": [0],
+        "verdict.floor_db": [0, 1e300], "verdict.worst_db": [-3], "verdict.image_ms": [0, 1e-300],
     },
-    "more than 1": {"verdict.speedup": [1, 0.5]},
+    "more than 1": {"verdict.speedup": [1, 0.5, 1e300]},
     "a number between 0 and 1": {"infer.reuse": [0, 1.5]},
     "letters c, r and e, of which the first is c": {"infer.schedule": ["rrrr", "cx", ""]},
     "one for each of the 20 steps": {"infer.schedule": ["ccrc"]},
@@ -67,10 +69,10 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "at least 0.05, one of the 20 steps, because it selects no step": {"quantize.percentile": [0.04]},
     "a number from 0 to 1, or auto": {"quantize.alpha": [1.5, -0.1, "best", None]},
     "null, because a run keeps everything in hydra.run.dir": {"infer.out_path": ["elsewhere"]},
-    "numbers of prompts": {"quantize.snapshots": [[0, 8]]},
+    "numbers of prompts": {"quantize.snapshots": [[0, 8], [8, 10**9]]},
     "0, a number of singular directions, or a fraction below 1 of": {"quantize.rank": [-1, 1.5]},
     "bytes, or a share below 1 of what the denoiser's weights take in fp32": {"quantize.budget": [0, 1.5]},
-    "bytes, such as 12GB or 800MiB": {"quantize.fit": [0, "GB", "12 gb", "0GB", "1e9GB"]},
+    "bytes, such as 12GB or 800MiB": {"quantize.fit": [0, "GB", "12 gb", "0GB", "1e9GB", f"{400 * '9'}GB"]},
     "a number of layers below 1000 or a fraction below 1: keeping all would quantize nothing": {
         "quantize.keep": [1.0, -1, 1000],
     },
@@ -104,6 +106,23 @@ def test_a_wrong_value_is_refused_by_its_name(job, knob, values, expected):
         said, _, told = str(refusal.value).partition(", expected ")
         name, _, found = said.partition(" is ")
         assert name in (knob, knob.removeprefix("quantize.")) and found in forms(value) and told.startswith(expected)
+
+
+def test_every_number_of_things_has_a_limit(job, mappings):
+    """Seeds, bytes and seconds make nothing of their size; what else is counted is refused before it is made."""
+    free = {"quantize.seed", "infer.seed", "infer.prompts_seed", "quantize.budget", "quantize.fit"}
+
+    def whole(kind: type, path: str = "") -> Iterator[str]:
+        for name, (own, _) in fields_of(kind).items():
+            if is_dataclass(own):
+                yield from whole(own, f"{path}{name}.")
+            elif int in options_of(own) or list[int] in options_of(own):
+                yield path + name
+
+    for primary in mappings:
+        for knob in {*whole(JOBS[primary])} - free:
+            with pytest.raises(ConfigError, match=r" is \[?1000000000\b|, expected at least 1000000000$"):
+                job(primary, {knob: 10**9})
 
 
 ONE_BY_PART = "expected one of fp16, bf16, fp32, stored, or one by part"

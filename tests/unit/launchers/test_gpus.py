@@ -1,5 +1,7 @@
 """Which GPUs are too old for a job."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from sd_quant.errors import ConfigError
@@ -12,7 +14,7 @@ ADA = Need(89, True)
 
 
 @pytest.mark.parametrize(("name", "old"), [
-    ("a100", True), ("NVIDIA A100-SXM4-80GB", True), ("nvidia_a100_80gb_pcie", True), ("V100", True), ("a10g", True),
+    ("a100", True), ("NVIDIA A100-SXM4-80GB", True), ("nvidia_a100_80gb_pcie", True), ("V100", True), ("A10", True),
     ("l40s", False), ("NVIDIA-H100-80GB-HBM3", False), ("geforce_rtx_4090", False), ("B200", False),
     ("bigmem", False), ("", False), ("rtx_6000", False),
 ])  # fmt: skip
@@ -33,6 +35,13 @@ def test_a_gpu_is_known_by_a_word_of_its_name(name, old):
 ])  # fmt: skip
 def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
     assert need_of(job(*overrides)) == expected
+
+
+def test_of_several_formats_the_newest_decides():
+    mixed = SimpleNamespace(
+        formats=lambda: {"inputs": {"int8", "fp8"}}, infer=SimpleNamespace(engine="torch_native", chosen_because=None)
+    )
+    assert need_of(mixed) == Need(89, True)
 
 
 def test_a_place_is_too_old_where_all_its_gpus_are():

@@ -138,20 +138,21 @@ def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
     assert slurm.gpus_of_nodes(None) == {"n1": {"a100", "h100"}, "n2": set(), "n3": set(), "n4": {"nvidia_l40s"}}
 
 
-def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("theirs", "all_excluded"), [("n9", "n9,n1,n2"), (None, "n1,n2")])
+def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path, theirs, all_excluded):
     """Each without the nodes that it cannot use, beside those that the user leaves out; results keep their order."""
     (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": name} for name in "abcd"]}))
-    executor, arrays = SimpleNamespace(parameters={"exclude": "n9"}), []
+    executor, arrays = SimpleNamespace(parameters={"exclude": theirs} if theirs else {}), []
 
     def submit(executor, submissions):
-        arrays.append((executor.parameters["exclude"], [submission.args[2] for submission in submissions]))
+        arrays.append((executor.parameters.get("exclude"), [submission.args[2] for submission in submissions]))
         return [f"job of {submission.args[2]}" for submission in submissions]
 
     monkeypatch.setattr(slurm, "submit", submit)
     submissions = [SimpleNamespace(args=([], "", number)) for number in range(4)]
-    jobs = slurm.submitted(executor, tmp_path, {"a": [], "b": ["n1", "n2"], "d": ["n1", "n2"]}, submissions)
+    jobs = slurm.submitted(executor, tmp_path, {"a": ["n1", "n2"], "b": [], "c": ["n1", "n2"]}, submissions)
     assert jobs == [f"job of {number}" for number in range(4)]
-    assert arrays == [("n9", [0, 2]), ("n9,n1,n2", [1, 3])]
+    assert arrays == [(all_excluded, [0, 2]), (theirs, [1, 3])]
 
 
 def test_without_slurm_nothing_is_submitted(monkeypatch, tmp_path):

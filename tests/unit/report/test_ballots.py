@@ -2,64 +2,23 @@
 
 import csv
 import json
-import random
 
 import pytest
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics.votes import votes_needed
-from sd_quant.report.ballots import checksum, count_votes, notes, votes_table, write_count
+from sd_quant.report.ballots import count_votes, notes, votes_table, write_count
 from sd_quant.report.table import as_text
-from sd_quant.report.votes import DAMAGED, RULE, VOTE
+from sd_quant.report.votes import RULE
+
+from .cast import PAGE, write_ballot, write_key
 
 pytestmark = pytest.mark.commit
-
-PAGE = "0123456789abcdef"
-COMPARED = [{"a": "full precision", "b": "int8"}, {"a": "full precision", "b": "nvfp4"}]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twenty pairs of each of two comparisons, two pairs of equal images and two with a damaged one."""
-    kinds = [(VOTE, 0)] * 20 + [(VOTE, 1)] * 20 + [("equal", None)] * 2 + [(DAMAGED, None)] * 2
-    pairs = {
-        f"pair{index}": {
-            "kind": kind, "comparison": comparison, "prompt": f"prompt {index % 20}", "index": index % 20,
-            "a": f"a{index}", "b": f"b{index}",
-        }
-        for index, (kind, comparison) in enumerate(kinds)
-    }  # fmt: skip
-    key = {
-        "schema_version": 1, "page": PAGE, "seed": 1, "against": None, "most_pairs": 64, "rule": RULE,
-        "comparisons": COMPARED, "pairs": pairs,
-    }  # fmt: skip
-    (tmp_path / "votes_key.json").write_text(json.dumps(key))
-    return tmp_path
-
-
-def write_ballot(folder, name, b_wins=(10, 18), missed=0, decided=0, undecided=0, page=PAGE, **changes):
-    """A file of a voter who prefers ``b`` in so many pairs of each comparison, by sides at random."""
-    key = json.loads((folder / "votes_key.json").read_text())
-    chance = random.Random(name)
-    cast = []
-    for number, (key_of_pair, pair) in enumerate(key["pairs"].items()):
-        if pair["kind"] == VOTE:
-            place = number % 20
-            wanted = "neither" if place >= 20 - undecided else "b" if place < b_wins[pair["comparison"]] else "a"
-        elif pair["kind"] == DAMAGED:
-            wanted = "b" if number - 42 < missed else "a"
-        else:
-            wanted = "a" if number - 40 < decided else "neither"
-        first = chance.choice("ab")
-        answer = "neither" if wanted == "neither" else "first" if wanted == first else "second"
-        cast.append({"pair": key_of_pair, "first": pair[first], "answer": answer, "ms": 1000 + number})
-    chance.shuffle(cast)
-    content = {"format": "sd-quant votes 1", "page": page, "session": f"of {name}", "voter": name, "votes": cast}
-    content |= changes
-    content["checksum"] = checksum(content)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(content))
-    return path
+    return write_key(tmp_path)
 
 
 def test_the_sides_are_taken_back_and_each_comparison_is_counted(folder):
@@ -109,15 +68,35 @@ def test_voters_are_named_dropped_by_the_rule_and_their_agreement_is_told(folder
     ]  # fmt: skip
 
 
-def test_nobody_is_left(folder):
-    count = count_votes(folder, [write_ballot(folder, "slips", missed=2)])
+def test_the_count_replaces_no_voters_file(folder):
+    path = write_ballot(folder, "AB").rename(folder / "votes.json")
+    assert "the count of the votes would replace" in refused(folder, path, ConfigError) and "AB" in path.read_text()
+    write_count(count_votes(folder, [path.rename(folder / "AB.json")]), folder)
+    assert count_votes(folder, [folder / "AB.json"])  # its own is replaced
+
+
+def test_nobody_is_left_where_nobody_has_judged_a_damaged_image(folder):
+    votes = json.loads(write_ballot(folder, "AB").read_text())["votes"]
+    count = count_votes(folder, [write_ballot(folder, "AB", votes=[each for each in votes if each["ms"] < 1042])])
+    assert dict(count.dropped) == {"AB": "has voted on no pair with a damaged image"}
     assert notes(count)[0] == "Counted: nobody." and all(each.preference.votes == 0 for each in count.results)
     assert as_text(votes_table(count)) == [] and write_count(count, folder)
 
 
 def test_voters_without_a_name_and_of_one_name_are_told_apart(folder):
-    paths = [write_ballot(folder, name, voter=voter) for name, voter in (("x", " "), ("y", "AB"), ("z", "AB"))]
-    assert list(count_votes(folder, paths).voters) == ["voter of x", "AB (of y)", "AB (of z)"]
+    """Also where names and the beginnings of sessions are equal, and where a name is none that a page takes."""
+    voters = {"x": " ", "y": "AB", "z": "AB", "z2": "", "z3": "", "z4": "AB", "long": 10**6 * "x"}
+    sessions = {"z2": "session 2", "z3": "session 3", "z4": "of z again"}
+    paths = [
+        write_ballot(folder, name, voter=voter, session=sessions.get(name, f"of {name}"))
+        for name, voter in voters.items()
+    ]
+    count = count_votes(folder, paths)
+    assert list(count.voters) == [
+        "voter (of x)", "AB (of y)", "AB (of z)", "voter (sessio)", "voter (sessio) of z3.json", "AB (of z a)",
+        57 * "x" + "...",
+    ]  # fmt: skip
+    assert count.results[0].preference.votes == 7 * 20
 
 
 def refused(folder, path, error=ArtifactError) -> str:
@@ -192,9 +171,3 @@ def test_what_is_no_file_of_votes_is_refused(folder, content):
     path = folder / "AB.json"
     path.write_bytes(content)
     assert "AB.json is no whole file of votes (" in refused(folder, path)
-
-
-def test_a_file_that_was_cut_off_is_refused(folder):
-    path = write_ballot(folder, "AB")
-    path.write_bytes(path.read_bytes()[:-200])
-    assert "is no whole file of votes" in refused(folder, path)

@@ -11,8 +11,19 @@ import pytest
 
 from sd_quant.commands.gate import EXIT_CODES
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics.intervals import mean_interval
-from sd_quant.report.gate import FAILED, PASSED, UNTOLD, Estimate, Run, decide, levels_of, mean_of_skewed, read_run
+from sd_quant.metrics.intervals import Interval, mean_interval
+from sd_quant.report.gate import (
+    FAILED,
+    PASSED,
+    UNTOLD,
+    Estimate,
+    Run,
+    decide,
+    levels_of,
+    mean_of_skewed,
+    read_run,
+    untransformed,
+)  # fmt: skip
 from sd_quant.report.gate_output import json_of, text_of, write_gate, xml_of
 from tests.nested import with_values
 
@@ -86,6 +97,23 @@ def test_what_fails_alone_does_not_read_as_if_it_could_pass():
     assert all(each.verdict == PASSED and each.figures.get("level", 0.95) == 0.95 for each in others)
 
 
+def test_what_fails_leaves_its_share_of_the_error_to_the_others():
+    """R's p.adjust(c(.005, .011, .02, .04), "holm") has .02, .033, .04, .04: all fail, by Bonferroni the first two."""
+    estimates = [
+        Estimate(str(p), "", 0.0, True, lambda c, p=p: Interval(-1, -2, -1 if p < 1 - c else 1), 9, "prompts", "{}")
+        for p in (0.04, 0.005, 0.02, 0.011)
+    ]
+    levels = levels_of(estimates, 0.95)
+    assert all(each.bad(each.at(levels[each.knob])) for each in estimates) and levels["0.005"] == 1 - 0.05 / 4
+
+
+def test_more_prompts_are_of_the_interval_that_decides():
+    bars = BARS | {"min_psnr": 36.5}
+    more, alone = (decide(run_of(16, 36.0), None, each).verdicts[0].more for each in (bars, {"min_psnr": 36.5}))
+    found = [decide(run_of(16 + 2 * (n // 2), 36.0), None, bars).verdicts[0].verdict for n in (alone, more + 2)]
+    assert more > alone and found[0] != FAILED and found[1] == FAILED
+
+
 def test_the_unit_is_the_prompt_and_one_prompt_tells_nothing():
     prompts = [f"prompt {index // 16}" for index in range(64)]
     run = run_of(prompts=prompts)
@@ -119,6 +147,11 @@ def test_the_interval_of_skewed_values_reaches_further_to_the_long_side():
             above[interval] += interval(sample, 0.95).high < math.exp(0.5)
     assert above[mean_of_skewed] < 0.7 * above[mean_interval]
     assert mean_of_skewed([2.0, 2.0], 0.95) == (2, 2, 2)
+    for t, a in ((2.0, 0.3), (-2.0, 0.3), (2.0, -0.3)):  # the inverse of Hall's transformation, as published
+        g = untransformed(t, a)
+        assert g + a * g**2 / 3 + a**2 * g**3 / 27 + a / 6 == pytest.approx(t)
+    [bounded, _] = decide(run_of(2, fidelity__lpips__values=[0.0, 0.002]), None, {"max_lpips": 1.0}).verdicts
+    assert bounded.figures["low"] == 0
 
 
 @pytest.mark.parametrize(("count", "outcome", "more"), [(36, PASSED, None), (35, UNTOLD, 1), (4, UNTOLD, 32)])
@@ -176,13 +209,14 @@ def test_a_run_is_paired_with_its_baseline_by_prompt():
     ("changes", "margin", "named"),
     [
         ({"prompts": ["another"] * 64}, "psnr_margin", "prompts"),
-        ({"knobs__infer__seed": 7}, "psnr_margin", "infer.seed"),
-        ({"knobs__infer__width": 128}, "psnr_margin", "infer.width"),
+        *(({f"knobs__infer__{name}": 7}, "psnr_margin", f"infer.{name}") for name in (
+            "width", "height", "steps", "scale", "seed", "num_samples", "negative_prompt", "strength", "precision",
+        )),
         ({"inputs": {"checkpoint": {"sha256": "a"}}}, "psnr_margin", "weights"),
         ({"inputs": {"latents": {"sha256": "a"}}}, "psnr_margin", "infer.latents"),
         ({"environment__machine__cpu": "another"}, "speedup_margin", "the baseline on another"),
     ],
-)
+)  # fmt: skip
 def test_a_baseline_of_other_images_or_of_another_machine_is_refused(changes, margin, named):
     with pytest.raises(ConfigError, match=named):
         decide(run_of(), run_of(**changes), {margin: 0.1})
