@@ -356,7 +356,7 @@ def marked_tensors(
         layer, _, end = name.rpartition(".")
         if layer not in marks:
             continue
-        known = METHODS[marks[layer]["format"]].shapes(0, 0, 1)
+        known = METHODS[marks[layer]["format"]].shapes
         if end == MARK:
             used.add(name)
         elif end == "weight":

@@ -40,11 +40,12 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.interchange.denoiser import Inputs
 from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
+from sd_quant.interchange.layouts import fitting
 from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape, finite
 from sd_quant.names.authors import Rows, rows_of
 from sd_quant.numbers import up_to
 from sd_quant.quantization.formats import e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
+from sd_quant.quantization.formats.blocks import from_tiles
 from sd_quant.quantization.rotation import rotated
 
 MARK = "comfy_quant"  # the end of the name of a tensor with a mark
@@ -56,7 +57,6 @@ INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 INT4 = RowInteger(-7, 7, smallest=1e-10 / 7)  # quantize_signed_int4_rowwise
 NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
 NVFP4_MULTIPLE = 16  # of a packed weight's sides
-CODEBOOK = 16  # levels of four bits
 W4A8, SIX_BITS_MULTIPLE = "asym_w4a8_int8", 32
 E8M0_BIAS, LARGEST_E8M0 = 127, 254
 MANTISSA = 23  # bits of fp32's
@@ -129,9 +129,9 @@ class Method:
     scales: str  # see ``QuantizedLayer``; with {group}
     decode: Callable[[Codes], Tensor]
     inputs: Callable[[Codes], Inputs | None]
-    # of its tensors by the ends of their names: shapes for a weight [N, K] in groups, and dtypes that are not floating
-    # point; of the weight itself only where K does not follow from it
-    shapes: Callable[[int, int, int], Mapping[str, tuple[Shape, ...]]]
+    # of its tensors by the ends of their names: shapes as in ``layouts``, g for a group, and dtypes that are not
+    # floating point; of the weight itself only where K does not follow from it
+    shapes: Mapping[str, str]
     needs: tuple[str, ...] = ("weight_scale",)
     dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
     multiple: int = 1  # of which the sides of a stored weight are
@@ -141,7 +141,7 @@ class Method:
     group: int = 1  # of inputs with one scale, where the mark names none; 1: it never does
 
 
-NUMBER = ((), (1,), (1, 1))
+NUMBER = "|1|1 1"
 
 
 def entry(mark: Mark, name: str, usual: Any = None) -> Any:
@@ -179,13 +179,15 @@ def unpacked(stored: LayerTensors, mark: Mark) -> Shape:
 
 def check_codes(codes: Codes) -> None:
     """Raises ArtifactError when a tensor of a marked weight is missing, or of a shape or dtype that does not fit."""
-    stored, method, (rows, columns) = codes.stored, codes.method, codes.shape
+    stored, method, columns = codes.stored, codes.method, codes.shape[1]
     if columns % codes.group:
         raise ArtifactError(
             f"{stored.path}: {stored.layer[:200]!r} has group_size {codes.group}, which does not divide its {columns} "
             "inputs; fetch the file again"
         )
-    shapes = {"weight": [tuple(stored.tensors["weight"].shape)], **method.shapes(rows, columns, codes.group)}
+    shapes = {"weight": [tuple(stored.tensors["weight"].shape)]} | {
+        end: fitting(text.replace("g", str(codes.group)), codes.shape) for end, text in method.shapes.items()
+    }
     dtypes = {"weight": (method.dtype,), **method.dtypes}
     for end in dict.fromkeys((*method.needs, *stored.tensors)):
         stored.checked(end, shapes[end], dtypes.get(end, FLOAT_SCALES))
@@ -346,49 +348,39 @@ def float8(dtype: torch.dtype) -> Method:
     return Method(
         dtype, "1 for all", decode_scaled,
         lambda stored: StaticFloat8(stored.number("input_scale") or 1.0, dtype, reciprocal=True),
-        lambda rows, columns, group: {"weight_scale": NUMBER, "input_scale": NUMBER},
+        {"weight_scale": NUMBER, "input_scale": NUMBER},
     )  # fmt: skip
-
-
-def tiles(rows: int, columns: int, multiple: int, block: int) -> tuple[Shape]:
-    """The shape of the scales of a weight [rows, columns] whose sides are padded to a ``multiple``."""
-    blocks = up_to(columns, multiple) // block
-    return ((up_to(up_to(rows, multiple), TILE_ROWS), up_to(blocks, TILE_COLUMNS)),)
 
 
 METHODS = {
     **{name: float8(dtype) for dtype, name in FLOAT8.items()},
     "int8_tensorwise": Method(
         torch.int8, "1 for a row", decode_scaled, int8_inputs,
-        lambda rows, columns, group: {"weight_scale": (*NUMBER, (rows, 1), (rows,))}, entries=ROTATING,
+        {"weight_scale": f"{NUMBER}|N 1|N"}, entries=ROTATING,
     ),
     "nvfp4": Method(
         torch.uint8, "1 for 16 numbers", decode_nvfp4, nvfp4_inputs,
-        lambda rows, columns, group: {
-            "weight_scale": tiles(rows, columns, NVFP4_MULTIPLE, NVFP4_BLOCK), "weight_scale_2": NUMBER,
-            "input_scale": NUMBER, "pre_quant_scale": ((columns,),),
+        {
+            "weight_scale": "N^128 K/16^4", "weight_scale_2": NUMBER, "input_scale": NUMBER, "pre_quant_scale": "K",
         },
         needs=("weight_scale", "weight_scale_2"), dtypes={"weight_scale": (torch.float8_e4m3fn, torch.uint8)},
         multiple=NVFP4_MULTIPLE, packed=True,
     ),
     "mxfp8": Method(
         torch.float8_e4m3fn, "1 for 32 numbers", decode_mxfp8, lambda stored: Mxfp8(),
-        lambda rows, columns, group: {
-            "weight_scale": tiles(rows, columns, MXFP8_BLOCK, MXFP8_BLOCK), "input_scale": NUMBER,
-        },
+        {"weight_scale": "N^128 K/32^4", "input_scale": NUMBER},
         dtypes={"weight_scale": (torch.uint8, torch.float8_e8m0fnu)}, multiple=MXFP8_BLOCK,
     ),
     "convrot_w4a4": Method(
         torch.int8, "1 for a row", decode_w4a4, w4a4_inputs,
-        lambda rows, columns, group: {"weight_scale": ((rows,), (rows, 1))},
+        {"weight_scale": "N|N 1"},
         entries=ROTATING | {"linear_dtype", "quant_group_size"}, packed=True, rotates=True,
     ),
     W4A8: Method(
         torch.int8, "1 for {group} numbers", decode_w4a8, w4a8_inputs,
-        lambda rows, columns, group: {
-            "weight": ((rows, columns // 2), (rows, columns * 3 // 4)), "weight_s_rel": ((rows, columns // group),),
-            "weight_s_channel": ((rows,),), "weight_codebook": ((CODEBOOK,),),
-            "weight_correction": ((columns // group, rows),),
+        {
+            "weight": "N K/2|N K/4*3", "weight_s_rel": "N K/g", "weight_s_channel": "N",
+            "weight_codebook": "1*16", "weight_correction": "K/g N",
         },
         needs=("weight_s_rel", "weight_s_channel"),
         dtypes={"weight_s_rel": (torch.float8_e4m3fn, torch.uint8, torch.float32)},
@@ -396,7 +388,7 @@ METHODS = {
     ),
     "awq_w4a16": Method(
         torch.int8, "1 for {group} numbers", decode_awq, lambda stored: None,
-        lambda rows, columns, group: dict.fromkeys(("weight_scale", "weight_zeros"), ((columns // group, rows),)),
+        {"weight_scale": "K/g N", "weight_zeros": "K/g N"},
         needs=("weight_scale", "weight_zeros"), entries=frozenset({"group_size"}), packed=True, group=64,
     ),
 }  # fmt: skip

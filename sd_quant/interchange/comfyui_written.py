@@ -15,20 +15,11 @@ from torch import Tensor
 
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED
-from sd_quant.interchange.comfyui_marks import (
-    MANTISSA,
-    MARK,
-    METHODS,
-    MXFP8_BLOCK,
-    NVFP4_BLOCK,
-    NVFP4_MULTIPLE,
-    W4A8,
-    tiles,
-)
+from sd_quant.interchange.comfyui_marks import MANTISSA, MARK, METHODS, MXFP8_BLOCK, NVFP4_MULTIPLE, W4A8
+from sd_quant.interchange.layouts import E4M3, FP32, INT8, UINT8, sizes
 from sd_quant.interchange.stored import FP8
 from sd_quant.interchange.weights import JoinedLayers, codes_and_scales, lazy_piece
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import in_tiles, pack_nibbles
@@ -37,22 +28,27 @@ Tensors = Mapping[str, Readable]  # by the ends of their names
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The codes and the scales of linears that are one weight in the file."""
+class Stored:
+    """A tensor of all rows: its shape for a weight [N, K] as in ``layouts``, and of which codes (0) or scales it is."""
 
-    checkpoint: Checkpoint
-    layers: JoinedLayers
+    end: str
+    shape: str  # "": the scale of all
+    dtype: torch.dtype
+    of: tuple[int, ...]  # none: zeros
+    stored: Callable[..., Tensor] = Tensor.contiguous
 
-    def piece(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype, stored: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> LazyTensor:
-        """The codes, or from ``index`` 1 on the scales, of all rows as the file stores them."""
+    def read(self, checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
+        """The tensor for linears that are one weight in the file."""
+        shape = sizes(self.shape, layers.shape)
+        if not shape:
+            return lazy_piece(checkpoint, layers.first, -1, shape, self.dtype)
+        if not self.of:
+            return lazy(torch.zeros(shape, dtype=self.dtype))
 
-        def read() -> Tensor:
-            pieces = self.layers.rows(lambda each: codes_and_scales(self.checkpoint, each)[index])
-            return stored(pieces).to(dtype).reshape(shape)
+        def rows(index: int) -> Tensor:
+            return layers.rows(lambda each: codes_and_scales(checkpoint, each)[index].expand(each.weight_shape[0], -1))
 
-        return LazyTensor(shape, dtype, read)
+        return LazyTensor(shape, self.dtype, lambda: self.stored(*map(rows, self.of)).to(self.dtype).reshape(shape))
 
 
 @dataclass(frozen=True)
@@ -60,114 +56,8 @@ class Written:
     """A mark and the tensors beside it."""
 
     name: str  # in ComfyUI's QUANT_ALGOS
-    tensors: Callable[[Rows], Tensors]
+    tensors: tuple[Stored, ...]
     entries: Mapping[str, Any] = field(default_factory=dict)  # of every such mark
-
-
-# The formats
-
-
-def fp8(rows: Rows) -> Tensors:
-    scale = rows.layers.first.weight_scale.float()[0]
-    return {"weight": rows.piece(0, rows.layers.shape, torch.float8_e4m3fn), "weight_scale": lazy(scale)}
-
-
-def int8(rows: Rows) -> Tensors:
-    scale = rows.layers.rows(lambda each: each.weight_scale.float().expand(each.weight_shape[0]))
-    return {
-        "weight": rows.piece(0, rows.layers.shape, torch.int8),
-        "weight_scale": lazy(scale[:, None].contiguous()),
-    }
-
-
-def nvfp4(rows: Rows) -> Tensors:
-    high, wide = (up_to(side, NVFP4_MULTIPLE) for side in rows.layers.shape)
-    (tiled,) = tiles(*rows.layers.shape, NVFP4_MULTIPLE, NVFP4_BLOCK)
-    return {
-        "weight": rows.piece(0, (high, wide // 2), torch.uint8, packed),
-        "weight_scale": rows.piece(1, tiled, torch.float8_e4m3fn, in_tiles_of_e4m3),
-        "weight_scale_2": lazy_piece(rows.checkpoint, rows.layers.first, 2, (), torch.float32),
-    }
-
-
-def mxfp8(rows: Rows) -> Tensors:
-    high, wide = rows.layers.shape
-    (tiled,) = tiles(high, wide, MXFP8_BLOCK, MXFP8_BLOCK)
-
-    def exponents() -> Tensor:
-        return in_tiles(rows.layers.rows(lambda each: e8m0(*codes_and_scales(rows.checkpoint, each))))
-
-    return {
-        "weight": rows.piece(0, (up_to(high, MXFP8_BLOCK), wide), torch.float8_e4m3fn, with_rows_of_zeros),
-        "weight_scale": LazyTensor(tiled, torch.uint8, exponents),
-    }
-
-
-def convrot_w4a4(rows: Rows) -> Tensors:
-    high, wide = rows.layers.shape
-    return {
-        "weight": rows.piece(0, (high, wide // 2), torch.int8, signed),
-        "weight_scale": rows.piece(1, (high,), torch.float32),
-    }
-
-
-def asym_w4a8_int8(rows: Rows) -> Tensors:
-    high, wide = rows.layers.shape
-    return {
-        "weight": rows.piece(0, (high, wide // 2), torch.int8, unsigned),
-        "weight_s_rel": rows.piece(1, (high, wide // FORMATS["int4_in_int8"].block), torch.float8_e4m3fn),
-        "weight_s_channel": rows.piece(2, (high,), torch.float32),
-    }
-
-
-def awq_w4a16(rows: Rows) -> Tensors:
-    high, wide = rows.layers.shape
-    by_block = (wide // FORMATS["int4"].block, high)
-    return {
-        "weight": rows.piece(0, (high, wide // 2), torch.int8, unsigned),
-        "weight_scale": rows.piece(1, by_block, torch.float16, Tensor.t),
-        "weight_zeros": lazy(torch.zeros(by_block, dtype=torch.float16)),
-    }
-
-
-WRITTEN = {
-    "fp8": Written(FP8, fp8),
-    "int8": Written("int8_tensorwise", int8),
-    "nvfp4": Written("nvfp4", nvfp4),
-    "mxfp8": Written("mxfp8", mxfp8),
-    "int4_per_row": Written("convrot_w4a4", convrot_w4a4, {"linear_dtype": "int4"}),
-    "int4_in_int8": Written(W4A8, asym_w4a8_int8, {"group_size": FORMATS["int4_in_int8"].block}),
-    "int4": Written("awq_w4a16", awq_w4a16),
-}
-
-
-def mark_of(layer: LayerAssignment, inputs: str) -> dict[str, Any]:
-    written = WRITTEN[layer.format]
-    mark = {"format": written.name, **written.entries}
-    if layer.rotation:
-        mark["convrot_groupsize"] = layer.rotation
-        if not METHODS[written.name].rotates:  # by its name
-            mark["convrot"] = True
-    if layer.activation_format is None and inputs == AS_ASSIGNED:
-        mark["full_precision_matrix_mult"] = True
-    return mark
-
-
-def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> Tensors:
-    """The tensors of a quantized linear in place of its weight; ``formats`` are those of ``ForeignFormat``."""
-    layer = layers.first
-    mark = json.dumps(mark_of(layer, formats[layer.format])).encode()
-    tensors = {
-        MARK: lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8)),
-        **WRITTEN[layer.format].tensors(Rows(checkpoint, layers)),
-    }
-    inputs = layer.activation_format
-    if inputs is not None and FORMATS[inputs].needs_amax:  # one static scale, or the common one of its blocks
-        blocks = torch.zeros(1, FORMATS[layer.format].block or 1)
-        tensors["input_scale"] = lazy(layer.activation_scales(blocks)[-1].reshape(()).float())
-    if layer.multiplies:
-        tensors["pre_quant_scale"] = lazy(layer.pre_quant_scale.half())
-    return tensors
 
 
 # Codes as they are stored
@@ -203,3 +93,63 @@ def packed(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
     return padded[:, ::2] << 4 | padded[:, 1::2]
+
+
+INT4_GROUP, RELATIVE = FORMATS["int4"].block, FORMATS["int4_in_int8"].block
+WRITTEN = {
+    "fp8": Written(FP8, (Stored("weight", "N K", E4M3, (0,)), Stored("weight_scale", "", FP32, (1,)))),
+    "int8": Written(
+        "int8_tensorwise", (Stored("weight", "N K", INT8, (0,)), Stored("weight_scale", "N 1", FP32, (1,)))
+    ),
+    "nvfp4": Written("nvfp4", (
+        Stored("weight", "N^16 K^16/2", UINT8, (0,), packed),
+        Stored("weight_scale", "N^128 K^16/16^4", E4M3, (1,), in_tiles_of_e4m3),
+        Stored("weight_scale_2", "", FP32, (2,)),
+    )),
+    "mxfp8": Written("mxfp8", (
+        Stored("weight", "N^32 K", E4M3, (0,), with_rows_of_zeros),
+        Stored("weight_scale", "N^128 K/32^4", UINT8, (0, 1), lambda codes, scales: in_tiles(e8m0(codes, scales))),
+    )),
+    "int4_per_row": Written(
+        "convrot_w4a4", (Stored("weight", "N K/2", INT8, (0,), signed), Stored("weight_scale", "N", FP32, (1,))),
+        {"linear_dtype": "int4"},
+    ),
+    "int4_in_int8": Written(W4A8, (
+        Stored("weight", "N K/2", INT8, (0,), unsigned), Stored("weight_s_rel", f"N K/{RELATIVE}", E4M3, (1,)),
+        Stored("weight_s_channel", "N", FP32, (2,)),
+    ), {"group_size": RELATIVE}),
+    "int4": Written("awq_w4a16", (
+        Stored("weight", "N K/2", INT8, (0,), unsigned),
+        Stored("weight_scale", f"K/{INT4_GROUP} N", torch.float16, (1,), Tensor.t),
+        Stored("weight_zeros", f"K/{INT4_GROUP} N", torch.float16, ()),
+    )),
+}  # fmt: skip
+
+
+def mark_of(layer: LayerAssignment, inputs: str) -> dict[str, Any]:
+    written = WRITTEN[layer.format]
+    mark = {"format": written.name, **written.entries}
+    if layer.rotation:
+        mark["convrot_groupsize"] = layer.rotation
+        if not METHODS[written.name].rotates:  # by its name
+            mark["convrot"] = True
+    if layer.activation_format is None and inputs == AS_ASSIGNED:
+        mark["full_precision_matrix_mult"] = True
+    return mark
+
+
+def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> Tensors:
+    """The tensors of a quantized linear in place of its weight; ``formats`` are those of ``ForeignFormat``."""
+    layer = layers.first
+    mark = json.dumps(mark_of(layer, formats[layer.format])).encode()
+    tensors = {
+        MARK: lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8)),
+        **{each.end: each.read(checkpoint, layers) for each in WRITTEN[layer.format].tensors},
+    }
+    inputs = layer.activation_format
+    if inputs is not None and FORMATS[inputs].needs_amax:  # one static scale, or the common one of its blocks
+        blocks = torch.zeros(1, FORMATS[layer.format].block or 1)
+        tensors["input_scale"] = lazy(layer.activation_scales(blocks)[-1].reshape(()).float())
+    if layer.multiplies:
+        tensors["pre_quant_scale"] = lazy(layer.pre_quant_scale.half())
+    return tensors

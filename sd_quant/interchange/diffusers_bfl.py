@@ -1,12 +1,7 @@
 """Black Forest Labs' FP8 by row and NVFP4: one safetensors file, which diffusers' ``BFLQuantizationConfig`` reads.
 
-A linear is quantized if it has a ``weight_scale``, and in NVFP4 if it has a ``weight_scale_2`` (diffusers 0.42,
-``quantizers/bfl``). All scales multiply; the tensors of NVFP4 are those that ModelOpt exports:
-
-| kind  | X.weight                                   | X.weight_scale           | others                               |
-|-------|--------------------------------------------|--------------------------|--------------------------------------|
-| fp8r  | E4M3 [out, in]                             | fp32 [out]               | none                                 |
-| nvfp4 | uint8 [out, in / 2], first in the low half | E4M3 [out, in / 16]      | weight_scale_2, input_scale: fp32 [] |
+A linear is quantized if it has a ``weight_scale``, in NVFP4 if it has a ``weight_scale_2`` (diffusers 0.42,
+``quantizers/bfl``). All scales multiply. The tensors of NVFP4 are those that ModelOpt exports.
 
 On GPUs of compute capability 8.9 rows of inputs are scaled to 448 if both sides of the weight are multiples of 16; on
 Blackwell with FlashInfer inputs are NVFP4, whose scale of all is ``input_scale``. Anywhere else, on a processor too,
@@ -21,33 +16,25 @@ The road not taken is diffusers' own two quantizers: they take no codes that wer
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
-from sd_quant.interchange.stored import FP8, LayerTensors, Shape, finite, shown
-from sd_quant.interchange.weights import (
-    Assignment,
-    flat_shape,
-    lazy_piece,
-    with_coded_weights,
-    write_file,
-)
+from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, UINT8, Layout, Piece
+from sd_quant.interchange.stored import FP8, LayerTensors, Shape, shown
+from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 
 FACTS = ForeignFormat(
     "diffusers_bfl",
@@ -65,9 +52,14 @@ FACTS = ForeignFormat(
     families=UNETS | {"flux", "sd3"},
 )
 SCALE, COMMON, OF_INPUTS = "weight_scale", "weight_scale_2", "input_scale"
-BLOCK = nvfp4.BLOCK
 MULTIPLE = 16  # of both sides of a weight whose product diffusers has in FP8
-NUMBER = [(), (1,)]
+ROWS = Layout(
+    FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), Piece(SCALE, "N", (FP32,))), FACTS.consumer
+)
+NVFP4 = Layout("nvfp4", "1 for 16 numbers", (
+    Piece("weight", "N K/2", (UINT8,), NUMBERS), Piece(SCALE, "N K/16", (E4M3,)), Piece(COMMON, "|1", (FP32,), OF_ALL),
+    Piece(OF_INPUTS, "|1", (FP32,), INPUTS),  # without which diffusers raises
+), FACTS.consumer, columns=16)  # fmt: skip
 
 
 def recognizes(path: Path) -> bool:
@@ -141,65 +133,29 @@ def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, 
     if alone := [name for name in others if name.rpartition(".")[0] not in found]:
         raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
     for own in found.values():
-        check_tensors(own)
+        weight = own.checked("weight", None, [E4M3, UINT8])
+        layout_of(own).check(own, unpacked(weight) if COMMON in own else weight.shape)
     return found
 
 
-def check_tensors(own: LayerTensors) -> None:
-    """Raises ArtifactError unless the tensors are those of FP8 by row, or of NVFP4."""
-    if "weight" not in own:
-        own.checked("weight", None, [torch.float8_e4m3fn])
-    shape: Shape = own.tensors["weight"].shape
-    if len(shape) != 2:
-        raise ArtifactError(
-            f"{own.path}: {own.name('weight')} is {list(shape)} and has a scale, expected [out, in]; diffusers "
-            "quantizes linears only, so give a file that it opens"
-        )
-    if COMMON not in own:
-        own.checked("weight", None, [torch.float8_e4m3fn])
-        own.checked(SCALE, [(shape[0],)], [torch.float32])
-        return
-    own.checked("weight", None, [torch.uint8])
-    if 2 * shape[1] % BLOCK:
-        raise ArtifactError(
-            f"{own.path}: {own.name('weight')} has {2 * shape[1]} inputs, expected a multiple of {BLOCK}; quantize "
-            "the model again"
-        )
-    own.checked(SCALE, [(shape[0], 2 * shape[1] // BLOCK)], [torch.float8_e4m3fn])
-    own.checked(COMMON, NUMBER, [torch.float32])
-    own.checked(OF_INPUTS, NUMBER, [torch.float32])  # without which diffusers raises
+def layout_of(own: LayerTensors) -> Layout:
+    return NVFP4 if COMMON in own else ROWS
 
 
 def unpacked(tensor: StoredTensor) -> Shape:
     """The shape of the numbers of which two share a byte."""
-    return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+    return (*tensor.shape[:-1], *(2 * size for size in tensor.shape[-1:]))
 
 
 def quantized_layer(own: LayerTensors, parts: tuple[Rows, ...], shape: Shape) -> QuantizedLayer:
     """A linear [out, in] of these rows of a stored weight; bytes of all that is stored are prorated by rows."""
-    blocks = COMMON in own
-    rows = [rows_of_weight(own, each, shape[1]) for each in parts]
+    layout = layout_of(own)
+    rows = [layout.weight(own, (each.stop - each.start, shape[1]), rows=each) for each in parts]
     size = own.size() * shape[0] // parts[0].of
     inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
-    if blocks:
+    if layout is NVFP4:
         inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
-    told = ("nvfp4", f"1 for {BLOCK} numbers") if blocks else (FP8, "1 for a row")
-    return QuantizedLayer(*told, size, joined(rows), inputs)
-
-
-def rows_of_weight(own: LayerTensors, rows: Rows, inputs: int) -> LazyTensor:
-    """These rows of a weight [out, in], fp32."""
-    codes, scale = (rows_of(own.tensors[end], replace(rows, name=end)) for end in ("weight", SCALE))
-
-    def read() -> Tensor:
-        if COMMON not in own:
-            return finite(codes.read().float() * scale.read()[:, None], own.path, own.layer)
-        stored = codes.read()
-        numbers = e2m1.decode(torch.stack([stored & 0xF, stored >> 4], -1).flatten(1))
-        scales = scale.read().float() * own.number(COMMON)
-        return finite((numbers.unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1), own.path, own.layer)
-
-    return LazyTensor((rows.stop - rows.start, inputs), torch.float32, read)
+    return QuantizedLayer(layout.format, layout.scales, size, joined(rows), inputs)
 
 
 # Writing
@@ -215,18 +171,4 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-    """The tensors of a quantized linear by their names."""
-    outputs, inputs = flat_shape(layer)
-    weight, scale = f"{layer.name}.weight", f"{layer.name}.{SCALE}"
-    if layer.format == "fp8":
-        return {
-            weight: lazy_piece(checkpoint, layer, 0, (outputs, inputs), torch.float8_e4m3fn),
-            scale: lazy_piece(checkpoint, layer, 1, (outputs,), torch.float32, lambda each: each.expand(outputs, 1)),
-        }
-    packed = FORMATS["nvfp4"].pack
-    return {
-        weight: lazy_piece(checkpoint, layer, 0, (outputs, inputs // 2), torch.uint8, packed),
-        scale: lazy_piece(checkpoint, layer, 1, (outputs, inputs // BLOCK), torch.float8_e4m3fn),
-        f"{layer.name}.{COMMON}": lazy_piece(checkpoint, layer, 2, (), torch.float32),
-        f"{layer.name}.{OF_INPUTS}": lazy(layer.activation_scales(torch.zeros(1, BLOCK))[-1].reshape(()).float()),
-    }
+    return (NVFP4 if layer.format == "nvfp4" else ROWS).tensors(checkpoint, layer)

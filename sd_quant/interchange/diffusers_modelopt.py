@@ -31,7 +31,7 @@ from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat, modelopt_export
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.modelopt_export import CODES, multiplied, with_codes
+from sd_quant.interchange.modelopt_export import CODES, layouts_of, multiplied, with_codes
 from sd_quant.interchange.modelopt_quantizers import NVFP4, Quantizer, Ranged, quantizer_of
 from sd_quant.interchange.modelopt_state import Name, State, read_state
 from sd_quant.interchange.stored import (
@@ -145,10 +145,9 @@ def with_quantizers(
     """A layer with a quantizer of its weight, or with codes. Raises ArtifactError for what does not fit."""
     source = stored.checked("weight", None, (*CODES, *FLOAT_SCALES))
     inputs = inputs_of(stored, shape, used.get(INPUT))
-    size = stored.size("weight")
     if compression is not None:
-        dtype, scale = dtype_of(stored, compression), f"{WEIGHT}.{SCALE}"
-        return with_codes(stored, shape, scale, f"{WEIGHT}.{DOUBLE}", dtype, size, inputs)
+        layouts = layouts_of(f"{WEIGHT}.{SCALE}", f"{WEIGHT}.{DOUBLE}")
+        return with_codes(stored, shape, layouts, inputs, dtype_of(stored, compression))
     if f"{WEIGHT}.{SCALE}" in stored:
         raise ArtifactError(
             f"{stored.path}: {STATE} does not say that {listing([stored.layer])} is compressed; fetch the whole folder"
@@ -161,7 +160,9 @@ def with_quantizers(
     def rounded() -> Tensor:
         return weight(source.read(), magnitudes(stored, amax))
 
-    return QuantizedLayer(weight.format, scales, size, LazyTensor(shape, source.dtype, rounded), inputs)
+    return QuantizedLayer(
+        weight.format, scales, stored.size("weight"), LazyTensor(shape, source.dtype, rounded), inputs
+    )
 
 
 def ranges(stored: LayerTensors, shape: Shape, quantizer: Quantizer) -> tuple[list[Shape], str]:

@@ -51,6 +51,7 @@ from sd_quant.interchange.denoiser import (
     input_ranks,
 )
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
+from sd_quant.interchange.layouts import in_e2m1
 from sd_quant.interchange.stored import (
     DTYPES,
     FLOAT_SCALES,
@@ -67,7 +68,6 @@ from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
-from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
 FACTS = ForeignFormat(
@@ -418,11 +418,9 @@ def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int
     dtype = torch.float32 if inputs is not None else dtype_of(fields["orig_dtype"])
 
     def weight() -> Tensor:
-        stored = codes.read()
-        numbers = e2m1.decode(torch.stack([stored & 0xF, stored >> 4], -1).flatten(1))
         scales = (from_tiles(scale.read(), rows, columns) if tiled else scale.read()).float()
         scales = scales if common is None else common.read() * scales
-        return (numbers.unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1).to(dtype)
+        return (in_e2m1(codes.read()).unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1).to(dtype)
 
     return Decoded("nvfp4", (1, BLOCK), dtype, weight, inputs, computes=inputs is None)
 

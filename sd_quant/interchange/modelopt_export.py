@@ -30,20 +30,20 @@ codes anew.
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.files.tensors import LazyTensor, Readable, lazy
+from sd_quant.files.tensors import Readable
 from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
+from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, UINT8, Layout, Piece
 from sd_quant.interchange.modelopt_quantizers import NVFP4
 from sd_quant.interchange.stored import (
     FLOAT_SCALES,
@@ -51,6 +51,7 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     Shape,
     by_layer,
+    ignored_names,
     quantization_config,
     quantized_by,
     stored_tensors,
@@ -58,11 +59,10 @@ from sd_quant.interchange.stored import (
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import pack_nibbles, per_number
+from sd_quant.quantization.formats import nvfp4
 
 FACTS = ForeignFormat(
     "modelopt_export",
@@ -142,6 +142,25 @@ ORDER: Mapping[str, str | bool] = {
 }  # fmt: skip
 
 
+def layouts_of(scale: str, double: str, *more: Piece) -> dict[str, Layout]:
+    """ModelOpt's layouts by the names of ``CODES``, given the ends of the names of scales."""
+    found = {
+        kind: Layout(kind, "1 for a row", (
+            Piece("weight", "N K", (dtype,), NUMBERS), Piece(scale, "|1|N _|N", FLOAT_SCALES, OF_ALL), *more,
+        ))
+        for dtype, kind in CODES.items()
+    }  # fmt: skip
+    weight, scales = Piece("weight", "N K/2", (UINT8,), NUMBERS), Piece(scale, f"N K/{BLOCK}", (E4M3,))
+    pieces = (weight, scales, Piece(double, "|1", FLOAT_SCALES, OF_ALL), *more)
+    return found | {NVFP4: Layout(NVFP4, f"1 for {BLOCK} numbers", pieces, columns=BLOCK)}
+
+
+LAYOUTS = layouts_of(
+    "weight_scale", "weight_scale_2", Piece("input_scale", "|1|1 1", FLOAT_SCALES, INPUTS, optional=True)
+)
+BY_ROW = Layout(FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), Piece("weight_scale", "N", (FP32,))))
+
+
 # Reading
 
 
@@ -162,9 +181,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     check_order(path, config)
     tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
     found, others = by_layer(path, tensors, shapes, ENDS)
-    ignored = config.get("ignore") or []
-    if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):
-        raise ArtifactError(f"{path}: ignore is {told(ignored)}, expected a list of names; fetch the folder again")
+    ignored = ignored_names(path, config, "ignore")
     if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ArtifactError(
             f"{path} quantizes layers that its ignore excludes ({listing(both)}), so servers would not load them; "
@@ -220,7 +237,7 @@ def layer_of(stored: LayerTensors, shape: Shape, algo: str) -> QuantizedLayer:
         inputs = Nvfp4(number) if kind == NVFP4 else StaticFloat8(number)
     if "pre_quant_scale" in stored:
         inputs = multiplied(stored, "pre_quant_scale", shape, inputs)
-    return with_codes(stored, shape, "weight_scale", "weight_scale_2", torch.float32, stored.size("weight"), inputs)
+    return with_codes(stored, shape, LAYOUTS, inputs)
 
 
 def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None) -> Multiplied:
@@ -231,50 +248,19 @@ def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None
 
 
 def with_codes(
-    stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype, size: int, inputs: Inputs | None
+    stored: LayerTensors, shape: Shape, layouts: Mapping[str, Layout], inputs: Inputs | None, dtype: torch.dtype = FP32
 ) -> QuantizedLayer:
-    """A layer whose weight is codes, with the ends of the names of its scales; NVFP4 has two.
+    """A layer whose weight is codes in one of ``layouts_of``, as FP8QTensor, INT8QTensor and NVFP4QTensor decode it.
 
     Raises ArtifactError for tensors that do not fit its ``shape``.
     """
     kind = CODES[stored.checked("weight", None, CODES).dtype]
-    if (kind == NVFP4) != (double in stored):
+    if (kind == NVFP4) != (layouts[NVFP4].pieces[2].end in stored):
         raise ArtifactError(
             f"{stored.path}: ModelOpt's {listing([stored.layer])} has codes of {kind} with other scales than these "
             "have; give a checkpoint in FP8, INT8 or NVFP4"
         )
-    if kind == NVFP4:
-        weight = nvfp4_weight(stored, shape, scale, double, dtype)
-        return QuantizedLayer(NVFP4, f"1 for {BLOCK} numbers", size, weight, inputs)
-    row = (shape[0], *(1 for _ in shape[1:]))
-    stored.checked("weight", [shape], CODES)
-    of_rows = prod(stored.checked(scale, [(), (1,), row, (shape[0],)], FLOAT_SCALES).shape) > 1
-
-    def read() -> Tensor:  # FP8QTensor and INT8QTensor
-        factor = stored.finite(scale).to(dtype)
-        return stored.finite("weight").to(dtype) * factor.reshape(row if of_rows else ())
-
-    scales = "1 for a row" if of_rows else "1 for all"
-    return QuantizedLayer(kind, scales, size, LazyTensor(shape, dtype, read), inputs)
-
-
-def nvfp4_weight(stored: LayerTensors, shape: Shape, scale: str, double: str, dtype: torch.dtype) -> LazyTensor:
-    """Codes two to a byte by a scale for 16 and one for all, in fp32 and then ``dtype``: NVFP4QTensor."""
-    if shape[-1] % BLOCK:
-        raise ArtifactError(
-            f"{stored.path}: {listing([stored.layer])} has rows of {shape[-1]} numbers, expected blocks of {BLOCK}"
-        )
-    codes = stored.checked("weight", [(*shape[:-1], shape[-1] // 2)], [torch.uint8])
-    stored.checked(scale, [(*shape[:-1], shape[-1] // BLOCK)], [torch.float8_e4m3fn])
-    stored.checked(double, [(), (1,)], FLOAT_SCALES)
-
-    def read() -> Tensor:
-        packed = codes.read()
-        numbers = torch.stack([e2m1.decode(packed & 15), e2m1.decode(packed >> 4)], dim=-1).view(shape)
-        factor = stored.finite(scale).float() * stored.finite(double).float().reshape(())
-        return (numbers * per_number(factor, shape[-1])).to(dtype)
-
-    return LazyTensor(shape, dtype, read)
+    return layouts[kind].layer(stored, shape, stored.size("weight"), inputs, dtype)
 
 
 # Writing
@@ -311,27 +297,8 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized linear by their names."""
-    (rows, columns), name = flat_shape(layer), layer.name
-    if algo_written(layer) == PER_TOKEN:
-        return {
-            f"{name}.weight": lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn),
-            f"{name}.weight_scale": lazy_piece(
-                checkpoint, layer, 1, (rows,), torch.float32, lambda each: each.expand(rows, 1)
-            ),
-        }
-    few = torch.zeros(1, BLOCK)  # of the scales of blocks, the last is the one that they have in common
-    of_weight = layer.rounded[-1] if layer.rounded is not None else layer.weight_scales(few)[-1]
-    of_inputs = lazy(layer.activation_scales(few)[-1].reshape(()).float())
-    common = lazy(of_weight.reshape(()).float())
-    if layer.format == "fp8":
-        weight = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
-        return {f"{name}.weight": weight, f"{name}.weight_scale": common, f"{name}.input_scale": of_inputs}
-    weight = lazy_piece(checkpoint, layer, 0, (rows, columns // 2), torch.uint8, pack_nibbles)
-    scale = lazy_piece(checkpoint, layer, 1, (rows, columns // BLOCK), torch.float8_e4m3fn)
-    return {
-        f"{name}.weight": weight, f"{name}.weight_scale": scale, f"{name}.weight_scale_2": common,
-        f"{name}.input_scale": of_inputs,
-    }  # fmt: skip
+    layout = BY_ROW if algo_written(layer) == PER_TOKEN else LAYOUTS[NVFP4 if layer.format == "nvfp4" else FP8]
+    return layout.tensors(checkpoint, layer)
 
 
 def algo_written(layer: LayerAssignment) -> str:

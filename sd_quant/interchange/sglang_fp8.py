@@ -1,12 +1,11 @@
 """SGLang's block FP8: a pipeline's folder whose denoiser has linears as DeepSeek-V3 stores them, 128 x 128 to a scale.
 
 ``config.json`` has ``{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-"ignored_layers": [...]}``. A linear has ``X.weight`` E4M3 [out, in] and ``X.weight_scale_inv`` fp32
-[ceil(out / 128), in / 128], which multiplies, whatever its name says. 128 inputs of a row share a scale, computed as
-the network runs. transformers' ``FineGrainedFP8Config`` has the same tensors and keys, for language models. There is
-no place for a static scale, a pre_quant_scale or a branch. As SGLang 0.5.23 has it, whose source was read and which no
-processor runs (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``, ``loader/fsdp_load.py``;
-``srt``: ``layers/quantization/{fp8,utils}.py``):
+"ignored_layers": [...]}``. ``X.weight_scale_inv`` multiplies, whatever its name says. 128 inputs of a row share a
+scale, computed as the network runs. transformers' ``FineGrainedFP8Config`` has the same tensors and keys, for language
+models. There is no place for a static scale, a pre_quant_scale or a branch. As SGLang 0.5.23 has it, whose source was
+read and which no processor runs (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``,
+``loader/fsdp_load.py``; ``srt``: ``layers/quantization/{fp8,utils}.py``):
 
 - Of Flux the linears of attention and of the single blocks may have codes. The feed-forwards of the double blocks get
   none on one GPU, norms, embedders and the last linear never: codes there are cast without their scales, which are
@@ -22,35 +21,27 @@ simulated. The road not taken is powers of two from the start, which it would ta
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
-from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat, Server
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.interchange.inputs import BlockFloat8
+from sd_quant.interchange.layouts import E4M3, NUMBERS, Layout, Piece
 from sd_quant.interchange.stored import (
     FLOAT_SCALES,
     FP8,
-    LayerTensors,
-    Shape,
     by_layer,
     check_config,
     ignored_names,
     quantization_config,
     quantized_by,
-    shown,
     stored_tensors,
     told,
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats.blocks import per_number
 
 FACTS = ForeignFormat(
     "sglang_fp8",
@@ -78,6 +69,14 @@ FACTS = ForeignFormat(
     },
 )
 METHOD, SCALE, BLOCK = "fp8", "weight_scale_inv", 128
+LAYOUT = Layout(
+    FP8,
+    f"1 for {BLOCK} x {BLOCK}",
+    (Piece("weight", "N K", (E4M3,), NUMBERS), Piece(SCALE, f"N/{BLOCK} K/{BLOCK}", FLOAT_SCALES)),
+    consumer=FACTS.consumer,
+    rows=BLOCK,
+    columns=BLOCK,
+)
 WRITTEN = {"quant_method": METHOD, "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 IGNORED, ALSO_IGNORED = "ignored_layers", "modules_to_not_convert"  # the second is transformers'
 OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes nothing
@@ -103,7 +102,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             f"{path} has scales for {len(both)} layers that its config ignores ({listing(both, 3)}), so SGLang would "
             "take their codes for weights; make the folder again"
         )
-    layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}
+    layers = {name: LAYOUT.layer(own, shapes[name], own.size(), BlockFloat8(BLOCK)) for name, own in found.items()}
     return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
 
 
@@ -124,24 +123,6 @@ def skips(ignored: Collection[str], name: str) -> bool:
     return any(f".{entry.rstrip('.')}." in f".{name}." for entry in ignored)
 
 
-def stored_layer(own: LayerTensors, shape: Shape) -> QuantizedLayer:
-    """A linear. Raises ArtifactError unless its tensors are those of FP8 in blocks."""
-    if len(shape) != 2 or shape[1] % BLOCK:
-        raise ArtifactError(
-            f"{own.path} has a scale for {shown(own.layer)} {list(shape)}, expected a linear whose inputs are a "
-            f"multiple of {BLOCK}, as SGLang rounds them; make the folder again"
-        )
-    rows, columns = shape
-    codes = own.checked("weight", [shape], [torch.float8_e4m3fn])
-    scale = own.checked(SCALE, [(-(-rows // BLOCK), columns // BLOCK)], FLOAT_SCALES)
-
-    def decode() -> Tensor:
-        of_rows = scale.read().float().repeat_interleave(BLOCK, 0)[:rows]
-        return codes.read().float() * per_number(of_rows, columns)
-
-    return QuantizedLayer(FP8, f"1 for {BLOCK} x {BLOCK}", own.size(), own.decoded(shape, decode), BlockFloat8(BLOCK))
-
-
 # Writing
 
 
@@ -154,13 +135,4 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     kept = [name for name in weight_shapes(checkpoint) if name not in layers]
     # A name whose words are in a quantized one's is of no linear that SGLang would quantize: those have all words
     config = WRITTEN | {IGNORED: sorted(name for name in kept if not any(skips([name], each) for each in layers))}
-    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
-
-
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
-    """The tensors of a quantized linear by their names; our scales are those of rows, alike in each block."""
-    rows, columns = flat_shape(layer)
-    codes = lazy_piece(checkpoint, layer, 0, (rows, columns), torch.float8_e4m3fn)
-    blocks = -(-rows // BLOCK), columns // BLOCK
-    scale = lazy_piece(checkpoint, layer, 1, blocks, torch.float32, lambda scale: scale[::BLOCK])
-    return {f"{layer.name}.weight": codes, f"{layer.name}.{SCALE}": scale}
+    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, LAYOUT.tensors), config)

@@ -1,10 +1,10 @@
 """vLLM-Omni's ``int8``: a pipeline's folder whose denoiser has INT8 linears, with inputs scaled by row as it runs.
 
 ``config.json`` has ``{"quant_method": "int8", "is_checkpoint_int8_serialized": true, "activation_scheme": "dynamic",
-"ignored_layers": [...]}`` and nothing else, because these are arguments of a class. A linear has ``X.weight`` int8
-[out, in] and ``X.weight_scale`` fp32 [out, 1], which multiplies; inputs are the largest magnitude of a row over 127.
-There is no place for a static scale, a pre_quant_scale or a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose
-source was read and which no processor runs (``quantization/int8_config.py``, ``models/flux/flux_transformer.py``):
+"ignored_layers": [...]}`` and nothing else, because these are arguments of a class. A scale multiplies a row of codes;
+inputs are scaled by the largest magnitude of a row over 127. There is no place for a static scale, a pre_quant_scale or
+a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose source was read and which no processor runs
+(``quantization/int8_config.py``, ``models/flux/flux_transformer.py``):
 
 - ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
   key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
@@ -20,30 +20,24 @@ The road not taken is one scale for query, key and value together, which would s
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
-from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import PER_ROW, ForeignFormat, Server
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
+from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
 from sd_quant.interchange.stored import (
-    LayerTensors,
-    Shape,
     by_layer,
     check_config,
     ignored_names,
     quantization_config,
     quantized_by,
-    shown,
     stored_tensors,
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, lazy_piece, quantized, with_coded_weights, write_folder
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
     "vllm_int8",
@@ -63,6 +57,12 @@ FACTS = ForeignFormat(
     families=frozenset({"flux"}),
 )
 METHOD, SCALE, IGNORED = "int8", "weight_scale", "ignored_layers"
+LAYOUT = Layout(
+    "int8",
+    "1 for a row",
+    (Piece("weight", "N K", (INT8,), NUMBERS), Piece(SCALE, "N _", (FP32,))),
+    consumer=FACTS.consumer,
+)
 WRITTEN = {"quant_method": METHOD, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
 STACKED = {  # what the server makes of linears, by the ends of their names
     **dict.fromkeys(("to_q", "to_k", "to_v"), "to_qkv"),
@@ -88,7 +88,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             f"{path} has a scale for {len(both)} layers that its config ignores ({listing(both, 3)}), which vLLM-Omni "
             "cannot place; make the folder again"
         )
-    layers = {name: stored_layer(own, shapes[name]) for name, own in found.items()}
+    layers = {name: LAYOUT.layer(own, shapes[name], own.size(), RowInteger()) for name, own in found.items()}
     return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
 
 
@@ -103,19 +103,6 @@ def ignored_in(path: Path, config: Mapping[str, object]) -> frozenset[str]:
     return frozenset(names)
 
 
-def stored_layer(own: LayerTensors, shape: Shape) -> QuantizedLayer:
-    """A linear. Raises ArtifactError unless its tensors are those of INT8 with a scale for each row."""
-    if len(shape) != 2:
-        raise ArtifactError(
-            f"{own.path} has a scale for {shown(own.layer)}, which is no linear; vLLM-Omni quantizes linears only, so "
-            "make the folder again"
-        )
-    codes = own.checked("weight", [shape], [torch.int8])
-    scale = own.checked(SCALE, [(shape[0], 1)], [torch.float32])
-    weight = own.decoded(shape, lambda: codes.read().float() * scale.read())
-    return QuantizedLayer("int8", "1 for a row", own.size(), weight, RowInteger())
-
-
 # Writing
 
 
@@ -127,15 +114,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     layers = quantized(assignment)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
-    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
-
-
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
-    """The tensors of a quantized linear by their names."""
-    outputs, inputs = flat_shape(layer)
-    codes = lazy_piece(checkpoint, layer, 0, (outputs, inputs), torch.int8)
-    scale = lazy_piece(checkpoint, layer, 1, (outputs, 1), torch.float32, lambda scale: scale.expand(outputs, 1))
-    return {f"{layer.name}.weight": codes, f"{layer.name}.{SCALE}": scale}
+    return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, LAYOUT.tensors), config)
 
 
 def stacked(name: str) -> str:

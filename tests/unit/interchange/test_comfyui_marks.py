@@ -15,6 +15,7 @@ from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange.comfyui import read
 from sd_quant.interchange.comfyui_marks import INT4, METHODS, Codes, check_codes, rotation, unpacked
+from sd_quant.interchange.layouts import fitting
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.models.checkpoint import empty_denoiser
@@ -147,21 +148,35 @@ def test_scales_of_groups_may_be_bytes():
         ({}, {"group_size": 10**9}, "group_size 1000000000"),
         ({}, {"convrot_groupsize": 8}, "convrot_groupsize 8"),
         ({}, {"convrot": False}, "rotates all the same"),
-        ({"a.weight_s_rel": None}, {}, "has no 'weight_s_rel'"),
-        ({"a.weight_s_channel": torch.ones(2)}, {}, "weight_s_channel"),
-        ({"a.weight_codebook": torch.ones(64)}, {}, "weight_codebook"),
-        ({"a.weight_correction": torch.ones(1, 2)}, {}, "weight_correction"),
         ({"a.weight": torch.ones(1, 20, dtype=torch.int8)}, {}, r"weight' is \[1, 20\]"),
-        ({"a.weight": torch.ones(1, 16, dtype=torch.uint8)}, {}, "weight' is .* in uint8"),
         ({"a.weight": torch.ones(1, 24, dtype=torch.int8), "a.weight_codebook": torch.ones(16)}, {}, "six bits"),
         ({"a.weight": torch.ones(1, 24, dtype=torch.int8), "a.weight_s_rel": torch.ones(1, 4)}, {"group_size": 8},
          "groups of 8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tensors, entries, words):
-    given = {name: each for name, each in (w4a8() | tensors).items() if each is not None}
     with pytest.raises(ArtifactError, match=words):
-        codes_of(given, W4A8_MARK | entries, (1, 32))
+        codes_of(w4a8() | tensors, W4A8_MARK | entries, (1, 32))
+
+
+@pytest.mark.parametrize("name, end", [(name, end) for name, row in METHODS.items() for end in row.shapes])
+def test_a_damaged_tensor_of_any_mark_is_refused_by_name(name, end):
+    row, tensors, entries = METHODS[name], {}, {"format": name, "convrot_groupsize": 4}
+    for each, text in {"weight": f"N K/{1 + row.packed}", **row.shapes}.items():
+        shape = fitting(text.replace("g", str(row.group)), (64, 64))[0]
+        dtypes = {"weight": (row.dtype,), **row.dtypes}.get(each, (torch.float32,))
+        tensors[f"a.{each}"] = torch.ones(shape).to(dtypes[0])
+    codes_of(tensors, entries, (64, 64))
+    sound = tensors.pop(f"a.{end}")
+    damages = {f"{end}' is .* in float64, expected": sound.double()}
+    if end != "weight":
+        damages[rf"{end}' is \[2, .* in .*, expected \["] = sound.expand(2, 3, *sound.shape)
+    for words, damaged in damages.items():
+        with pytest.raises(ArtifactError, match=words):
+            codes_of(tensors | {f"a.{end}": damaged}, entries, (64, 64))
+    if end in row.needs:
+        with pytest.raises(ArtifactError, match=f"has no '{end}'"):
+            codes_of(tensors, entries, (64, 64))
 
 
 @pytest.mark.parametrize("entries", [{"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32}])
