@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.cache import Cache
+from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
 
@@ -78,7 +79,38 @@ def test_each_batch_brings_the_calls_that_are_kept_of_it(monkeypatch):
     )
     assert found.inputs["unet"]["x"].item() == 10
     assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
-    assert asked == [[2, 10], [], [47], [], [92], [], [137], []]
+    assert asked == [[0, 2, 10], [], [47], [], [92], [], [137], []]
+
+
+@pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
+def test_each_of_two_denoisers_is_compared_on_a_call_that_it_has(monkeypatch, first):
+    """Wan 2.2's are called in the first steps and in the others, and an image's latents may come from the cache."""
+    checkpoint, _ = faked(monkeypatch)
+    checkpoint.parts = lambda: {"unet": None, "second": None}
+
+    def generate(engines, prompts, sampling, description, by_batch):
+        def denoise(place: int) -> dict[str, torch.Tensor]:
+            for step in range(7):
+                engines["unet" if step in first else "second"](x=torch.tensor([float(step)]))
+            return {}
+
+        by_batch([[0]], denoise, ())
+
+    monkeypatch.setattr(compare, "generate", generate)
+    engines, kept = dict.fromkeys(("unet", "second"), Adding(0.25)), []
+
+    def compared(by_batch):
+        found = compare.compare_framework(checkpoint, engines, ["a cat"], SimpleNamespace(steps=7), by_batch)
+        return {part: inputs["x"].item() for part, inputs in found.inputs.items()}
+
+    if len(first) != 3:
+        uncalled = "second" if first else "unet"
+        with pytest.raises(ConfigError, match=f"^infer.steps=7 makes images without a call of {uncalled}; take more"):
+            compared(compare.in_turn)
+        return
+    wanted = {"unet": first[2], "second": min({*range(7)} - {*first})}
+    assert compared(lambda batches, make, also: kept.append(make(0)) or kept) == wanted
+    assert compared(lambda batches, make, also: kept) == wanted
 
 
 class Kept(compare.KeptOutputs):
