@@ -13,7 +13,7 @@ from torch import Tensor
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
-from sd_quant.files import temporary_folder
+from sd_quant.files import sha256, temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
@@ -115,6 +115,7 @@ class KeptOutputs(Shared):
         """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
+            "packed": sha256(Path(__file__)),  # which calls are kept, under which names
             "contracts": repr(contracts_of(checkpoint)),  # knobs may give a checkpoint's parts other shapes
             "prompts": prompts,
             "sampling": sampling.described(),
