@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -51,9 +52,30 @@ def test_another_network_is_refused_with_what_is_wanted(folder, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "clip"}))
     wanted = r"name a folder with the files of facebook/dinov2-base .*346 MB; Apache-2.0"
-    with pytest.raises(ArtifactError, match=f"holds a model of type clip, expected one of dinov2, .*; {wanted}"):
+    with pytest.raises(ArtifactError, match=f"holds a model of type clip with .* expected one of dinov2, .*; {wanted}"):
         check_dino(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"there is no model.safetensors in .*; {wanted}"):
         check_dino(tmp_path)
     assert "there is no model.safetensors" in dino_distance(images(0), images(1), tmp_path)["reason"]
+
+
+JUNK = [
+    ("preprocessor_config.json", {"crop_size": {"height": "x", "width": 8}}, "DINOv2 distance cannot be computed"),
+    ("preprocessor_config.json", {"size": {"shortest_edge": -5}}, "cannot be computed .ValueError|height and width"),
+    (
+        "preprocessor_config.json",
+        {"image_processor_type": "CLIPTokenizer"},
+        "DINOv2 distance cannot be computed|loaded",
+    ),
+    ("config.json", {"num_hidden_layers": 10**18}, "with 1000000000000000000 layers, .* at most 100; n"),
+]
+
+
+@pytest.mark.parametrize(("name", "junk", "reason"), JUNK)
+def test_junk_in_a_folder_is_the_reason_why_there_is_no_score(folder, tmp_path, name, junk, reason):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / name).read_text()) | junk))
+    found = dino_distance(images(0), images(1), tmp_path)
+    assert found["value"] is None and re.search(reason, found["reason"])
