@@ -217,7 +217,7 @@ def split(values: str) -> list[str]:
 def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Translate an error of Hydra's or OmegaConf's into one sentence."""
     text = " ".join(str(error).split())
-    if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
+    if isinstance(error, yaml.YAMLError | UnicodeDecodeError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
     if isinstance(error, OverrideParseException):
         name = error.override.partition("=")[0]

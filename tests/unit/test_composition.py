@@ -72,6 +72,8 @@ def test_what_another_command_takes_is_said_to_be_its_own(command, given, senten
 
 def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
+    binary = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert str(refusal(binary, "quantize")).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
 
 
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
