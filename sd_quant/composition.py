@@ -74,6 +74,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf 
     "job_name": lambda directory, number: sweep.folder_of(Path(directory), int(number)),
     "places": one_host.places,
 }
+MOST_VALUES = 2000  # of an argument
 QUOTED = r"""(?<![^\s,:[{])(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""  # where a quotation mark begins a text
 READ_IN_QUOTES = re.compile(r"[^\w \t/\\+.$%*@?|:-]|\$\{", re.ASCII)
 SEVERAL_MEANINGS = re.compile(r"""^["']|[][{},\\]""")  # of a text that Hydra cannot read: a list, one text, two
@@ -131,13 +132,15 @@ def composing(config_name: str) -> Iterator[None]:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:  # ValueError: infer=3
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:  # infer=3
         raise refusal(error, config_name) from error
 
 
 def check_assigned(words: Sequence[str]) -> None:
     """Raises ConfigError for a word that is no ``name=value``, which may be the end of a value that the shell split."""
     for number, word in enumerate(words):
+        if (values := word.count(",") + 1) > MOST_VALUES:  # Hydra reads some hundred in a second
+            raise ConfigError(f"the argument {word[:60]}... has {values} values, at most {MOST_VALUES} work")
         if "=" not in word and not word.startswith("~"):  # ~name removes a knob
             ends = takewhile(lambda each: "=" not in each, words[number:])
             whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))
@@ -219,6 +222,8 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
     text = " ".join(str(error).split())
     if isinstance(error, yaml.YAMLError | UnicodeDecodeError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
+    if isinstance(error, RecursionError):
+        return ConfigError("a file of presets has itself among its defaults, or is nested too deeply; mend it")
     if isinstance(error, OverrideParseException):
         name = error.override.partition("=")[0]
         if strange := re.search(r"[^\w./@:+~$-]", name, re.ASCII):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import composition
-from sd_quant.composition import composing, job_of, readable, refusal, settled
+from sd_quant.composition import check_assigned, composing, job_of, readable, refusal, settled
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.places import CONF
@@ -74,6 +74,20 @@ def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
     binary = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert str(refusal(binary, "quantize")).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
+    assert str(refusal(RecursionError(), "quantize")).startswith("a file of presets has itself among its defaults, or")
+
+
+def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
+    (tmp_path / "quantize").mkdir()
+    (tmp_path / "quantize/mine.yaml").write_text("defaults: [mine]")
+    with pytest.raises(ConfigError, match="^a file of presets has itself among"), composing("quantize"):
+        compose("quantize", [f"hydra.searchpath=[file://{tmp_path}]", "quantize=mine"])
+
+
+def test_an_argument_of_more_values_than_hydra_reads_in_a_minute_is_refused():
+    check_assigned(["model.sizes=[" + "8," * 1999 + "8]"])
+    with pytest.raises(ConfigError, match=r"^the argument model.sizes=\[8,.* has 2001 values, at most 2000 work$"):
+        check_assigned(["model.sizes=[" + "8," * 2000 + "8]"])
 
 
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
