@@ -72,9 +72,8 @@ def test_what_another_command_takes_is_said_to_be_its_own(command, given, senten
 
 def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
-    binary = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-    assert str(refusal(binary, "quantize")).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
-    assert str(refusal(RecursionError(), "quantize")).startswith("a file of presets has itself among its defaults, or")
+    binary = refusal(UnicodeDecodeError("utf-8", b"", 0, 1, ""), "quantize")
+    assert str(binary).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
 
 
 def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
@@ -85,7 +84,6 @@ def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
 
 
 def test_an_argument_of_more_values_than_hydra_reads_in_a_minute_is_refused():
-    check_assigned(["model.sizes=[" + "8," * 1999 + "8]"])
     with pytest.raises(ConfigError, match=r"^the argument model.sizes=\[8,.* has 2001 values, at most 2000 work$"):
         check_assigned(["model.sizes=[" + "8," * 2000 + "8]"])
 
