@@ -25,7 +25,7 @@ from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
-from sd_quant.knobs import check, near, nearest, read
+from sd_quant.knobs import near, nearest, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
 from sd_quant.shell import literal, without_interpolation
@@ -132,19 +132,18 @@ def composing(config_name: str) -> Iterator[None]:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:  # ValueError: infer=3
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:  # infer=3
         raise refusal(error, config_name) from error
 
 
 def check_assigned(words: Sequence[str]) -> None:
     """Raises ConfigError for a word that is parsed for minutes, or no ``name=value``, as the rest of a split value."""
     for number, word in enumerate(words):
-        found, expected = (
-            f"{len(word)} characters long",
-            f"at most {LONGEST_ARGUMENT} and {MOST_ITEMS} commas; give fewer",
-        )
-        fits = len(word) <= LONGEST_ARGUMENT and word.count(",") <= MOST_ITEMS
-        check(fits, f"the argument {one_line(word, 60)}", found, f"{expected} values, or write prompts into a file")
+        if len(word) > LONGEST_ARGUMENT or word.count(",") > MOST_ITEMS:
+            raise ConfigError(
+                f"the argument {one_line(word, 60)} is {len(word)} characters long, expected at most {LONGEST_ARGUMENT}"
+                f" and {MOST_ITEMS} commas; give fewer values, or write prompts into a file"
+            )
         if "=" not in word and not word.startswith("~"):  # ~name removes a knob
             ends = takewhile(lambda each: "=" not in each, words[number:])
             whole = shlex.quote(" ".join([*words[max(0, number - 1) : number], *ends]))
@@ -224,8 +223,10 @@ def split(values: str) -> list[str]:
 def refusal(error: Exception, config_name: str) -> SdQuantError:
     """Translate an error of Hydra's or OmegaConf's into one sentence."""
     text = " ".join(str(error).split())
-    if isinstance(error, yaml.YAMLError):  # a user's preset, mostly
+    if isinstance(error, yaml.YAMLError | UnicodeDecodeError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")
+    if isinstance(error, RecursionError):
+        return ConfigError("a file of presets has itself among its defaults, or is nested too deeply; mend it")
     if isinstance(error, OverrideParseException):
         name = error.override.partition("=")[0]
         if strange := re.search(r"[^\w./@:+~$-]", name, re.ASCII):

@@ -30,6 +30,7 @@ ADVICE = {
     ",": "put one comma between two columns, and quotation marks around a text that has some",
 }
 JSON = ".json"
+MOST_ROWS = 1_000_000
 
 
 class Row(NamedTuple):
@@ -82,8 +83,9 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
             continue
         columns = split(row, separator)
         if columns is None:
-            raise ConfigError(f"prompt file {path} has a quotation mark in line {number} that does not end there; "
-                              "double quotation marks inside of a text, and keep a row on one line")  # fmt: skip
+            raise ConfigError(f"prompt file {path} has a quotation mark in line {number} that does not end there, or a "
+                              f"cell of over {csv.field_size_limit()} characters; double quotation marks inside of a "
+                              "text, and keep a row on one line")  # fmt: skip
         if len(columns) != len(names):
             raise ConfigError(
                 f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
@@ -124,6 +126,7 @@ def json_rows(path: Path, category: str | None) -> Iterator[Row]:
     entries = content if isinstance(content, Mapping) else {}
     listed = entries.get("annotations")
     entries = dict(enumerate(listed)) if isinstance(listed, list) else entries
+    check_number(path, len(entries), "entries")
     if not entries or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise unknown_layout(path)
     wanted = category or CATEGORY
@@ -134,6 +137,12 @@ def json_rows(path: Path, category: str | None) -> Iterator[Row]:
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise unknown_layout(path, f" in {place}")
         yield Row(place, plain(path, place, texts[0]), stated(path, place, entry.get(wanted)) if categorized else None)
+
+
+def check_number(path: Path, number: int, what: str) -> None:
+    """Raises ConfigError for more than a data set has; COCO's captions of 2014 are 414,113."""
+    if number > MOST_ROWS:
+        raise ConfigError(f"prompt file {path} has {number} {what}, at most {MOST_ROWS} work; draw some of them")
 
 
 def unknown_layout(path: Path, where: str = "") -> ConfigError:
@@ -165,7 +174,9 @@ def plain(path: Path, place: str, text: str) -> str:
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    content = path.read_bytes()
+    check_number(path, content.count(b"\n"), "lines")
+    for number, line in enumerate(content.split(b"\n"), start=1):
         try:
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:

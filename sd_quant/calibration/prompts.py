@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from sd_quant.calibration.prompt_layouts import rows_of
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import check_downloaded, write_text
+from sd_quant.files import check_downloaded, refusing, write_text
 
 MOST_BYTES = 48 * 2**20  # COCO's captions of 2014 take 31 MiB
 LONGEST_PROMPT = 2000  # characters; CLIP reads 77 tokens
@@ -38,7 +38,8 @@ def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
     if path.stat().st_size > MOST_BYTES:
         raise ArtifactError(f"prompt file {path} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
-    check_downloaded(path)
+    with refusing(f"prompt file {path} cannot be read", OSError, advice="name a text file with one prompt a line"):
+        check_downloaded(path)
     prompts = []
     for place, text, of in rows_of(path, category):
         prompt = text.strip()

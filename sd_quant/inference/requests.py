@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
+from sd_quant.files import refusing
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
@@ -85,19 +86,25 @@ def told_steps(
     """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
 
     Its class is changed, because some pipelines copy their scheduler, for each frame for one. Steps are taken within
-    ``draws``.
+    ``draws``. Raises ArtifactError where the scheduler's entries allow no such steps.
     """
     kind = type(pipe.scheduler)
-    step = kind.step
+    step, set_timesteps = kind.step, kind.set_timesteps
+    refused = partial(refusing, f"{kind.__name__} fails", advice="mend the folder's scheduler, or take other steps")
 
     @wraps(step)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with draws or nullcontext():
+        with draws or nullcontext(), refused():
             result = step(self, *args, **kwargs)
         tell(result)
         return result
 
-    with mock.patch.object(kind, "step", told):
+    @wraps(set_timesteps)
+    def set_or_refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        with refused():
+            set_timesteps(self, *args, **kwargs)
+
+    with mock.patch.multiple(kind, step=told, set_timesteps=set_or_refused):
         yield
 
 

@@ -18,6 +18,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.metrics.images import Images, check_rgb
 from sd_quant.metrics.network_scores import Opened, score_images
 
+MOST_LAYERS = 100  # dinov2-giant has 40; transformers makes a name for each, whatever their number
 KINDS = ("dinov2", "dinov2_with_registers")  # ``model_type`` in config.json
 FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
@@ -34,11 +35,8 @@ def dino_distance(reference: Images, images: Images, weights: Path) -> dict:
         from transformers import AutoImageProcessor, AutoModel
 
         check_dino(weights)
-        with refusing(
-            f"{weights} cannot be loaded as a Dinov2Model",
-            advice=f"name {SCORES['dino_distance'].weights}",
-            folder=weights,
-        ):
+        advice = f"name {SCORES['dino_distance'].weights}"
+        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=advice, folder=weights):
             model = AutoModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
             processor = AutoImageProcessor.from_pretrained(weights, local_files_only=True)
 
@@ -61,8 +59,10 @@ def check_dino(weights: Path) -> None:
     for name in FILES:
         if not (weights / name).is_file():
             raise ConfigError(f"there is no {name} in {weights}, expected in the folder of DINOv2; name {wanted}")
-    kind = read_json(weights, "config.json").get("model_type")
-    if kind not in KINDS:
+    config = read_json(weights, "config.json")
+    kind, layers = config.get("model_type"), config.get("num_hidden_layers", 0)
+    if kind not in KINDS or not isinstance(layers, int) or layers > MOST_LAYERS:
         raise ArtifactError(
-            f"{weights} holds a model of type {kind}, expected one of {', '.join(KINDS)}; name {wanted}"
+            f"{weights} holds a model of type {kind} with {layers} layers, expected one of {', '.join(KINDS)} with at "
+            f"most {MOST_LAYERS}; name {wanted}"
         )

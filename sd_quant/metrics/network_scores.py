@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.files import refusing
 from sd_quant.files.checks import check_tensors
 from sd_quant.files.tensors import Readable
 from sd_quant.metrics.images import Images, check_rgb
@@ -38,8 +39,8 @@ def score_images(title: str, images: Images, beside: Sequence[Any], open_network
     """The scores of uint8 images as ``{value, reason, values, images}`` and the network's facts.
 
     ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean. Where the
-    network cannot be opened, or there are no images, or a number is not finite, it is None and ``reason`` says why.
-    Raises ArtifactError for other images and when the numbers differ.
+    network cannot be opened or computed, or there are no images, or a number is not finite, it is None and ``reason``
+    says why. Raises ArtifactError for other images and when the numbers differ.
     """
     check_rgb(images)
     if len(images) != len(beside):
@@ -47,17 +48,18 @@ def score_images(title: str, images: Images, beside: Sequence[Any], open_network
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
     if not len(images):
         return entry | {"reason": "there are no images"}
+    starts, values = range(0, len(images), BATCH), list[float]()
     try:
         opened = open_network()
+        with full_precision() as device, torch.inference_mode(), progress(len(starts), title) as advance:
+            opened.network.to(device)
+            for start in starts:
+                batch = slice(start, start + BATCH)
+                with refusing(f"{title} cannot be computed"):  # a folder's processor may be anybody's
+                    values += opened.score(list(images[batch]), list(beside[batch])).flatten().tolist()
+                advance()
     except SdQuantError as error:
         return entry | {"reason": str(error)}
-    starts, values = range(0, len(images), BATCH), list[float]()
-    with full_precision() as device, torch.inference_mode(), progress(len(starts), title) as advance:
-        opened.network.to(device)
-        for start in starts:
-            batch = slice(start, start + BATCH)
-            values += opened.score(list(images[batch]), list(beside[batch])).flatten().tolist()
-            advance()
     entry |= opened.facts
     known = [value if math.isfinite(value) else None for value in values]
     outcome = {"reason": DAMAGED} if None in known else {"value": fmean(values)}

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import open_regular, refusing
+from sd_quant.files.checks import bounded_modules
 from sd_quant.files.folders import read_json
 from sd_quant.metrics import SCORES, Score
 from sd_quant.metrics.frechet import frechet_distance, moments
@@ -117,7 +118,8 @@ def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
     """A CLIPModel, and functions from images [H, W, 3] to its pixels and from prompts to its tokens."""
     from transformers import CLIPModel, CLIPProcessor
 
-    with refusing(f"{weights} cannot be loaded as a CLIPModel", advice="save it again", folder=weights):
+    advice = "save it again"
+    with bounded_modules(), refusing(f"{weights} cannot be loaded as a CLIPModel", advice=advice, folder=weights):
         model = CLIPModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
         processor = CLIPProcessor.from_pretrained(weights, local_files_only=True)
     longest = model.config.text_config.max_position_embeddings

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
-from sd_quant.files import temporary_folder
+from sd_quant.errors import ConfigError
+from sd_quant.files import sha256, temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
@@ -114,6 +115,7 @@ class KeptOutputs(Shared):
         """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
+            "packed": sha256(Path(__file__)),  # which calls are kept, under which names
             "contracts": key_of(checkpoint),  # knobs may give a checkpoint's parts other shapes
             "prompts": prompts,
             "sampling": sampling.described(),
@@ -192,35 +194,45 @@ def compare_framework(
     """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way."""
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
     calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
-    wanted = sorted({steps // 2, *calls})
+    wanted = sorted({0, steps // 2, *calls})  # one of two denoisers is called in fewer steps
     watched = WatchedVariant(variant, {denoiser: wanted})
-    seen: dict[int, dict[str, Tensor]] = {}
+    seen: dict[str, dict[int, dict[str, Tensor]]] = {denoiser: {}}
 
     def watching(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
     ) -> list[Tensors]:
-        """Let each batch bring the inputs of the calls that are wanted of it."""
+        """Let each batch bring the inputs of the calls that are wanted of it, and of parts that it is first to call."""
         of_batch = [[call for call in wanted if call // steps == place] for place in range(len(batches))]
 
         def made(place: int) -> Tensors:
-            watched.count[denoiser] = place * steps
-            tensors, inputs = make(place), watched.seen.pop(denoiser, {})
+            watched.count[denoiser], before = place * steps, set(watched.seen)
+            tensors = make(place)
+            first = {part: watched.seen[part] for part in watched.seen.keys() - before}
+            watched.seen.pop(denoiser, None)
             return tensors | {
-                f"call/{call}/{name}": tensor
-                for call in of_batch[place]
-                for name, tensor in inputs.get(call, {}).items()
+                f"call/{part}/{call}/{name}": tensor
+                for part, calls in first.items()
+                for call, inputs in calls.items()
+                if part != denoiser or call in of_batch[place]
+                for name, tensor in inputs.items()
             }
 
         found = by_batch(batches, made, of_batch)
         for path, tensor in [row for tensors in found for row in tensors.items() if row[0].startswith("call/")]:
-            _, call, name = path.split("/", 2)
-            seen.setdefault(int(call), {})[name] = tensor
+            _, part, call, name = path.split("/", 3)
+            seen.setdefault(part, {}).setdefault(int(call), {}).setdefault(name, tensor)
         return found
 
     images = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "framework", watching)
-    inputs = {denoiser: seen[steps // 2]} | {part: calls[0] for part, calls in watched.seen.items()}
+    half_way = min(seen[denoiser], key=lambda number: abs(number - steps // 2), default=0)
+    called = watched.seen | seen | {denoiser: {0: seen[denoiser].get(half_way)}}
+    if uncalled := [part for part in checkpoint.parts() if not called.get(part, {}).get(0)]:
+        raise ConfigError(f"infer.steps={steps} makes images without a call of {', '.join(uncalled)}; take more steps")
+    inputs = {part: calls[0] for part, calls in called.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    kept = {str(number): copies_of(seen[number]) for number in calls if number in seen}  # one of them may be in inputs
+    kept = {
+        str(number): copies_of(seen[denoiser][number]) for number in calls if number in seen[denoiser]
+    }  # one of them may be in inputs
     return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
 
 

@@ -77,6 +77,18 @@ def test_an_argument_that_hydra_would_read_for_minutes_is_refused():
 
 def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(refusal(ConfigCompositionException("two\n  lines"), "quantize")) == "two lines"
+    binary = refusal(UnicodeDecodeError("utf-8", b"", 0, 1, ""), "quantize")
+    assert str(binary).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
+
+
+def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
+    (tmp_path / "quantize").mkdir()
+    (tmp_path / "quantize/mine.yaml").write_text("defaults: [mine]")
+    with pytest.raises(ConfigError, match="^a file of presets has itself among"), composing("quantize"):
+        compose("quantize", [f"hydra.searchpath=[file://{tmp_path}]", "quantize=mine"])
+
+
+def test_an_argument_of_more_values_than_hydra_reads_in_a_minute_is_refused():
 
 
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):

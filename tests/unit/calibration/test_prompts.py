@@ -95,6 +95,10 @@ def test_a_file_too_large_is_refused_before_it_is_read(tmp_path):
         file.truncate(MOST_BYTES + 1)
     with pytest.raises(ArtifactError, match=f"{MOST_BYTES + 1} bytes"):
         read_prompts(tmp_path / TEXT)
+    with pytest.raises(
+        ArtifactError, match=r"^prompt file /proc/self/mem cannot be read \(OSError: .*; name a text file"
+    ):
+        read_prompts(Path("/proc/self/mem"))  # a regular file, by its kind
 
 
 @pytest.mark.parametrize("name", [TEXT, "."])

@@ -1,6 +1,7 @@
 """Schedules of calls, compared with diffusers' own samplers and with its TaylorSeer, call by call."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxTransformer2DModel,
+    PNDMScheduler,
     TaylorSeerCacheConfig,
 )
 
+from sd_quant.errors import ArtifactError
 from sd_quant.inference.calls import Calls
+from sd_quant.inference.requests import told_steps
 
 from .sampling import PROMPTS, SAMPLING
 
@@ -162,3 +166,13 @@ def test_another_sampler_is_taken_and_put_back(pipeline):
     described = replace(SAMPLING, sampler="euler", schedule="crc").described()
     assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()
     assert not {"sampler", "schedule", "guidance_until"} & SAMPLING.described().keys()
+
+
+@pytest.mark.parametrize("call", [lambda made: made.set_timesteps(2), lambda made: made.step(None, 0, None)])
+def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused(call):
+    made, sentence = (
+        PNDMScheduler(skip_prk_steps=False),
+        "^PNDMScheduler fails .*; mend the folder's scheduler, or take",
+    )
+    with told_steps(SimpleNamespace(scheduler=made), print), pytest.raises(ArtifactError, match=sentence):
+        call(made)

@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -45,15 +47,23 @@ def test_it_is_one_less_the_cosine_of_transformers_pooled_features(folder, monke
 
 
 def test_another_network_is_refused_with_what_is_wanted(folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    check_dino(tmp_path)
+    check_dino(shutil.copytree(folder, tmp_path, dirs_exist_ok=True))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "clip"}))
     wanted = r"name a folder with the files of facebook/dinov2-base .*346 MB; Apache-2.0"
-    with pytest.raises(ArtifactError, match=f"holds a model of type clip, expected one of dinov2, .*; {wanted}"):
+    with pytest.raises(ArtifactError, match=f"holds a model of type clip with .* expected one of dinov2, .*; {wanted}"):
         check_dino(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"there is no model.safetensors in .*; {wanted}"):
         check_dino(tmp_path)
     assert "there is no model.safetensors" in dino_distance(images(0), images(1), tmp_path)["reason"]
+
+
+@pytest.mark.parametrize(("name", "junk", "reason"), [
+    ("preprocessor_config.json", {"crop_size": {"height": "x", "width": 8}}, "^DINOv2 distance cannot be computed"),
+    ("config.json", {"num_hidden_layers": 10**18}, "with 1000000000000000000 layers, .* at most 100; n"),
+])  # fmt: skip
+def test_junk_in_a_folder_is_the_reason_why_there_is_no_score(folder, tmp_path, name, junk, reason):
+    changed = shutil.copytree(folder, tmp_path / "changed") / name
+    changed.write_text(json.dumps(json.loads(changed.read_text()) | junk))
+    assert re.search(reason, dino_distance(images(0), images(1), changed.parent)["reason"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.cache import Cache
+from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare
 
@@ -78,7 +79,30 @@ def test_each_batch_brings_the_calls_that_are_kept_of_it(monkeypatch):
     )
     assert found.inputs["unet"]["x"].item() == 10
     assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
-    assert asked == [[2, 10], [], [47], [], [92], [], [137], []]
+    assert asked == [[0, 2, 10], [], [47], [], [92], [], [137], []]
+
+
+@pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
+def test_each_of_two_denoisers_is_compared_on_a_call_that_it_has(monkeypatch, first):
+    """Wan 2.2's are called in the first steps and in the others, and an image's latents may come from the cache."""
+    checkpoint, _ = faked(monkeypatch)
+    checkpoint.parts, kept = (lambda: ["unet", "second"]), []
+
+    def generate(engines, prompts, sampling, description, by_batch):
+        parts = ["unet" if step in first else "second" for step in range(7)]
+        by_batch([[0]], lambda _: [engines[parts[step]](x=torch.tensor([step])) for step in range(7)] and {}, ())
+
+    def compared(by_batch):
+        engines = dict.fromkeys(("unet", "second"), Adding(0.25))
+        found = compare.compare_framework(checkpoint, engines, ["a cat"], SimpleNamespace(steps=7), by_batch)
+        return [found.inputs[part]["x"].item() for part in checkpoint.parts()]
+
+    monkeypatch.setattr(compare, "generate", generate)
+    try:
+        made = compared(lambda batches, make, also: kept.append(make(0)) or kept)
+        assert made == compared(lambda *_: kept) == [first[2], min({*range(7)} - {*first})]
+    except ConfigError as refused:
+        assert f"without a call of {'second' if first else 'unet'}; take" in str(refused) and len(first) != 3
 
 
 class Kept(compare.KeptOutputs):
