@@ -88,9 +88,6 @@ def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
         compose("quantize", [f"hydra.searchpath=[file://{tmp_path}]", "quantize=mine"])
 
 
-def test_an_argument_of_more_values_than_hydra_reads_in_a_minute_is_refused():
-
-
 def test_a_preset_in_two_folders_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(composition, "GROUPS", [])
     (tmp_path / "quantize").mkdir()
