@@ -34,6 +34,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, plain_name
+from sd_quant.process import confined
 
 TOKENIZER = "tokenizer_config.json"
 TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
@@ -43,6 +44,7 @@ UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # they black images out, or mark them
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
+MOST_SECONDS = 60  # of processor time, to build what a folder describes; networks of 20 billion parameters take five
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
 
@@ -124,7 +126,8 @@ class DiffusersCheckpoint:
             )
         check_entries(self.path / "scheduler", config, defaults_of(kind))
         check_known(self.path / "scheduler/scheduler_config.json", kind, config)
-        with refusing(f"{self.path / 'scheduler'}: its config describes no {name} that can be built", advice=AGAIN):
+        described = f"{self.path / 'scheduler'}: its config describes no {name} that can be built"
+        with refusing(described, advice=AGAIN), confined(MOST_SECONDS):
             return kind.from_config(config)
 
     def tokenizers(self) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
         check_entries(folder, config)
         check_known(folder / name, kind, config)
     check_downloaded(folder)
-    with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN):
+    with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN), confined(MOST_SECONDS):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     longest = tokenizer.model_max_length
     if longest != UNSTATED and (type(longest) is not int or not 1 <= longest <= most):
@@ -291,7 +294,7 @@ def open_pipeline(
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: network_config(path / component, family.NETWORKS[component], name, io) for component in used}
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules():
+        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import sys
 import time
 from collections import Counter
@@ -707,6 +708,58 @@ def test_tables_without_end_are_refused_before_they_are_computed():
         network.register_buffer("table", torch.empty(10**6, 600))
     with pytest.raises(ValueError, match=r"its tables take 2.4 GB, expected at most 2"):
         check_buffers(network)
+
+
+ON_A_HUB = {"backbone": "facebook/dinov2-small", "use_pretrained_backbone": True, "use_timm_backbone": False}
+ODD = ("DPTForDepthEstimation", "Mask2FormerForUniversalSegmentation", "InformerForPrediction", "BartModel", "XLMModel")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_network_of_another_kind_than_the_signature_names_is_never_built(changed, nothing_made, name):
+    path = changed(INDEX, {"text_encoder": ["transformers", name]})
+    assert f"is a {name}, expected a network of t5, as the pipeline" in refusal(by_observation, path, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "dpt"},
+        {"decoder": {"model_type": "dpt"}},
+        {"decoder": [{"model_type": "timm_backbone"}]},
+        ON_A_HUB,
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_kind_or_place_is_never_built(changed, nothing_made, config):
+    said = refusal(by_observation, changed(TEXT, config))
+    assert "/text_encoder/config.json names '" in said and "expected configurations of T5EncoderModel alone" in said
+
+
+def test_a_pipeline_that_names_no_kind_takes_encoders_of_text_alone(tmp_path):
+    for kind in (transformers.Qwen3Model, transformers.T5EncoderModel):
+        opening.check_named(tmp_path, Component("text_encoder", "transformers", kind), "transformers.PreTrainedModel")
+    with pytest.raises(ConfigError, match="is a DPTForDepthEstimation, expected a network of bert or clip or"):
+        odd = Component("text_encoder", "transformers", transformers.DPTForDepthEstimation)
+        opening.check_named(tmp_path, odd, "transformers.PreTrainedModel")
+
+
+@pytest.mark.parametrize("reader", ["network", "tokenizer", "scheduler"])
+def test_what_a_folder_leads_to_reaches_no_host(folder, monkeypatch, reader):
+    """The second wall: code of a library that would connect, to a listener that hears nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        place = {"network": (opening, "network_of"), "tokenizer": (transformers.T5Tokenizer, "from_pretrained"),
+                 "scheduler": (diffusers.DPMSolverMultistepScheduler, "from_pretrained")}[reader]  # fmt: skip
+        monkeypatch.setattr(*place, lambda *_, **__: connect(listener.getsockname()))
+        assert "PermissionError: a network connection" in refusal(by_observation, folder)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        connect(listener.getsockname())
+        listener.accept()[0].close()
+
+
+def connect(address: tuple) -> None:
+    socket.create_connection(address, timeout=5).close()
 
 
 # -------------------------------------------------------------------------------------------------- files and weights
