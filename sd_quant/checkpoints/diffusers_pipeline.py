@@ -7,6 +7,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from torch import nn
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.entries import check_known, check_served
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_downloaded, refusing
+from sd_quant.files import check_downloaded, read_regular, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Readable, Weights
+from sd_quant.files.tokenizer_steps import SECTIONS, check_steps
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
@@ -45,6 +47,7 @@ NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # the
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
 MOST_SECONDS = 60  # of processor time, to build what a folder describes; networks of 20 billion parameters take five
+MOST_SECONDS_OF_A_TEMPLATE, MOST_CHARACTERS = 5, 10**6  # to write one chat
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
 
@@ -177,7 +180,13 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
         check_known(folder / name, kind, config)
     check_downloaded(folder)
     with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN), confined(MOST_SECONDS):
+        if "tokenizer.json" in files:
+            check_steps(folder / "tokenizer.json", json.loads(read_regular(folder / "tokenizer.json")))
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if native := getattr(tokenizer, "backend_tokenizer", None):  # which may be made of other files
+            steps = {name: getattr(native, name, None) for name in SECTIONS}
+            check_steps(folder, {name: json.loads(each.__getstate__()) for name, each in steps.items() if each})
+        bound_template(folder, tokenizer)
     longest = tokenizer.model_max_length
     if longest != UNSTATED and (type(longest) is not int or not 1 <= longest <= most):
         raise ArtifactError(
@@ -185,6 +194,25 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
             f"state it in {TOKENIZER}"
         )
     return tokenizer
+
+
+def bound_template(folder: Path, tokenizer: Any) -> None:
+    """Bounds time, memory and result of a template of chats, a program of the folder's, for a tokenizer or processor.
+
+    It raises ArtifactError then.
+    """
+    plain = getattr(tokenizer, "apply_chat_template", None)
+
+    def bounded(*conversation: Any, **options: Any) -> Any:
+        with refusing(f"{folder}: its chat_template makes no text", advice="start from the published folder"):
+            with confined(MOST_SECONDS_OF_A_TEMPLATE, memory=1e9):
+                texts = plain(*conversation, **{**options, "tokenize": False, "return_dict": False})
+            if sum(map(len, [texts] if isinstance(texts, str) else texts)) > MOST_CHARACTERS:
+                raise ValueError(f"more than {MOST_CHARACTERS} characters")
+        return plain(*conversation, **options)
+
+    if plain is not None:
+        tokenizer.apply_chat_template = bounded
 
 
 def check_packages(file: Path, name: str, kind: Any) -> None:

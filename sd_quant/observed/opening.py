@@ -9,6 +9,7 @@ they compute is confined to a time and a memory, without sockets. The road not t
 """
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
     MOST_SECONDS,
+    bound_template,
     check_depths,
     check_packages,
     is_pipeline,
@@ -31,11 +33,12 @@ from sd_quant.checkpoints.diffusers_pipeline import (
 )
 from sd_quant.checkpoints.entries import check_known, config_class
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import check_downloaded, refusing
+from sd_quant.files import check_downloaded, read_regular, refusing
 from sd_quant.files.checks import bounded_modules
 from sd_quant.files.folders import files_in, read_json
 from sd_quant.files.schema import numbers_in
 from sd_quant.files.tensors import Weights
+from sd_quant.files.tokenizer_steps import check_steps
 from sd_quant.models.empty import without_weights
 from sd_quant.observed.calls import children
 from sd_quant.process import confined
@@ -309,8 +312,13 @@ def open_other(path: Path, component: Component) -> Any:
     check_downloaded(folder)
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
-        with confined(MOST_SECONDS, MOST_BUFFERS):
-            return component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
+        if "tokenizer.json" in files_in(folder):
+            check_steps(folder / "tokenizer.json", json.loads(read_regular(folder / "tokenizer.json")))
+        with confined(MOST_SECONDS):
+            opened = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
+        for each in (getattr(opened, "tokenizer", None), opened):  # of a processor
+            bound_template(folder, each)
+        return opened
 
 
 def check_classes(file: Path, config: Any) -> None:

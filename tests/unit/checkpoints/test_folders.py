@@ -35,8 +35,10 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     network_class,
     open_pipeline,
     pipeline_of_components,
+    read_tokenizer,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.files import refusing
 from sd_quant.files.archive import Member
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import pipeline_of
@@ -756,6 +758,36 @@ def test_what_a_folder_leads_to_reaches_no_host(folder, monkeypatch, reader):
             listener.accept()
         connect(listener.getsockname())
         listener.accept()[0].close()
+
+
+def test_the_steps_of_a_tokenizer_and_its_template_are_bounded(changed, opener):
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    told = refusal(opener, changed(VOCABULARY, {"normalizer": {"type": "Sequence", "normalizers": [grows] * 32}}))
+    assert "tokenizer.json: its normalizer has steps that may make a text 4e+09 times longer" in told
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set n = namespace(s='a' * 99) %}{% for _ in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+     "{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}"],
+)  # fmt: skip
+def test_a_template_of_chats_is_bounded(folder, monkeypatch, template):
+    monkeypatch.setattr(diffusers_pipeline, "MOST_SECONDS_OF_A_TEMPLATE", 0.5)
+    tokenizer = read_tokenizer(folder / "tokenizer", transformers.T5Tokenizer, 4096)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}], tokenize=False) == "a cat"
+    tokenizer.chat_template = template
+    with pytest.raises(ArtifactError, match="its chat_template makes no text"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}])
+
+
+def test_a_panic_of_native_code_is_a_refusal():
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(ArtifactError, match="it fails \\(PanicException: retry"), refusing("it fails"):
+        raise panic("retry-limit-in-match over")
+    with pytest.raises(KeyboardInterrupt), refusing("it fails"):
+        raise KeyboardInterrupt
 
 
 def connect(address: tuple) -> None:
