@@ -23,12 +23,12 @@ from torch import nn
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.entries import check_known, check_served
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_downloaded, read_regular, refusing
+from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Readable, Weights
-from sd_quant.files.tokenizer_steps import SECTIONS, check_steps
+from sd_quant.files.tokenizer_steps import SECTIONS, check_file, check_steps
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
@@ -180,8 +180,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
         check_known(folder / name, kind, config)
     check_downloaded(folder)
     with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN), confined(MOST_SECONDS):
-        if "tokenizer.json" in files:
-            check_steps(folder / "tokenizer.json", json.loads(read_regular(folder / "tokenizer.json")))
+        check_file(folder / "tokenizer.json")
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if native := getattr(tokenizer, "backend_tokenizer", None):  # which may be made of other files
             steps = {name: getattr(native, name, None) for name in SECTIONS}

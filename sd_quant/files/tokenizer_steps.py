@@ -5,6 +5,7 @@ then aborts the process. The road not taken is a child process for tokenizing: p
 """
 
 import base64
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files import read_regular
 from sd_quant.knobs import BOUNDED
 
 SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -24,6 +26,12 @@ MOST_STEPS = 64  # of one section; Llama's decoder has four
 MOST_GROWTH = 256  # of a text, by all steps of a section together; the charsmap of T5 makes 33 bytes of one letter
 MOST_TEXT = 64  # characters that a step inserts
 ATOM = r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]"  # of a regex: a class of characters or an escaped one
+
+
+def check_file(file: Path) -> None:
+    """Raises what ``check_steps`` does for a tokenizer.json, and ValueError for one that is no JSON."""
+    if file.is_file():
+        check_steps(file, json.loads(read_regular(file)))
 
 
 def check_steps(file: Path, sections: Mapping[str, Any]) -> None:

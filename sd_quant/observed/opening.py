@@ -9,7 +9,6 @@ they compute is confined to a time and a memory, without sockets. The road not t
 """
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +32,12 @@ from sd_quant.checkpoints.diffusers_pipeline import (
 )
 from sd_quant.checkpoints.entries import check_known, config_class
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import check_downloaded, read_regular, refusing
+from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import bounded_modules
 from sd_quant.files.folders import files_in, read_json
 from sd_quant.files.schema import numbers_in
 from sd_quant.files.tensors import Weights
-from sd_quant.files.tokenizer_steps import check_steps
+from sd_quant.files.tokenizer_steps import check_file
 from sd_quant.models.empty import without_weights
 from sd_quant.observed.calls import children
 from sd_quant.process import confined
@@ -312,8 +311,7 @@ def open_other(path: Path, component: Component) -> Any:
     check_downloaded(folder)
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
-        if "tokenizer.json" in files_in(folder):
-            check_steps(folder / "tokenizer.json", json.loads(read_regular(folder / "tokenizer.json")))
+        check_file(folder / "tokenizer.json")
         with confined(MOST_SECONDS):
             opened = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
         for each in (getattr(opened, "tokenizer", None), opened):  # of a processor
