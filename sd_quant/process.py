@@ -6,15 +6,19 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 IMPORTED = time.monotonic()
+CONFINED: list[float] = []  # the blocks of ``confined`` that run
+REACHING = {f"socket.{name}" for name in ("connect", "getaddrinfo", "gethostbyname", "sendto", "sendmsg")}
 
 
 def reset_peak() -> bool:
@@ -88,11 +92,15 @@ def address_space_bytes() -> float:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return math.inf
+    return max(0, limit - mapped_bytes())
+
+
+def mapped_bytes() -> int:
+    """Return the size of this process's address space; 0 where the system is not Linux."""
     try:
-        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except OSError:  # not Linux
-        mapped = 0
-    return max(0, limit - mapped)
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def available_memory_bytes() -> int:
@@ -147,3 +155,45 @@ def without_output() -> Iterator[None]:
         ctypes.CDLL(None).fflush(None)  # what C buffers for a pipe
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@cache
+def watch_sockets() -> None:
+    """Have Python ask before each connection, for the rest of this process, whether a block of ``confined`` runs."""
+
+    def refuse(event: str, _: object) -> None:
+        if CONFINED and event in REACHING:
+            raise PermissionError("a network connection, which a stranger's file never makes")
+
+    sys.addaudithook(refuse)
+
+
+@contextmanager
+def confined(seconds: float, memory: float = math.inf) -> Iterator[None]:
+    """Close sockets in the block, and bound its processor time and the bytes that it maps.
+
+    For code of libraries that does what a stranger's file says. It raises PermissionError, TimeoutError or MemoryError.
+    Other threads are confined too; the time is bounded in the main thread alone, between steps of the interpreter. The
+    road not taken is a child process: a fork breaks OpenMP's threads, and a fresh one imports for many seconds.
+    """
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s")
+
+    watch_sockets()
+    timed = threading.current_thread() is threading.main_thread()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    CONFINED.append(seconds)
+    try:
+        if memory < address_space_bytes() and (mapped := mapped_bytes()):
+            resource.setrlimit(resource.RLIMIT_AS, (int(mapped + memory), hard))
+        if timed:
+            handler = signal.signal(signal.SIGPROF, too_long)
+            left = signal.setitimer(signal.ITIMER_PROF, seconds, 1)  # again each second, should a library catch it
+        yield
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_PROF, *left)
+            signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        CONFINED.pop()

@@ -7,6 +7,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, ren
 from sd_quant.files.folders import WEIGHTS, files_in, read_json, stored_weights
 from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Readable, Weights
+from sd_quant.files.tokenizer_steps import SECTIONS, check_file, check_steps
 from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
@@ -34,6 +36,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, plain_name
+from sd_quant.process import confined
 
 TOKENIZER = "tokenizer_config.json"
 TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
@@ -43,6 +46,8 @@ UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # they black images out, or mark them
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
+MOST_SECONDS = 60  # of processor time, to build what a folder describes; networks of 20 billion parameters take five
+MOST_SECONDS_OF_A_TEMPLATE, MOST_CHARACTERS = 5, 10**6  # to write one chat
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
 
@@ -124,7 +129,8 @@ class DiffusersCheckpoint:
             )
         check_entries(self.path / "scheduler", config, defaults_of(kind))
         check_known(self.path / "scheduler/scheduler_config.json", kind, config)
-        with refusing(f"{self.path / 'scheduler'}: its config describes no {name} that can be built", advice=AGAIN):
+        described = f"{self.path / 'scheduler'}: its config describes no {name} that can be built"
+        with refusing(described, advice=AGAIN), confined(MOST_SECONDS):
             return kind.from_config(config)
 
     def tokenizers(self) -> dict[str, Any]:
@@ -173,8 +179,13 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
         check_entries(folder, config)
         check_known(folder / name, kind, config)
     check_downloaded(folder)
-    with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN):
+    with refusing(f"{folder} holds no tokenizer that can be read", advice=AGAIN), confined(MOST_SECONDS):
+        check_file(folder / "tokenizer.json")
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if native := getattr(tokenizer, "backend_tokenizer", None):  # which may be made of other files
+            steps = {name: getattr(native, name, None) for name in SECTIONS}
+            check_steps(folder, {name: json.loads(each.__getstate__()) for name, each in steps.items() if each})
+        bound_template(folder, tokenizer)
     longest = tokenizer.model_max_length
     if longest != UNSTATED and (type(longest) is not int or not 1 <= longest <= most):
         raise ArtifactError(
@@ -182,6 +193,25 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
             f"state it in {TOKENIZER}"
         )
     return tokenizer
+
+
+def bound_template(folder: Path, tokenizer: Any) -> None:
+    """Bounds time, memory and result of a template of chats, a program of the folder's, for a tokenizer or processor.
+
+    It raises ArtifactError then.
+    """
+    plain = getattr(tokenizer, "apply_chat_template", None)
+
+    def bounded(*conversation: Any, **options: Any) -> Any:
+        with refusing(f"{folder}: its chat_template makes no text", advice="start from the published folder"):
+            with confined(MOST_SECONDS_OF_A_TEMPLATE, memory=1e9):
+                texts = plain(*conversation, **{**options, "tokenize": False, "return_dict": False})
+            if sum(map(len, [texts] if isinstance(texts, str) else texts)) > MOST_CHARACTERS:
+                raise ValueError(f"more than {MOST_CHARACTERS} characters")
+        return plain(*conversation, **options)
+
+    if plain is not None:
+        tokenizer.apply_chat_template = bounded
 
 
 def check_packages(file: Path, name: str, kind: Any) -> None:
@@ -291,7 +321,7 @@ def open_pipeline(
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: network_config(path / component, family.NETWORKS[component], name, io) for component in used}
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules():
+        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
             networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
         configs = {component: full_config(built) for component, built in networks.items()}
         family.parts(configs, tokens, io)

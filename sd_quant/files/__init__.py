@@ -13,6 +13,7 @@ and memory. None executes or extracts anything, and each imports only those belo
     safetensors            the two formats of weights, located and read without a library of theirs
     tensors                a tensor that stays in its file, and the weights of a network
     plain_yaml             YAML without what takes hours
+    tokenizer_steps        what a tokenizer's native code is told to do
     archive                a file of a tar, or one that stands alone, as a range of bytes
 """
 
@@ -161,16 +162,22 @@ def refusing(
     Parsers and libraries raise whatever untrusted bytes lead them to. A file of ``folder`` that was not downloaded is
     named instead.
     """
-    caught = kinds or (Exception,)
     try:
         yield
     except (ArtifactError, ResourceError):
         raise
-    except caught as error:
+    except BaseException as error:
+        if not isinstance(error, kinds or Exception) and (kinds or not is_panic(error)):
+            raise
         if folder is not None:
             check_downloaded(folder)
         kind = "" if type(error) is ValueError or isinstance(error, SdQuantError) else f"{type(error).__name__}: "
         raise ArtifactError(f"{what} ({one_line(f'{kind}{error}', 300)}); {advice}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether native code of Rust has panicked, which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:

@@ -1,15 +1,17 @@
 """The folder of any diffusers pipeline, opened by the class names that it states, which stay data.
 
 A component's class is looked up by name in the public namespaces of diffusers and transformers and has to be a network,
-a scheduler, a tokenizer or a processor of theirs. So nothing is imported or executed that the folder chooses. Sizes are
-bounded before anything is allocated: networks are built without weights, and the buffers that their constructors
-compute are bounded by the numbers in the configuration. The road not taken is ``DiffusionPipeline.from_pretrained``,
-which imports what the folder names and reads all weights.
+a scheduler, a tokenizer or a processor of theirs; a network of transformers has to be of a kind that the pipeline's
+signature names, as have the configurations in its own. So nothing is imported or executed that the folder chooses.
+Sizes are bounded before anything is allocated: networks are built without weights, first on the meta device, and what
+they compute is confined to a time and a memory, without sockets. The road not taken is diffusers' own
+``from_pretrained``, which imports what the folder names and reads all weights.
 """
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from torch import nn
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
+    MOST_SECONDS,
+    bound_template,
     check_depths,
     check_packages,
     is_pipeline,
@@ -33,13 +37,22 @@ from sd_quant.files.checks import bounded_modules
 from sd_quant.files.folders import files_in, read_json
 from sd_quant.files.schema import numbers_in
 from sd_quant.files.tensors import Weights
+from sd_quant.files.tokenizer_steps import check_file
 from sd_quant.models.empty import without_weights
 from sd_quant.observed.calls import children
+from sd_quant.process import confined
+from sd_quant.text import one_line
 
 LARGEST_NUMBER = 10_000_000  # in a configuration: more than any vocabulary or context
 MOST_NOISE_LEVELS = 100_000  # of a scheduler, which computes tables of them
 LONGEST_TEXT = 2_000_000  # tokens, to all of which a tokenizer may pad
 MOST_BUFFERS = 2e9  # bytes of the tables that a network computes when it is built
+# Packages of transformers with encoders of text, for pipelines whose signature names none, and for configurations.
+ENCODERS = set(
+    "bert clip gemma gemma2 gemma3 glm glm4 llama ministral3 mistral mistral3 mt5 pixtral qwen2 qwen2_5_vl qwen2_vl "
+    "qwen3 qwen3_vl siglip smollm3 t5 t5gemma t5gemma2 umt5".split()
+)
+ELSEWHERE = ("backbone", "use_pretrained_backbone", "use_timm_backbone")  # entries that name a network on a hub
 NOT_WANTED = ("safety_checker", "feature_extractor", "image_encoder", "watermark")  # parts that a pipeline may lack
 OTHER_MEDIA = {"audio": ("audio", "music", "sound", "speech"), "3D": ("shape", "mesh", "3d")}
 CONFIGS = (
@@ -106,6 +119,7 @@ def components_of(path: Path, kind: type, index: Mapping[str, Any]) -> dict[str,
             continue
         library, class_name = map(str, described)
         found[name] = Component(name, *public_class(path, name, library, class_name))
+        check_named(path, found[name], str(taken[name].annotation))
     networks = [name for name, component in found.items() if component.is_network]
     for what, names in {"network": networks, "scheduler": found.keys() & {"scheduler"}}.items():
         if not names:
@@ -146,6 +160,52 @@ def public_class(path: Path, component: str, library: str, name: str) -> tuple[s
             "a processor; check the folder"
         )
     return home, found
+
+
+def check_named(path: Path, component: Component, annotation: str) -> None:
+    """Raises ConfigError for a network of transformers of a kind that the pipeline's signature does not name.
+
+    Constructors of some kinds download what a configuration tells them, or loop for hours.
+    """
+    import transformers
+
+    kind, words = component.kind, set(re.findall(r"\w+", annotation))
+    classes = [each for word in words if inspect.isclass(each := getattr(transformers, word, None))]
+    named = {package_of(each) for each in classes if issubclass(each, nn.Module)}
+    named = (named | set(re.findall(r"transformers\.models\.(\w+)", annotation))) - {""} or ENCODERS
+    if issubclass(kind, transformers.PreTrainedModel) and not {kind.__name__, package_of(kind)} & {*words, *named}:
+        raise ConfigError(
+            f"{path / INDEX}: its {component.name[:100]} is a {kind.__name__}, expected a network of "
+            f"{' or '.join(sorted(named))}, as the pipeline's class names it; check the folder"
+        )
+
+
+def package_of(kind: type) -> str:
+    """Returns the name of the package of transformers' models that a class is in, empty for others."""
+    return "".join(re.findall(r"^transformers\.models\.(\w+)", kind.__module__))
+
+
+def packages_in(config: Any) -> Iterator[tuple[str, str]]:
+    """Yields what a configuration of transformers names, at any depth: packages of other ones, and ``ELSEWHERE``."""
+    import transformers
+
+    for key, value in children(config) or ():
+        if key == "model_type" and isinstance(value, str) and value in transformers.CONFIG_MAPPING:
+            yield value, package_of(transformers.CONFIG_MAPPING[value])
+        elif key in ELSEWHERE and value:
+            yield f"{key} {value}", ""
+        yield from packages_in(value)
+
+
+def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
+    """Raises ArtifactError for a configuration that has one of another kind in it, or names a network elsewhere."""
+    own = {*ENCODERS, package_of(kind), *(package for _, package in packages_in(kind.config_class().to_dict()))} - {""}
+    with refusing(f"{file} is nested too deeply", RecursionError):
+        if named := [stated for stated, package in packages_in(config) if package not in own]:
+            raise ArtifactError(
+                f"{file} names {one_line(named[0], 100)!r}, expected configurations of {kind.__name__} alone, because "
+                "others may lead to downloads; start from the published folder"
+            )
 
 
 def accepted_classes() -> dict[str, tuple[type, ...]]:
@@ -218,11 +278,14 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
         config = read_json(folder, "config.json")
         check_depths(folder, config)
         check_numbers(folder / "config.json", config, LARGEST_NUMBER)
+        if component.library == "transformers":
+            check_reach(folder / "config.json", component.kind, config)
         check_known(folder / "config.json", component.kind, config)
         with refusing(f"{folder}: its config describes no {component.kind.__name__} that can be built", advice=AGAIN):
-            with bounded_modules():
+            with bounded_modules(), confined(MOST_SECONDS, MOST_BUFFERS):
                 check_buffers(network_of(component.kind, config, device="meta"))
-            built = network_of(component.kind, config)
+            with confined(MOST_SECONDS):
+                built = network_of(component.kind, config)
         configs[name] = config
         weights[name] = weights_of(folder, name, component.library, built)
     return configs, weights
@@ -248,7 +311,12 @@ def open_other(path: Path, component: Component) -> Any:
     check_downloaded(folder)
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
-        return component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
+        check_file(folder / "tokenizer.json")
+        with confined(MOST_SECONDS):
+            opened = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
+        for each in (getattr(opened, "tokenizer", None), opened):  # of a processor
+            bound_template(folder, each)
+        return opened
 
 
 def check_classes(file: Path, config: Any) -> None:

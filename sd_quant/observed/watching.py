@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.files import is_panic
 from sd_quant.inference.requests import Run, request, told_steps
 from sd_quant.inference.stand_ins import bound
 from sd_quant.models.family import Style
@@ -196,7 +197,9 @@ def watch(
                 result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
         except SdQuantError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             name, _, method = last_called(log).rpartition(".")
             failures[run.name] = (
                 f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
@@ -270,7 +273,7 @@ def methods_of(network: nn.Module) -> list[str]:
     return ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Returns the first line of an exception, and its kind."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

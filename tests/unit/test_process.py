@@ -1,6 +1,7 @@
 import ctypes
 import math
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,16 @@ def test_a_command_whose_reader_is_gone_goes_on_to_its_end(tmp_path):
     """
     ended = subprocess.run(["sh", "-c", f"{sys.executable} - | head -c 3"], input=code, capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("a l", "") and (tmp_path / "done").exists()
+
+
+def test_a_confined_block_has_a_time_and_a_memory_and_ends_without_a_trace():
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(TimeoutError, match="more than 0 s"), process.confined(0.2):
+        while True:
+            pass
+    with pytest.raises(MemoryError), process.confined(60, memory=1e8):
+        bytearray(10**9)
+    with process.confined(60), process.confined(60, memory=1e9):
+        bytearray(10**8)
+    after = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    assert before == after and signal.getitimer(signal.ITIMER_PROF) == (0, 0)

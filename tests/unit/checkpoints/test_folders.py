@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import sys
 import time
 from collections import Counter
@@ -34,8 +35,10 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     network_class,
     open_pipeline,
     pipeline_of_components,
+    read_tokenizer,
 )
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
+from sd_quant.files import refusing
 from sd_quant.files.archive import Member
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import pipeline_of
@@ -707,6 +710,88 @@ def test_tables_without_end_are_refused_before_they_are_computed():
         network.register_buffer("table", torch.empty(10**6, 600))
     with pytest.raises(ValueError, match=r"its tables take 2.4 GB, expected at most 2"):
         check_buffers(network)
+
+
+ON_A_HUB = {"backbone": "facebook/dinov2-small", "use_pretrained_backbone": True, "use_timm_backbone": False}
+ODD = ("DPTForDepthEstimation", "Mask2FormerForUniversalSegmentation", "InformerForPrediction", "BartModel", "XLMModel")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_network_of_another_kind_than_the_signature_names_is_never_built(changed, nothing_made, name):
+    path = changed(INDEX, {"text_encoder": ["transformers", name]})
+    assert f"is a {name}, expected a network of t5, as the pipeline" in refusal(by_observation, path, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "dpt"},
+        {"decoder": {"model_type": "dpt"}},
+        {"decoder": [{"model_type": "timm_backbone"}]},
+        ON_A_HUB,
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_kind_or_place_is_never_built(changed, nothing_made, config):
+    said = refusal(by_observation, changed(TEXT, config))
+    assert "/text_encoder/config.json names '" in said and "expected configurations of T5EncoderModel alone" in said
+
+
+def test_a_pipeline_that_names_no_kind_takes_encoders_of_text_alone(tmp_path):
+    for kind in (transformers.Qwen3Model, transformers.T5EncoderModel):
+        opening.check_named(tmp_path, Component("text_encoder", "transformers", kind), "transformers.PreTrainedModel")
+    with pytest.raises(ConfigError, match="is a DPTForDepthEstimation, expected a network of bert or clip or"):
+        odd = Component("text_encoder", "transformers", transformers.DPTForDepthEstimation)
+        opening.check_named(tmp_path, odd, "transformers.PreTrainedModel")
+
+
+@pytest.mark.parametrize("reader", ["network", "tokenizer", "scheduler"])
+def test_what_a_folder_leads_to_reaches_no_host(folder, monkeypatch, reader):
+    """The second wall: code of a library that would connect, to a listener that hears nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        place = {"network": (opening, "network_of"), "tokenizer": (transformers.T5Tokenizer, "from_pretrained"),
+                 "scheduler": (diffusers.DPMSolverMultistepScheduler, "from_pretrained")}[reader]  # fmt: skip
+        monkeypatch.setattr(*place, lambda *_, **__: connect(listener.getsockname()))
+        assert "PermissionError: a network connection" in refusal(by_observation, folder)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        connect(listener.getsockname())
+        listener.accept()[0].close()
+
+
+def test_the_steps_of_a_tokenizer_and_its_template_are_bounded(changed, opener):
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    told = refusal(opener, changed(VOCABULARY, {"normalizer": {"type": "Sequence", "normalizers": [grows] * 32}}))
+    assert "tokenizer.json: its normalizer has steps that may make a text 4e+09 times longer" in told
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set n = namespace(s='a' * 99) %}{% for _ in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+     "{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}"],
+)  # fmt: skip
+def test_a_template_of_chats_is_bounded(folder, monkeypatch, template):
+    monkeypatch.setattr(diffusers_pipeline, "MOST_SECONDS_OF_A_TEMPLATE", 0.5)
+    tokenizer = read_tokenizer(folder / "tokenizer", transformers.T5Tokenizer, 4096)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}], tokenize=False) == "a cat"
+    tokenizer.chat_template = template
+    with pytest.raises(ArtifactError, match="its chat_template makes no text"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}])
+
+
+def test_a_panic_of_native_code_is_a_refusal():
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(ArtifactError, match="it fails \\(PanicException: retry"), refusing("it fails"):
+        raise panic("retry-limit-in-match over")
+    with pytest.raises(KeyboardInterrupt), refusing("it fails"):
+        raise KeyboardInterrupt
+
+
+def connect(address: tuple) -> None:
+    socket.create_connection(address, timeout=5).close()
 
 
 # -------------------------------------------------------------------------------------------------- files and weights
