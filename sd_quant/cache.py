@@ -133,11 +133,7 @@ class Cache:
             self.trim(spared=entry)
 
     def provide_all(
-        self,
-        kind: str,
-        origins: Mapping[str, Mapping[str, object]],
-        target: Path,
-        make: Callable[[str, Path], object],
+        self, kind: str, origins: Mapping[str, Mapping[str, object]], target: Path, make: Callable[[str, Path], object]
     ) -> None:
         """Put the files of several entries, which ``make(name, folder)`` writes, into ``target/<name>``.
 

@@ -27,15 +27,7 @@ from typing import Any
 
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
-from sd_quant.report.recommendation import (
-    Option,
-    Rule,
-    below_floor,
-    options_of,
-    rule_of,
-    speedup_of,
-    wanted_speedup,
-)
+from sd_quant.report.recommendation import Option, Rule, below_floor, options_of, rule_of, speedup_of, wanted_speedup
 from sd_quant.report.summary import SWEEP, PlannedJob, Sweep, read_sweep
 
 RANDOM_JOBS = 3  # before the first that is proposed for a reason

@@ -98,11 +98,7 @@ def serve(answers: int, do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def do_all(
-    worker: Worker,
-    tasks: Iterable[Task],
-    until: float,
-    least: float,
-    told: Callable[[Task, Answer], None],
+    worker: Worker, tasks: Iterable[Task], until: float, least: float, told: Callable[[Task, Answer], None]
 ) -> None:
     """Do tasks in their order until ``until``, a time of ``time.monotonic``, and say of each how it ended.
 

@@ -177,11 +177,7 @@ def main():
     context, pooled = conditions([*captions, ""], networks)
     curve = knobs.folder / "transformer" / "loss.csv"
     module = TrainTransformer(
-        (context[-1], pooled[-1]),
-        steps=knobs.steps,
-        decay=knobs.decay,
-        learning_rate=knobs.learning_rate,
-        curve=curve,
+        (context[-1], pooled[-1]), steps=knobs.steps, decay=knobs.decay, learning_rate=knobs.learning_rate, curve=curve
     )
     data = TensorDataset(normal, context[:-1], pooled[:-1])
     fit(module, data, knobs.batch_size, "transformer", knobs.folder, knobs.seed)

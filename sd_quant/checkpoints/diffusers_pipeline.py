@@ -46,7 +46,7 @@ UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
 NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # they black images out, or mark them
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
-MOST_SECONDS = 60  # of processor time, to build what a folder describes; networks of 20 billion parameters take five
+MOST_SECONDS = 60  # of processor time, to build what a folder describes
 MOST_SECONDS_OF_A_TEMPLATE, MOST_CHARACTERS = 5, 10**6  # to write one chat
 MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
 
@@ -300,11 +300,7 @@ def with_tokenizers(components: Collection[str]) -> list[str]:
 
 
 def open_pipeline(
-    path: Path,
-    name: str,
-    tokens: int | None = None,
-    io: str = "diffusers",
-    parts: Collection[str] | None = None,
+    path: Path, name: str, tokens: int | None = None, io: str = "diffusers", parts: Collection[str] | None = None
 ) -> DiffusersCheckpoint:
     """Opens the folder of a pipeline of the family ``name``; reads no weight.
 

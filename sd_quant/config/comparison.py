@@ -27,9 +27,7 @@ class Timing:
         float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"
     ]
     budget_s: Annotated[
-        float,
-        between(0, 1e9),
-        "seconds per compared engine after which no round starts; of a sweep for five at most",
+        float, between(0, 1e9), "seconds per compared engine after which no round starts; of a sweep for five at most"
     ]
 
 

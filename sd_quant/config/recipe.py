@@ -182,10 +182,7 @@ class Quantize(Recipe):
     fit: Annotated[
         int | str | None,
         Called("fit"),
-        Limit(
-            lambda size: bytes_in(size) is not None,
-            "bytes, such as 12GB or 800MiB",
-        ),
+        Limit(lambda size: bytes_in(size) is not None, "bytes, such as 12GB or 800MiB"),
         "memory that the whole pipeline has to fit in: all parts get bits where images change most; null: no limit",
     ]
     resident: Annotated[

@@ -71,12 +71,7 @@ def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None
 
 
 def check_targets(
-    knob: str,
-    targets: list[str],
-    family: str,
-    weights: Collection[str],
-    recipe: Held,
-    mixed: Sequence[Held] = (),
+    knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held, mixed: Sequence[Held] = ()
 ) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
 

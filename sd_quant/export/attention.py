@@ -90,12 +90,7 @@ def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype:
 
 
 def quantize_by_rows(
-    graph: ir.Graph,
-    scores: ir.Node,
-    softmax: ir.Node,
-    mixed: ir.Node,
-    layer: LayerAssignment,
-    dtype: ir.DataType,
+    graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
     """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly.
 

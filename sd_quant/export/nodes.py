@@ -25,11 +25,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, Format
 
 BYTES = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.uint16}  # for types that numpy does not have
-TORCH = {
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.FLOAT: torch.float32,
-}
+TORCH = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16, ir.DataType.FLOAT: torch.float32}
 
 
 def onnx_type(dtype: torch.dtype) -> ir.DataType:

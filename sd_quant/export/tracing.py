@@ -214,9 +214,7 @@ def without(operation: Callable, number: int) -> "RewriteRule":
         return known is not None and len(known.shape) == 0 and known.numpy().item() == number
 
     return RewriteRule(
-        lambda op, value, constant: operation(value, constant),
-        lambda op, value, constant: op.Identity(value),
-        is_exact,
+        lambda op, value, constant: operation(value, constant), lambda op, value, constant: op.Identity(value), is_exact
     )
 
 

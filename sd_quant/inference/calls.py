@@ -30,11 +30,7 @@ class Calls:
     """
 
     def __init__(
-        self,
-        schedule: str | None,
-        step: Callable[[], int],
-        is_guided: Callable[[int], bool],
-        batched: Collection[str],
+        self, schedule: str | None, step: Callable[[], int], is_guided: Callable[[int], bool], batched: Collection[str]
     ):
         self.schedule, self.step, self.is_guided, self.batched = schedule, step, is_guided, batched
         self.at, self.place = -1, 0  # the step of the last call, and its place among that step's calls

@@ -33,13 +33,7 @@ class Run:
 
 
 def request(
-    pipe: Any,
-    run: Run,
-    scale: float,
-    steps: int,
-    arguments: Mapping[str, Any],
-    seeds: Sequence[int],
-    style: Style,
+    pipe: Any, run: Run, scale: float, steps: int, arguments: Mapping[str, Any], seeds: Sequence[int], style: Style
 ) -> dict[str, Any]:
     """Return the keyword arguments of a pipeline's call, of those that its class knows.
 

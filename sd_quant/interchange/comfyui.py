@@ -37,25 +37,12 @@ from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
-from sd_quant.interchange.comfyui_marks import (
-    FLOAT8,
-    HARMLESS,
-    MARK,
-    METHODS,
-    Codes,
-    check_codes,
-    unpacked,
-)
+from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, MARK, METHODS, Codes, check_codes, unpacked
 from sd_quant.interchange.comfyui_written import Tensors, tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Multiplied
 from sd_quant.interchange.stored import FP8, LayerTensors, finite
-from sd_quant.interchange.weights import (
-    Assignment,
-    by_authors_names,
-    sixteen_bits,
-    write_file,
-)
+from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
     OTHER_NETWORKS,
@@ -88,10 +75,7 @@ FACTS = ForeignFormat(
         "int4": FP16,
     },
     loading={
-        "sdxl": (
-            "Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.",
-            "Open it with the node Load Checkpoint.",
-        ),
+        "sdxl": ("Copy `sdxl.safetensors` to `ComfyUI/models/checkpoints`.", "Open it with the node Load Checkpoint."),
         **{
             family: (
                 f"Copy `{part}.safetensors` to `ComfyUI/models/diffusion_models`.",

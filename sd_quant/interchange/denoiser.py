@@ -20,14 +20,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
 from sd_quant.interchange.inputs import smoothed
-from sd_quant.models.checkpoint import (
-    Checkpoint,
-    OtherNetwork,
-    denoiser_of,
-    denoiser_part,
-    empty_call,
-    empty_denoiser,
-)
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_of, denoiser_part, empty_call, empty_denoiser
 from sd_quant.names.diffusers import TIED
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized

@@ -43,14 +43,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
-from sd_quant.interchange.denoiser import (
-    FLOATS,
-    Inputs,
-    QuantizedDenoiser,
-    QuantizedLayer,
-    check_whole,
-    input_ranks,
-)
+from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
 from sd_quant.interchange.stored import (
     FP8,

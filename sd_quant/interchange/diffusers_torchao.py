@@ -42,14 +42,7 @@ from sd_quant.files import refusing
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
-from sd_quant.interchange.denoiser import (
-    FLOATS,
-    Inputs,
-    QuantizedDenoiser,
-    QuantizedLayer,
-    check_whole,
-    input_ranks,
-)
+from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import in_e2m1
 from sd_quant.interchange.stored import (
@@ -461,10 +454,7 @@ CONFIGS = {
 }
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # a Float8Tensor's fields as torchao's own quantizer sets them, but for the bound
-PRODUCT = {
-    "_type": "Float8MMConfig",
-    "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False},
-}
+PRODUCT = {"_type": "Float8MMConfig", "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False}}
 KERNEL = {"_type": "KernelPreference", "_data": "AUTO"}
 INPUTS_BY_ROW = {
     "_type": "QuantizeTensorToFloat8Kwargs",

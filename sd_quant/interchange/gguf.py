@@ -62,11 +62,7 @@ FACTS = ForeignFormat(
     untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI-GGUF of December 2025, which calls gguf.",
     formats=dict.fromkeys(("int8", "int4", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"), FP16),
     loading={
-        family: (
-            f"Copy `{part}.gguf` to `ComfyUI/models/unet`.",
-            "Open it with the node Unet Loader (GGUF).",
-            *more,
-        )
+        family: (f"Copy `{part}.gguf` to `ComfyUI/models/unet`.", "Open it with the node Unet Loader (GGUF).", *more)
         for family, part, *more in (
             ("sdxl", "unet_xl"),
             ("sd15", "unet"),

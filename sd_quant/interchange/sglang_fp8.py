@@ -65,7 +65,7 @@ FACTS = ForeignFormat(
         "": (
             "On a GPU of SM100 SGLang's DeepGEMM quantizes the weights again, to scales that are powers of two, so "
             "its images differ from those of other GPUs.",
-        ),
+        )
     },
 )
 METHOD, SCALE, BLOCK = "fp8", "weight_scale_inv", 128

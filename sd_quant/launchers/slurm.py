@@ -33,10 +33,7 @@ FORGOTTEN = "FORGOTTEN"  # of a job that the queue knows no more
 ENDED = {  # squeue(1), "JOB STATE CODES"; submitit takes those that it does not know for ended, such as SUSPENDED
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", FORGOTTEN,
 }  # fmt: skip
-ADVICE = {
-    "OUT_OF_MEMORY": "; raise hydra.launcher.mem_gb",
-    "TIMEOUT": "; raise hydra.launcher.timeout_min",
-}
+ADVICE = {"OUT_OF_MEMORY": "; raise hydra.launcher.mem_gb", "TIMEOUT": "; raise hydra.launcher.timeout_min"}
 KILLED = ", as Slurm does for want of memory on some clusters; raise hydra.launcher.mem_gb"
 wait_for_results, submit = SlurmJob.results, SlurmExecutor._internal_process_submissions
 

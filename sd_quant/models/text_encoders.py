@@ -131,10 +131,7 @@ def t5_part(component: str, tokens: int, masked: bool = False) -> Part:
     """
     inputs, outputs = ("input_ids", "attention_mask") if masked else ("input_ids",), ("last_hidden_state",)
     contract = Contract(
-        dict.fromkeys(inputs, ("batch", tokens)),
-        outputs,
-        dict.fromkeys(inputs, torch.int32),
-        torch.float32,
+        dict.fromkeys(inputs, ("batch", tokens)), outputs, dict.fromkeys(inputs, torch.int32), torch.float32
     )
     answer = partial(text_answer, first=outputs)
     return Part(component, "text_encoder.", contract, T5Part, answer, excluded=("wo",))

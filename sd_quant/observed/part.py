@@ -17,15 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import Contract, Part
-from sd_quant.observed.calls import (
-    AGAIN,
-    Signature,
-    answer_of,
-    arguments_with,
-    as_reals,
-    given_tensors,
-    result_tensors,
-)
+from sd_quant.observed.calls import AGAIN, Signature, answer_of, arguments_with, as_reals, given_tensors, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
 from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, same
 

@@ -185,11 +185,7 @@ def framework_images(
 
 
 def compare_framework(
-    checkpoint: Checkpoint,
-    variant: Mapping[str, Engine],
-    prompts: list[str],
-    infer: Infer,
-    by_batch: ByBatch = in_turn,
+    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer, by_batch: ByBatch = in_turn
 ) -> VariantOutputs:
     """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way."""
     steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER

@@ -10,17 +10,7 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache
-from sd_quant.config import (
-    ExportJob,
-    ExportShape,
-    Infer,
-    Trt,
-    artifact,
-    part_paths,
-    plan_library,
-    size_of,
-    targets_for,
-)
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, plan_library, size_of, targets_for
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan, profile_of
@@ -134,11 +124,7 @@ def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cac
 
 
 def build_plans(
-    paths: dict[str, Path],
-    out: Path,
-    trt: Trt,
-    infer: Infer | ExportShape,
-    cache: Cache,
+    paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
 ) -> dict[str, PlanReport]:
     """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part."""
     library = plan_library(trt)

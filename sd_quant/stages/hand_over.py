@@ -29,15 +29,7 @@ from sd_quant.devices import best_device, threads
 from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine, placed
 from sd_quant.errors import ArtifactError
-from sd_quant.files import (
-    MOST_TEXT,
-    atomic_path,
-    open_regular,
-    read_regular,
-    temporary_folder,
-    write_json,
-    write_text,
-)
+from sd_quant.files import MOST_TEXT, atomic_path, open_regular, read_regular, temporary_folder, write_json, write_text
 from sd_quant.files.tensors import Readable
 from sd_quant.inference.loading import load_part, pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat

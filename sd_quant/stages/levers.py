@@ -16,14 +16,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
 from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule, products_of_errors
-from sd_quant.inference.samplers import (
-    BETTER_SOLVER,
-    COMPUTED,
-    noise_levels,
-    sampler_for,
-    samplers_for,
-    why_not_reused,
-)
+from sd_quant.inference.samplers import BETTER_SOLVER, COMPUTED, noise_levels, sampler_for, samplers_for, why_not_reused
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image

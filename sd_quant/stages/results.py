@@ -81,10 +81,7 @@ def shared_entries(
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
-        "denoiser": {
-            "part": session.denoiser,
-            "samples_per_image": samples_per_image(session.checkpoint, infer.scale),
-        },
+        "denoiser": {"part": session.denoiser, "samples_per_image": samples_per_image(session.checkpoint, infer.scale)},
         "prompts": prompts,
         "categories": categories,
         "by_category": by_category(prompts, categories, values),

@@ -39,14 +39,7 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
 from sd_quant.report.provenance import machine, versions
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import (
-    DONE,
-    IMAGE,
-    VARIANTS,
-    at,
-    read_object,
-    weights_sha256,
-)
+from sd_quant.report.record import DONE, IMAGE, VARIANTS, at, read_object, weights_sha256
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing

@@ -17,12 +17,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import (
-    TORCH_BYTES,
-    gpu_memory_of_variants,
-    memory_of_part,
-    memory_of_variants,
-)
+from sd_quant.inference.memory import TORCH_BYTES, gpu_memory_of_variants, memory_of_part, memory_of_variants
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment

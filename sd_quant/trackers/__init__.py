@@ -23,10 +23,7 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 
-TRACKERS = {
-    "mlflow": "sd_quant.trackers.mlflow:log",
-    "tensorboard": "sd_quant.trackers.tensorboard:log",
-}
+TRACKERS = {"mlflow": "sd_quant.trackers.mlflow:log", "tensorboard": "sd_quant.trackers.tensorboard:log"}
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
 NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers on how others were measured
 IMAGE = Path("images/grid.png")

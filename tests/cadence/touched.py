@@ -16,11 +16,7 @@ CLUSTER = (
     "tests/cli/test_sweep.py",
 )
 HOSTILE = ("tests/cli/test_hostile_input.py", "tests/fuzz/*")
-TARGETS = (
-    "tests/cli/test_hand_over.py",
-    "tests/cli/test_judge.py",
-    "tests/unit/interchange/*",
-)
+TARGETS = ("tests/cli/test_hand_over.py", "tests/cli/test_judge.py", "tests/unit/interchange/*")
 PAGES = ("tests/cli/test_report_browser.py", "tests/cli/test_votes_browser.py")
 
 # Beside what is here, a file of sd_quant/<room> touches tests/unit/<room>, and a file of tests its neighbours.

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from safetensors.torch import save_file
 
-from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.names.nemo import SIGMAS
-from sd_quant.names.sgm import sgm_key
 from sd_quant.places import HOME
 
 from ..documents import README, as_scripts, filled, lines
@@ -78,16 +74,17 @@ def is_run(line: str) -> bool:
 
 
 def line_of(page: str, start: str) -> str:
-    """The command of a page that starts so."""
+    """The first command of a page that starts so."""
     path = README if page == "README" else HOME / f"docs/{page}.md"
-    [line] = [each for each in lines([path]) if each.startswith(filled(start))]
+    line, *_ = [each for each in lines([path]) if each.startswith(filled(start))]
     return line
 
 
 def settings(words: list[str]) -> list[str]:
     """What makes a command small."""
-    many = "-m" in words and not any(word.startswith("candidates=") for word in words)
-    own = words[0] == "quantize.py" and any(word.startswith("model.path=") for word in words)
+    ours = words[0] == "quantize.py"
+    many = ours and "-m" in words and not any(word.startswith("candidates=") for word in words)
+    own = ours and any(word.startswith("model.path=") for word in words)
     behind = next((SMALL[word] for word in words[:2] if word in SMALL), ())
     return [*behind, *(SWEEP if many else SIDES if own else ())]
 
@@ -105,15 +102,11 @@ def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | P
     with pytest.MonkeyPatch.context() as patch, forked(folder) as run:
         patch.chdir(folder)
         sd15_of_one_level(folder / "sd15")
-        state = open_nemo(checkpoint).state()
-        save_file(
-            {sgm_key(key): each.read().contiguous() for key, each in state.items() if key != SIGMAS},
-            "sd_xl_base_1.0.safetensors",
-        )
         Path("captions_source.tsv").write_text("id\tcaption\n1\ta rocket\n2\ta teapot\n")
         Path("images").mkdir()
         Image.new("RGB", (128, 128), "red").save("images/0.png")
-        well(run("-m", CONVERT, checkpoint, "sdxl")[0])
+        for target in ("sdxl", "sd_xl_base_1.0.safetensors"):
+            well(run("-m", CONVERT, checkpoint, target)[0])
         for page, start in EXPORTED:
             words = words_of(line_of(page, start))
             well(run(*words, *([*QUICK, *OF_FOLDER, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])

@@ -38,11 +38,7 @@ def test_an_edit_counts_where_the_file_is_imported_and_nowhere_else(package):
     "modules, counts, does_not",
     [
         (STATISTICS, ["models/sd3.py", "calibration/hooks.py", "names/sgm.py", "files/archive.py"], ["report/page.py"]),
-        (
-            ("export.parts",),
-            ["quantization/formats/nvfp4.py", "export/nodes.py"],
-            ["metrics/lpips.py", "cli.py"],
-        ),
+        (("export.parts",), ["quantization/formats/nvfp4.py", "export/nodes.py"], ["metrics/lpips.py", "cli.py"]),
         (("inference.parity",), ["engines/onnxruntime.py", "engines/tensorrt/run.py"], ["stages/quantize.py"]),
     ],
 )

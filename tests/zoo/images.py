@@ -529,10 +529,7 @@ CASES: dict[str, Case] = {
     "OvisImagePipeline": small(ovis_image, arguments=SHORT),
     # neither takes two prompts and guidance: a time for each of two images, whatever the batch
     "PRXPipeline": small(
-        prx,
-        arguments={"use_resolution_binning": False, "skip_text_cleaning": True},
-        needs=("ftfy",),
-        batched=False,
+        prx, arguments={"use_resolution_binning": False, "skip_text_cleaning": True}, needs=("ftfy",), batched=False
     ),
     "PRXPixelPipeline": small(prx_pixel, arguments={"use_resolution_binning": False}, needs=("ftfy",), batched=False),
     "QwenImagePipeline": small(qwen_image, arguments=SHORT),

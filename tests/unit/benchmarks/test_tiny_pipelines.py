@@ -10,17 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.zoo import (
-    CASES,
-    LEFT_OUT,
-    PIPELINES,
-    call,
-    images,
-    makes_video,
-    takes_a_prompt_alone,
-    text,
-    write,
-)
+from tests.zoo import CASES, LEFT_OUT, PIPELINES, call, images, makes_video, takes_a_prompt_alone, text, write
 from tests.zoo.cases import Case, enliven
 
 pytestmark = pytest.mark.commit

@@ -195,9 +195,7 @@ def test_every_linear_and_the_network_compute_what_comfy_kitchen_does(tiny, inte
 
 
 @pytest.mark.parametrize(
-    "inputs",
-    [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(ROWS, 4), StaticFloat8(0.1)],
-    ids=str,
+    "inputs", [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(ROWS, 4), StaticFloat8(0.1)], ids=str
 )
 def test_inputs_of_zeros_stay_zeros(inputs):
     """comfy-kitchen's NVFP4 divides them by a scale of 0."""

@@ -40,10 +40,7 @@ def test_what_nobody_has_run_is_said_in_place_of_what_was_tried():
 
 @pytest.mark.parametrize(
     "name, library, source",
-    [
-        ("comfyui", "comfy-kitchen==0.2.40", "ComfyUI 0.38"),
-        ("gguf", "gguf==0.19.0", "ComfyUI-GGUF of December 2025"),
-    ],
+    [("comfyui", "comfy-kitchen==0.2.40", "ComfyUI 0.38"), ("gguf", "gguf==0.19.0", "ComfyUI-GGUF of December 2025")],
 )
 def test_a_library_that_has_opened_it_is_not_the_tool(name, library, source):
     card = model_card(FIGURES, TARGETS[name])

@@ -16,13 +16,7 @@ from sd_quant.inference.stand_ins import bound
 from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
-from sd_quant.observed.opening import (
-    components_of,
-    network_of,
-    open_networks,
-    open_other,
-    read_index,
-)
+from sd_quant.observed.opening import components_of, network_of, open_networks, open_other, read_index
 from sd_quant.observed.watching import (
     BATCH,
     STYLES,
