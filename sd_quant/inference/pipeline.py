@@ -21,7 +21,7 @@ from torch import Tensor
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
-from sd_quant.inference.requests import DrawsByImage, Run, latents_of, request, seeded, told_steps
+from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
 from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
@@ -292,7 +292,7 @@ class Pipeline:
             elif name in self.decoders:
                 part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
         draws = DrawsByImage(seeds) if len(seeds) > 1 else None
-        with torch.random.fork_rng(devices=[]), told_steps(pipe, keep, draws):
+        with torch.random.fork_rng(devices=[]), refusing_steps(pipe), told_steps(pipe, keep, draws):
             torch.manual_seed(seeds[0])
             try:
                 return steps, pipe(**given)

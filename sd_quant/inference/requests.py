@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -80,25 +80,31 @@ def told_steps(
     """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
 
     Its class is changed, because some pipelines copy their scheduler, for each frame for one. Steps are taken within
-    ``draws``. Raises ArtifactError where the scheduler's entries allow no such steps.
+    ``draws``.
     """
     kind = type(pipe.scheduler)
-    step, set_timesteps = kind.step, kind.set_timesteps
-    refused = partial(refusing, f"{kind.__name__} fails", advice="mend the folder's scheduler, or take other steps")
+    step = kind.step
 
     @wraps(step)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with draws or nullcontext(), refused():
+        with draws or nullcontext():
             result = step(self, *args, **kwargs)
         tell(result)
         return result
 
-    @wraps(set_timesteps)
-    def set_or_refused(self: Any, *args: Any, **kwargs: Any) -> None:
-        with refused():
-            set_timesteps(self, *args, **kwargs)
+    with mock.patch.object(kind, "step", told):
+        yield
 
-    with mock.patch.multiple(kind, step=told, set_timesteps=set_or_refused):
+
+@contextmanager
+def refusing_steps(pipe: Any) -> Iterator[None]:
+    """In the block the pipeline's scheduler raises ArtifactError where its entries allow no such steps."""
+    kind = type(pipe.scheduler)
+    refused = refusing(f"{kind.__name__} fails", advice="mend the folder's scheduler, or take other steps")
+    methods: dict[str, Any] = {
+        name: refused(getattr(kind, name)) for name in ("set_timesteps", "step") if hasattr(kind, name)
+    }
+    with mock.patch.multiple(kind, **methods):
         yield
 
 

@@ -16,7 +16,7 @@ from diffusers import (
 
 from sd_quant.errors import ArtifactError
 from sd_quant.inference.calls import Calls
-from sd_quant.inference.requests import told_steps
+from sd_quant.inference.requests import refusing_steps
 
 from .sampling import PROMPTS, SAMPLING
 
@@ -170,9 +170,7 @@ def test_another_sampler_is_taken_and_put_back(pipeline):
 
 @pytest.mark.parametrize("call", [lambda made: made.set_timesteps(2), lambda made: made.step(None, 0, None)])
 def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused(call):
-    made, sentence = (
-        PNDMScheduler(skip_prk_steps=False),
-        "^PNDMScheduler fails .*; mend the folder's scheduler, or take",
-    )
-    with told_steps(SimpleNamespace(scheduler=made), print), pytest.raises(ArtifactError, match=sentence):
+    made = PNDMScheduler(skip_prk_steps=False)
+    sentence = "^PNDMScheduler fails .*; mend the folder's scheduler, or take"
+    with refusing_steps(SimpleNamespace(scheduler=made)), pytest.raises(ArtifactError, match=sentence):
         call(made)
