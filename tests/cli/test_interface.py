@@ -55,9 +55,10 @@ def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
     assert (folder / "unet/modelopt_state.pth").is_file() and (folder / "vae/config.json").is_file()
     theirs = main_job.directory / "hand_over/diffusers_modelopt"
     ours, expected = (json_of(each / "hand_over.json") for each in (folder, theirs))
-    assert ours["fidelity"]["psnr"]["mean"] == pytest.approx(expected["fidelity"]["psnr"]["mean"], abs=0.5)
+    for figure in ("fidelity", "text"):  # of images whose sums another process has in another order
+        assert ours[figure]["psnr"]["mean"] == pytest.approx(expected[figure]["psnr"]["mean"], abs=0.5)
     differ = {name for name in ours if ours[name] != expected[name]}
-    assert differ <= {"folder", "run", "command", "fidelity"} and "model.quantize(" in ours["command"]
+    assert differ <= {"folder", "run", "command", "fidelity", "text"} and "model.quantize(" in ours["command"]
     cards = [(each / "README.md").read_text().split("\n## ") for each in (folder, theirs)]
     headings = [[section.partition("\n")[0] for section in card] for card in cards]
     assert headings[0] == headings[1] and cards[0][:2] == cards[1][:2]
@@ -74,7 +75,8 @@ def images_in(folder) -> np.ndarray:
 
 def test_images_are_those_of_the_command(quantized, main_job):
     comparison = sd_quant.compare([quantized], PROMPTS, steps=5)
-    assert np.array_equal(comparison.full_precision, images_in(main_job.directory / "images/full_precision"))
+    theirs = images_in(main_job.directory / "images/full_precision").astype(int)
+    assert abs(comparison.full_precision - theirs).max() <= 1  # sums of AVX2 are ordered by where numbers lie in memory
     (result,) = comparison.results
     ours = images_in(main_job.directory / "images/quantized")  # by OpenVINO, and here by the simulation
     assert min(psnr(ours, result.images)) > max(psnr(ours, comparison.full_precision))
