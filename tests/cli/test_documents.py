@@ -86,7 +86,8 @@ def settings(words: list[str]) -> list[str]:
     many = ours and "-m" in words and not any(word.startswith("candidates=") for word in words)
     own = ours and any(word.startswith("model.path=") for word in words)
     behind = next((SMALL[word] for word in words[:2] if word in SMALL), ())
-    steps = ["infer.steps=6"] if any(word.startswith("infer.reuse=") for word in words) else []  # some may be reused
+    reused = any(word.startswith("infer.reuse=") for word in words)
+    steps = ["infer.steps=6", "infer.sampler=euler"] if reused else []  # of which some can be left out
     return [*behind, *steps, *(SWEEP if many else SIDES if own else ())]
 
 
