@@ -91,8 +91,9 @@ class Layout:
     def weight(
         self, own: LayerTensors, shape: Shape, dtype: torch.dtype = FP32, rows: Rows | None = None
     ) -> LazyTensor:
-        """The weight, or the ``rows`` of it that have ``shape``. Its read raises ArtifactError for NaN and infinity.
+        """The weight, or the ``rows`` of it that have ``shape``, where each row has scales of its own or all have one.
 
+        Its read raises ArtifactError for NaN and infinity.
         E2M1 is multiplied in fp32, all others in ``dtype``, and both scales of a block before the numbers.
         """
 
@@ -125,11 +126,8 @@ class Layout:
         few = torch.zeros(1, FORMATS[layer.format].block or 1)  # the last scale is the one that all have in common
         found, rows = dict[str, Readable](), layer.weight_shape[0]
         for piece in self.pieces:
-            name, shape, dtype = (
-                f"{layer.name}.{piece.end}",
-                fitting(piece.shapes, flat_shape(layer))[0],
-                piece.dtypes[0],
-            )
+            name, dtype = f"{layer.name}.{piece.end}", piece.dtypes[0]
+            shape = fitting(piece.shapes, flat_shape(layer))[0]
             if piece.holds == NUMBERS:
                 pack = pack_nibbles if dtype == UINT8 else Tensor.contiguous
                 found[name] = lazy_piece(checkpoint, layer, 0, shape, dtype, pack)

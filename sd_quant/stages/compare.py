@@ -226,9 +226,8 @@ def compare_framework(
         raise ConfigError(f"infer.steps={steps} makes images without a call of {', '.join(uncalled)}; take more steps")
     inputs = {part: calls[0] for part, calls in called.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    kept = {
-        str(number): copies_of(seen[denoiser][number]) for number in calls if number in seen[denoiser]
-    }  # one of them may be in inputs
+    # copies, because one of them may be in inputs
+    kept = {str(number): copies_of(seen[denoiser][number]) for number in calls if number in seen[denoiser]}
     return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
 
 

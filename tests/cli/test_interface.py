@@ -75,8 +75,9 @@ def images_in(folder) -> np.ndarray:
 
 def test_images_are_those_of_the_command(quantized, main_job):
     comparison = sd_quant.compare([quantized], PROMPTS, steps=5)
-    theirs = images_in(main_job.directory / "images/full_precision").astype(int)
-    assert abs(comparison.full_precision - theirs).max() <= 1  # sums of AVX2 are ordered by where numbers lie in memory
+    differ = abs(comparison.full_precision - images_in(main_job.directory / "images/full_precision").astype(int))
+    # sums of AVX2 are ordered by where numbers lie in memory
+    assert differ.max() <= 1 and (differ > 0).mean() < 0.001
     (result,) = comparison.results
     ours = images_in(main_job.directory / "images/quantized")  # by OpenVINO, and here by the simulation
     assert min(psnr(ours, result.images)) > max(psnr(ours, comparison.full_precision))

@@ -24,6 +24,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from torch import Tensor, nn
 from transformers.models.clip import modeling_clip
 from transformers.models.t5 import modeling_t5
@@ -722,16 +723,10 @@ def test_a_network_of_another_kind_than_the_signature_names_is_never_built(chang
     assert f"is a {name}, expected a network of t5, as the pipeline" in refusal(by_observation, path, ConfigError)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "dpt"},
-        {"decoder": {"model_type": "dpt"}},
-        {"decoder": [{"model_type": "timm_backbone"}]},
-        ON_A_HUB,
-    ],
-    ids=str,
-)
+DPT, TIMM = ({"model_type": name} for name in ("dpt", "timm_backbone"))
+
+
+@pytest.mark.parametrize("config", [DPT, {"decoder": DPT}, {"decoder": [TIMM]}, ON_A_HUB], ids=str)
 def test_a_configuration_of_another_kind_or_place_is_never_built(changed, nothing_made, config):
     said = refusal(by_observation, changed(TEXT, config))
     assert "/text_encoder/config.json names '" in said and "expected configurations of T5EncoderModel alone" in said
@@ -760,10 +755,24 @@ def test_what_a_folder_leads_to_reaches_no_host(folder, monkeypatch, reader):
         listener.accept()[0].close()
 
 
-def test_the_steps_of_a_tokenizer_and_its_template_are_bounded(changed, opener):
+def test_the_steps_of_a_tokenizer_are_bounded(changed, opener, monkeypatch):
+    """In its file, before anything is loaded, and of other files, as they are loaded; a processor's alike."""
     grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    told = refusal(opener, changed(VOCABULARY, {"normalizer": {"type": "Sequence", "normalizers": [grows] * 32}}))
-    assert "tokenizer.json: its normalizer has steps that may make a text 4e+09 times longer" in told
+    path, said = changed(VOCABULARY, {"normalizer": {"type": "Sequence", "normalizers": [grows] * 32}}), "4e+09 times"
+    assert f"tokenizer.json: its normalizer has steps that may make a text {said}" in refusal(opener, path)
+    with pytest.raises(ArtifactError, match="tokenizer.json: its normalizer has steps"):
+        opening.open_other(path, Component("tokenizer", "transformers", transformers.CLIPProcessor))
+    plain = transformers.T5Tokenizer.from_pretrained
+
+    def loaded(*args, **options):
+        tokenizer = plain(*args, **options)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 32)
+        return tokenizer
+
+    monkeypatch.setattr(transformers.T5Tokenizer, "from_pretrained", loaded)
+    assert f"tokenizer: its normalizer has steps that may make a text {said}" in refusal(
+        opener, changed(VOCABULARY, {"normalizer": None})
+    )
 
 
 @pytest.mark.parametrize(
