@@ -783,12 +783,16 @@ def test_the_steps_of_a_tokenizer_are_bounded(changed, opener, monkeypatch):
 )  # fmt: skip
 def test_a_template_of_chats_is_bounded(folder, monkeypatch, template):
     monkeypatch.setattr(diffusers_pipeline, "MOST_SECONDS_OF_A_TEMPLATE", 0.5)
-    tokenizer = read_tokenizer(folder / "tokenizer", transformers.T5Tokenizer, 4096)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}], tokenize=False) == "a cat"
-    tokenizer.chat_template = template
-    with pytest.raises(ArtifactError, match="its chat_template makes no text"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}])
+    chat, kind = [{"role": "user", "content": "a cat"}], transformers.T5Tokenizer
+    plain = kind.from_pretrained(folder / "tokenizer")
+    processor = type("Processor", (), {"from_pretrained": lambda *_, **__: plain})
+    observed = opening.open_other(folder, Component("tokenizer", "transformers", processor))
+    for tokenizer in (read_tokenizer(folder / "tokenizer", kind, 4096), observed):
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "a cat"
+        tokenizer.chat_template = template
+        with pytest.raises(ArtifactError, match="its chat_template makes no text"):
+            tokenizer.apply_chat_template(chat)
 
 
 def test_a_panic_of_native_code_is_a_refusal():
