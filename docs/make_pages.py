@@ -114,7 +114,7 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
 
 What each computes of a layer in these tests, and how near, is in [hand_over.md](hand_over.md#what-was-tested).
 
-| target | opened in tests by | read back by `judge.py` | by its source alone, never run |
+| target | opened in tests by | read back by `judge.py` | beyond the tests |
 |---|---|---|---|
 """
     for name, target in TARGETS.items():

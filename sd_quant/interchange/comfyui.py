@@ -64,7 +64,8 @@ FACTS = ForeignFormat(
     bf16=True,
     consumer="ComfyUI",
     tried=("comfy-kitchen==0.2.40",),  # whose kernels and layouts ComfyUI calls
-    untried="Nobody has run it in ComfyUI: it follows the source of ComfyUI 0.38, which calls comfy-kitchen.",
+    untried="ComfyUI 0.33.0 has computed such files of small networks on a processor, from the weights that judge "
+    "reads; awq_w4a16 follows the source of 0.38.1. No GPU has run them.",
     formats={
         "fp8": STATIC,
         "int8": PER_ROW,
@@ -120,11 +121,23 @@ FACTS = ForeignFormat(
     networks=("T5EncoderModel",),
     traps={
         "": (
-            "`Unsupported quantization format`: ComfyUI is too old. It has int8 from 0.27 on, convrot_w4a4 from 0.28, "
-            "asym_w4a8_int8 from 0.31.",
+            "`Unsupported quantization format`, or a `KeyError` of the format's name: ComfyUI is too old. It has int8 "
+            "from 0.27 on, convrot_w4a4 from 0.28, asym_w4a8_int8 from 0.31, awq_w4a16 from 0.38.1.",
+            "A T5 in INT8 is dequantized from 0.38.1 on; 0.33.0 rounds its inputs too, 0.7 % of a linear's output.",
+            "Other programs open GGUF in its place: stable-diffusion.cpp's package 0.4.7 crashes at INT8, and before "
+            "2026-08-26 it left out FP8's scales and drew white (pull request 1898); InvokeAI 6.14 takes the file for "
+            "one that is not quantized.",
         ),
-        "fp8": (
-            "stable-diffusion.cpp of before 2026-08-26 leaves out FP8's scales (pull request 1898) and draws white.",
+        **dict.fromkeys(
+            ("fp8", "mxfp8", "nvfp4"),
+            (
+                "Where the processor or GPU has no such products, ComfyUI dequantizes weights and leaves inputs as "
+                "they are: images are nearer to full precision than the scores below say.",
+            ),
+        ),
+        "int4": (
+            "awq_w4a16 is computed in the dtype of its scales, fp16: start ComfyUI with `--fp16-unet`. In bf16 or fp32 "
+            "SDXL stops (`mat1 and mat2 must have the same dtype`), and Flux's inputs pass through fp16.",
         ),
         "int8": (
             "ComfyUI of June 2026 forgets the rotation and the scales of rows where it adds a LoRA (issue 14642).",
@@ -361,7 +374,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: T
     """
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
-    alone = isinstance(checkpoint, OtherNetwork)  # it dequantizes a text encoder's weights, and inputs stay
+    alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay
     formats = dict.fromkeys(FACTS.formats, AS_ASSIGNED) if alone else FACTS.formats
     for stored, layers in joined.items():
         tensors = tensors_of(checkpoint, layers, formats)

@@ -84,8 +84,8 @@ FACTS = ForeignFormat(
             "`transformer=transformer` for diffusers' pipeline in bfloat16.",
         ),
     },
-    untried="Nobody has run it: it follows the source of nunchaku 1.2.0dev. INT4 needs an NVIDIA GPU of SM75, 80, 86 "
-    "or 89, so no Hopper, NVFP4 one of SM120 or 121.",
+    untried="Nobody has run it: nunchaku's loader (92e4695) takes every tensor, without kernels. INT4 needs an NVIDIA "
+    "GPU of SM75, 80, 86 or 89, so no Hopper, NVFP4 one of SM120 or 121.",
     multiplied=frozenset({"int4", "nvfp4"}),
     low_rank=True,
     multiples={"int4": 128, "nvfp4": 128},

@@ -24,6 +24,14 @@ LATENTS = {
     "flux": {"scaling_factor": 0.3611, "shift_factor": 0.1159},
 }  # fmt: skip
 SHIFTS = {"sd3": 3.0, "flux": 1.0}
+UNET = [320, 640, 1280]
+SIZES: dict[str, dict[str, Any]] = {  # by which both tools tell a denoiser's family
+    "sdxl": {"block_out_channels": UNET, "cross_attention_dim": 2048},
+    "sd15": {"block_out_channels": [*UNET, 1280], "cross_attention_dim": 768},
+    "sd21": {"block_out_channels": [*UNET, 1280], "cross_attention_dim": 1024},
+    "sd3": {"attention_head_dim": 64, "in_channels": 16},
+    "flux": {"axes_dims_rope": [16, 56, 56]},
+}
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 NOISE_OF = {"pixart": {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}}
 EDM, EDM_V = "EDM's epsilon with sigma_data 0.5", "EDM's v_prediction with sigma_data 1"
@@ -75,7 +83,7 @@ class Sampled:
     def latents(self) -> dict[str, Any]:
         """How latents are scaled."""
         found = {name: self.vae.get(name) for name in (*PLAYGROUND, "shift_factor")}
-        return {name: list(each) if isinstance(each, tuple) else each for name, each in found.items() if each}
+        return {name: as_list(each) for name, each in found.items() if each}
 
     @property
     def marks(self) -> dict[str, list[float]]:
@@ -132,7 +140,15 @@ def for_files(own: Sampled) -> list[str]:
     scaled = LATENTS.get(own.family, own.latents)
     if own.latents != scaled and not {"edm_mean", "edm_playground_v2.5,"} & {*node.split()}:
         told.append(f"No node and no flag scales latents by {words(own.latents)}: images are made by {words(scaled)}.")
+    known, sizes = SIZES.get(own.family, {}), own.denoiser
+    if others := {name: sizes[name] for name in known if name in sizes and as_list(sizes[name]) != known[name]}:
+        expected = words({name: known[name] for name in others})
+        told.append(f"ComfyUI opens no {own.family} with {words(others)}: it knows models by {expected}.")
     return told
+
+
+def as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def node_for(own: Sampled) -> str:

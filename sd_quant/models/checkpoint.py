@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sd_quant.models.family import Family, PipelineCall, StandIn
 from sd_quant.models.parts import Contract, Part, network_in, wrapped
 from sd_quant.models.roles import roles_of
+from sd_quant.names.diffusers import TIED
 
 
 class Checkpoint(Protocol):
@@ -145,6 +146,7 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
     """
     source, module = checkpoint.components[component], empty_modules(checkpoint)[component]
     state = {name: source[name].to(dtype) for name in module.state_dict() if name in source}
+    state |= {name: state[stored] for name, stored in TIED.items() if {name, stored} <= state.keys()}  # one memory
     missing, _ = module.load_state_dict(state, assign=True, strict=False)
     assert not missing, missing  # the reader has checked that every weight is there
     for owner in module.modules():

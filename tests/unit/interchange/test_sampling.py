@@ -58,6 +58,7 @@ CASES = [
     ("sdxl", "LCM", {}, {}, "", ["Discrete with lcm, zsnr false."]),
     ("sdxl", "TCD", {}, {}, "", []),
     ("sdxl", EULER, SD, {"scaling_factor": 0.2}, "", ["factor 0.2: images are made by scaling_factor 0.13025"]),
+    ("sd3", FLOW, {"shift": 3.0}, {"attention_head_dim": 32, "in_channels": 16}, "", ["opens no sd3 with attention_"]),
     ("pixart", "DPMSolverMultistep", {"algorithm_type": "sde-dpmsolver++"}, {}, "", []),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Which tensors the linears of a text encoder share, and that their makers absorb a factor of each channel."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from sd_quant.calibration.hooks import collect, draw
+from sd_quant.models.checkpoint import build_module
 from sd_quant.models.roles import roles_of
 from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.quantization.derivation import derive
@@ -81,3 +83,11 @@ def test_a_norm_that_is_not_there_makes_nothing():
     network.self_attn = Attention()
     inputs = inputs_of_part(network, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"])
     assert [(len(each.readers), each.producer) for each in inputs] == [(3, None), (1, None)]
+
+
+def test_an_embedding_of_two_names_is_one_in_memory():
+    """So what a file gives it reaches the encoder, which reads it by its other name."""
+    checkpoint = SimpleNamespace(components={"text_encoder": t5().state_dict()}, build=lambda: {"text_encoder": t5()})
+    built = build_module(checkpoint, "text_encoder")
+    built.shared.weight.zero_()
+    assert not built.encoder.embed_tokens.weight.any()
