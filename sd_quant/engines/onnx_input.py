@@ -3,6 +3,7 @@
 The road not taken is ``onnx.checker``, which reads no file of weights and takes seconds for a large graph.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import check_downloaded, read_regular
 from sd_quant.text import one_line
 
+FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+
 
 def onnx_files(path: Path) -> list[Path]:
     """The ONNX file and the files that hold its weights.
@@ -23,12 +26,7 @@ def onnx_files(path: Path) -> list[Path]:
     Raises ArtifactError unless ``path`` is a graph whose files are all present and inside its folder. Runtimes check
     less: TensorRT's parser takes the text "hello" for a network without layers.
     """
-    try:
-        model = onnx.load_model_from_string(read_regular(path, math.inf))
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); give the command that made it again") from error
-    except DecodeError as error:
-        raise ArtifactError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
+    model = _model(path)
     if not model.graph.output:
         raise ArtifactError(f"{path} is empty or holds a graph with no outputs; export it again")
     folder = path.resolve().parent
@@ -52,6 +50,29 @@ def onnx_files(path: Path) -> list[Path]:
                 f"{path} claims more numbers for {ascii(tensor.name):.200} than it holds; export it again"
             )
     return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def structure_of(path: Path) -> str:
+    """A digest of an ONNX file without its constants: files of one structure are one engine to whoever times them.
+
+    Integers of at most one axis count: with zero points that are not zero, runtimes choose other kernels. Raises
+    ArtifactError for what is no ONNX file.
+    """
+    model = _model(path)
+    del model.metadata_props[:]
+    for tensor in _tensors(model.graph):
+        if len(tensor.dims) > 1 or tensor.data_type in FLOATS:
+            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type))
+    return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _model(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load_model_from_string(read_regular(path, math.inf))
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}); give the command that made it again") from error
+    except DecodeError as error:
+        raise ArtifactError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
 
 
 def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:

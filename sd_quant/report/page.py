@@ -21,6 +21,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from sd_quant.files import write_text
+from sd_quant.files.checks import listing
 from sd_quant.places import shown
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.drawing import fitted, svg
@@ -213,6 +214,13 @@ def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
     sentences += [
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
         for each in at(sweep.timing, "left_out") or []
+    ]
+    sentences += [
+        f"ONE ENGINE: {listing([names.get(job, job) for job in each['jobs']])}: their graphs differ in constants "
+        "alone, so their denoisers have one latency."
+        for block in at(sweep.timing, "blocks") or []
+        for each in block["subjects"]
+        if len(each["jobs"]) > 1
     ]
     for job in sweep.jobs:
         if words := degenerate_images(job.record):

@@ -22,9 +22,9 @@ TIMING = "timing.json"
 
 
 class TimedEngine(TypedDict):
-    """One engine; jobs whose files are the same share it."""
+    """One engine; jobs share it whose graphs differ in constants alone, or whose plans are equal."""
 
-    sha256: str
+    sha256: str  # of a graph without its constants, or of a plan
     jobs: list[str]
     samples_ms: list[Finite]  # one call of the denoiser in each round
     saved: dict[str, Finite]  # by job: what its other quantized parts take less than unquantized, in ``rest``'s unit

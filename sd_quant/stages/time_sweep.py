@@ -2,8 +2,9 @@
 
 Each job has timed its engine beside the unquantized one, minutes apart from the other jobs, and within minutes a
 machine changes by more than recipes differ. So after the jobs, all engines that can be compared are opened together and
-timed in random interleaved rounds. Equal files are timed once. Where memory does not hold all engines, they are timed
-in blocks, each beside the unquantized engine.
+timed in random interleaved rounds. Graphs that differ in constants alone are one engine, because two measurements of
+them would tell of nothing but the machine; plans, whose kernels were chosen by timing, are one if their files are
+equal. Where memory does not hold all engines, they are timed in blocks, each beside the unquantized engine.
 
     python -m sd_quant.stages.time_sweep <folder of a sweep>
 
@@ -26,7 +27,7 @@ import yaml
 
 from sd_quant.config import QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.engines.onnx_input import structure_of
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, read_regular, sha256, write_json
 from sd_quant.files.archive import MAX_TEXT
@@ -64,7 +65,7 @@ class EngineGroup:
     reference: Path  # the unquantized denoiser's file
     rest: float  # what an image of that job takes beside its calls of the denoiser, as a share of what those take
     image_ms: float  # what that job's unquantized image takes
-    engines: dict[str, Path] = field(default_factory=dict)  # the denoiser's file by hash
+    engines: dict[str, Path] = field(default_factory=dict)  # the first denoiser's file by its ``hash_of``
     jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
     saved: dict[str, float] = field(default_factory=dict)  # by name, where other parts are quantized: of its ``rest``
     shares: dict[str, float] = field(default_factory=dict)  # by name, where its images take other calls: their time
@@ -164,8 +165,8 @@ def knobs_of(job: Job) -> QuantizeJob:
 
 
 def hash_of(path: Path) -> str:
-    """A digest of an engine's file and of those that hold its weights."""
-    return digest(*map(sha256, onnx_files(path) if path.suffix.lower() == ".onnx" else [path]))
+    """What tells engines apart: a graph's structure, all of a plan."""
+    return structure_of(path) if path.suffix.lower() == ".onnx" else sha256(path)
 
 
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:

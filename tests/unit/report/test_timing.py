@@ -29,13 +29,14 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
 
 
-def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_them(timed):
+def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_them(timed, without_plots):
     """One file of the denoiser, twice as fast: 20 ms in 60 are beside its calls, of which one job saves 8."""
     subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
     shared = [{**subjects[0], "jobs": ["level=1", "level=2"], "saved": {"level=2": 0.2}}]
     sweep = timed({}, subjects=shared)
     assert [row["image_speedup"] for row in sweep.rows[:2]] == pytest.approx([60 / 40, 60 / 32], rel=1e-3)
     assert sweep.rows[1]["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
+    assert "ONE ENGINE: quant_level=1, quant_level=2: their graphs" in page.write_report(sweep).read_text()
     ratio = log_speedup_over(sweep.jobs[1].timed, sweep.jobs[0].timed, 0.95)
     assert math.exp(ratio.value) == pytest.approx(40 / 32, rel=1e-3)
     more = timed({}, subjects=[{**shared[0], "saved": {"level=2": 0.7}}])  # than there is, by a noisy job
