@@ -33,7 +33,7 @@ from sd_quant.quantization import formats
 NAMES = (
     "comfyui", "diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "diffusers_autoround", "gguf", "openvino",
     "onnx", "modelopt_export", "vllm_int8", "sglang_fp8", "diffusers_bfl", "diffusers_nunchaku_lite",
-    "nunchaku", "diffusers_bitsandbytes", "diffusers_quanto",
+    "nunchaku", "diffusers_bitsandbytes", "diffusers_quanto", "diffusers_quark",
 )  # fmt: skip
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"

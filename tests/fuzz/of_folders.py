@@ -96,6 +96,7 @@ def folders(scratch: Path) -> list[Reader]:
         by_hand("sdnq_with_zero_points", "diffusers_sdnq", *sdnq()),
         by_hand("torchao_with_inputs", "diffusers_torchao", *torchao()),
         by_hand("autoround_asymmetric", "diffusers_autoround", *autoround()),
+        by_hand("quark", "diffusers_quark", *quark()),
     ]
 
 
@@ -344,5 +345,24 @@ def autoround() -> tuple[Tensors, dict]:
             OUT: {"bits": 3, "group_size": -1},
             **{f".*{end}.*": {"bits": 16} for end in ("to_k", "to_v", "norm.linear", "proj_mlp")},
         },
+    }  # fmt: skip
+    return tensors, config
+
+
+def quark() -> tuple[Tensors, dict]:
+    """INT8 with static inputs, and four bits in words beside a branch."""
+    tensors = {
+        f"{Q}.weight": codes(128, 128, dtype=torch.int8),
+        f"{OUT}.layer.weight": codes(256, 16, dtype=torch.int32) * 0x1234567,
+        **{f"{Q}.{of}_quantizer.scale": torch.tensor(0.1) for of in ("weight", "input")},
+        f"{OUT}.layer.weight_quantizer.scale": some(16, 128),
+        f"{OUT}.layer.weight_quantizer.zero_point": torch.zeros(16, 16, dtype=torch.int32),
+        f"{OUT}.smooth_factor": some(256) + 1,
+        f"{OUT}.correction.l1.weight": some(4, 256), f"{OUT}.correction.l2.weight": some(128, 4),
+    }  # fmt: skip
+    spec = {"dtype": "int8", "is_dynamic": False, "qscheme": "per_tensor"}
+    config = {
+        "quant_method": "quark", "global_quant_config": {"weight": spec, "input_tensors": spec},
+        "layer_quant_config": {"*proj_out": {"weight": {"dtype": "int4"}}}, "export": {"pack_method": "reorder"},
     }  # fmt: skip
     return tensors, config

@@ -1,0 +1,246 @@
+"""AMD Quark's export of a diffusers model: FP8 and INT8, INT4 and MXFP4 of weights alone, with SVDQuant's branch.
+
+As amd-quark 0.13 writes it (``torch/export/api.py``, ``integrations/diffusers``), for a weight [N, K] by its dtype:
+
+| weight        | X.weight      | X.weight_quantizer.scale              | is                                 |
+|---------------|---------------|---------------------------------------|------------------------------------|
+| floating      | [N, K]        | any, X._weight_quantizer.scale        | rounded already: "fake_quantized"  |
+| float8_e4m3fn | [N, K]        | one, or [N]                           | codes * scale                      |
+| int8          | [N, K]        | the same, and a zero_point of zeros   | codes * scale                      |
+| int32         | [K, N / 8]    | [K / g, N], zero_point [K / g, N / 8] | (codes - zero point) * scale       |
+| uint8         | [N, K / 2]    | uint8 [N, K / 32]                     | E2M1 * 2 ** (scale - 127)          |
+
+Eight numbers of four bits are in a word, of one row after the other, or with ``pack_method: reorder`` as AWQ has them.
+A layer with a branch is ``X.layer``, beside ``X.correction.l1`` [rank, K] and ``l2`` [N, rank]; both read the input
+over ``X.smooth_factor`` [K], if there is one. Inputs have one static scale, ``X.input_quantizer.scale``, or stay.
+
+Dynamic inputs are refused: Quark's scale of the second axis is one for all images of a batch, which no rounding of a
+row is. The road not taken is Quark's own reload, which needs the package to build the network.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import translate
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import ArtifactError
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
+from sd_quant.interchange import ForeignFormat
+from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.diffusers_autoround import AWQ_ORDER
+from sd_quant.interchange.inputs import Affine, StaticFloat8
+from sd_quant.interchange.layouts import in_e2m1
+from sd_quant.interchange.stored import (
+    FLOAT_SCALES,
+    FP8,
+    LayerTensors,
+    Shape,
+    by_diffusers,
+    by_layer,
+    quantization_config,
+    quantized_by,
+    shown,
+    stored_tensors,
+    told,
+    weight_shapes,
+    whole,
+)
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.quantization.formats.blocks import per_number
+
+FACTS = ForeignFormat("diffusers_quark", reads="a folder of a diffusers model that AMD Quark has exported")
+METHOD = PACKAGE = "quark"
+SCALE, ZERO, INPUT, INPUT_ZERO = (
+    f"{read}_quantizer.{what}" for read in ("weight", "input") for what in ("scale", "zero_point")
+)
+DOWN, UP, FACTOR = "correction.l1.weight", "correction.l2.weight", "smooth_factor"
+WORD, MX_BLOCK = 8, 32  # numbers of four bits in an int32; numbers with one scale
+KINDS = {  # by Quark's name: ours, and what packed weights are stored in
+    "fp8_e4m3": (FP8, torch.float8_e4m3fn), "int8": ("int8", torch.int8), "int4": ("int4", torch.int32),
+    "uint4": ("int4 with zero points", torch.int32), "fp4": ("mxfp4", torch.uint8),
+}  # fmt: skip
+OF_INPUTS = ("fp8_e4m3", "int8")
+SCALES = (*FLOAT_SCALES, torch.uint8)  # as which MXFP4's exponents are stored
+MOST_EXCEPTIONS = 1000
+Exceptions = Sequence[tuple[re.Pattern, object]]
+
+
+def recognizes(path: Path) -> bool:
+    return quantized_by(path, METHOD)
+
+
+def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+
+    Raises ArtifactError for quantized outputs, biases and dynamic inputs, and for anything that is not the whole
+    denoiser.
+    """
+    config, shapes = quantization_config(path) or {}, weight_shapes(checkpoint)
+    tensors = with_plain_names(path, stored_tensors(path, checkpoint), shapes)
+    found, others = by_layer(path, tensors, shapes, (SCALE, ZERO, INPUT, INPUT_ZERO, DOWN, UP, FACTOR))
+    exceptions, reorder = exceptions_in(path, config), entry(config, "export", "pack_method") != "order"
+    layers, parameters = dict[str, QuantizedLayer](), dict[str, Readable](others)
+    for name, own in found.items():
+        if own.tensors.keys() - {"weight", DOWN, UP, FACTOR}:
+            layers[name] = stored_layer(own, shapes[name], *spec_of(path, config, exceptions, name), reorder)
+        else:  # decomposed, and in high precision
+            own.checked("weight", [shapes[name]], FLOATS)
+            parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
+    denoiser = whole(path, FACTS.name, "AMD Quark", checkpoint, layers, tensors, parameters)
+    theirs = by_diffusers(path, checkpoint, PACKAGE)
+    return replace(denoiser, runtime=None if theirs is None else partial(with_their_layers, theirs))
+
+
+def with_plain_names(
+    path: Path, tensors: Mapping[str, StoredTensor], layers: Collection[str]
+) -> dict[str, StoredTensor]:
+    """The tensors of ``X.layer``, a layer beside its branch, by the names that they have without one."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        owner, _, rest = name.partition(".layer.")
+        plain = f"{owner}.{rest}" if rest and owner in layers else name
+        plain = plain.replace("._weight_quantizer.", ".weight_quantizer.").replace("._input_q", ".input_q")
+        if plain in found:
+            raise ArtifactError(
+                f"{path} holds {shown(plain)} twice, expected packed weights or others; export it again"
+            )
+        found[plain] = tensor
+    return found
+
+
+def entry(config: object, *keys: str) -> object:
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
+def exceptions_in(path: Path, config: object) -> Exceptions:
+    """The layers that the config says something else of, as patterns. Raises ArtifactError for too many."""
+    own = entry(config, "layer_quant_config")
+    if not isinstance(own, Mapping):
+        return []
+    if len(own) > MOST_EXCEPTIONS or max(map(len, own), default=0) > MOST_EXCEPTIONS:
+        raise ArtifactError(
+            f"{path}: layer_quant_config has {len(own)} patterns, expected at most {MOST_EXCEPTIONS}, of as many "
+            "letters; export it with fewer"
+        )
+    return [(re.compile(translate(pattern)), given) for pattern, given in own.items()]
+
+
+def spec_of(path: Path, config: object, exceptions: Exceptions, name: str) -> tuple[str, str | None]:
+    """The dtypes of a layer's weight and of its inputs, None where they stay, in Quark's words.
+
+    Raises ArtifactError for what is not read here.
+    """
+    named = (given for pattern, given in exceptions if pattern.match(name))
+    spec = next(named, entry(config, "global_quant_config"))
+    strange = [each for each in ("output_tensors", "bias") if entry(spec, each) is not None]
+    strange += [each for each in ("softmax_quant_spec", "layer_type_quant_config") if entry(config, each)]
+    weight, inputs = entry(spec, "weight", "dtype"), entry(spec, "input_tensors")
+    read = entry(inputs, "dtype")
+    if not isinstance(weight, str) or weight not in KINDS:
+        strange.append(f"weights in {told(weight)}")
+    if inputs is not None and (entry(inputs, "is_dynamic") or entry(inputs, "qscheme") != "per_tensor"):
+        strange.append("inputs that are dynamic or not per_tensor")
+    if inputs is not None and read not in OF_INPUTS:
+        strange.append(f"inputs in {told(read)}")
+    if strange:
+        raise ArtifactError(
+            f"{path}: its config has for {shown(name)} {listing(strange)}, which is not read here; export weights in "
+            f"{', '.join(KINDS)}, with static inputs per_tensor in {' or '.join(OF_INPUTS)}, or none"
+        )
+    return str(weight), None if inputs is None else str(read)
+
+
+def stored_layer(own: LayerTensors, shape: Shape, weight: str, read: str | None, reorder: bool) -> QuantizedLayer:
+    """A layer with a weight of ``shape``. Raises ArtifactError for tensors that do not fit it."""
+    decode, count = decoder(own, shape, weight, reorder), prod(own.checked(SCALE, None, SCALES).shape)
+    scales = {1: "1 for all", shape[0]: "1 for a row"}.get(count, f"1 for {prod(shape) // max(count, 1)} numbers")
+    size = size_of(tensor for end, tensor in own.tensors.items() if not end.startswith("input"))
+    if read is None:
+        own.refuse([INPUT, INPUT_ZERO], "scales of inputs that its config leaves alone")
+        return QuantizedLayer(KINDS[weight][0], scales, size, with_branch(own, shape, decode))
+    own.checked(INPUT, None, FLOAT_SCALES)
+    scale, zero = own.number(INPUT, positive=True), 0.0
+    if INPUT_ZERO in own:
+        zero = own.number(INPUT_ZERO, dtypes=(torch.int8, torch.int32))
+    inputs: Inputs = StaticFloat8(scale) if read == "fp8_e4m3" else Affine(scale=scale, zero_point=zero)
+    if FACTOR in own:
+        raise ArtifactError(f"{own.path}: {own.name(FACTOR)} is beside quantized inputs, expected weights alone")
+    branch = (own.tensors[UP], own.tensors[DOWN]) if UP in own else None
+    return QuantizedLayer(KINDS[weight][0], scales, size, with_branch(own, shape, decode), inputs, branch)
+
+
+def with_branch(own: LayerTensors, shape: Shape, decode: Callable[[], Tensor]) -> LazyTensor:
+    """The weight that ``decode`` makes and its branch, over the factor of their inputs."""
+    rank = own.tensors[DOWN].shape[0] if DOWN in own and own.tensors[DOWN].shape else 0
+    for end, fitting in ((UP, (shape[0], rank)), (DOWN, (rank, *shape[1:]))):
+        if UP in own or DOWN in own:
+            own.checked(end, [fitting], FLOATS)
+    if FACTOR in own:
+        own.checked(FACTOR, [shape[1:]], FLOATS)
+
+    def read() -> Tensor:
+        weight = decode()
+        if UP in own:
+            weight = weight + own.finite(UP).float() @ own.finite(DOWN).float()
+        return weight / own.finite(FACTOR).float() if FACTOR in own else weight
+
+    return own.decoded(shape, read)
+
+
+def decoder(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Callable[[], Tensor]:
+    """What reads the weight in fp32 without its branch."""
+    packed, rows, columns = KINDS[name][1], shape[0], prod(shape[1:])
+    if own.checked("weight", None, (*FLOATS, packed)).dtype in FLOATS:
+        own.checked("weight", [shape], FLOATS)
+        return lambda: own.finite("weight").float()
+    if packed == torch.uint8:
+        own.checked("weight", [(rows, columns // 2)], (packed,))
+        own.checked(SCALE, [(rows, columns // MX_BLOCK)], (torch.uint8,))
+        return lambda: (
+            in_e2m1(own.tensors["weight"].read())
+            * per_number(torch.exp2(own.tensors[SCALE].read().float() - 127), columns)
+        )
+    if packed == torch.int32:
+        groups = max(1, *own.checked(SCALE, None, FLOAT_SCALES).shape[:1])
+        for end, fitting in (("weight", (columns, rows // WORD)), (ZERO, (groups, rows // WORD))):
+            own.checked(end, [fitting], (packed,))
+        own.checked(SCALE, [(next(each for each in range(groups, 0, -1) if columns % each == 0), rows)], FLOAT_SCALES)
+        return partial(from_words, own, columns // groups, reorder, name == "int4")
+    own.checked("weight", [shape], (packed,))
+    own.checked(SCALE, [(), (1,), (rows,)], FLOAT_SCALES)
+
+    def from_codes() -> Tensor:
+        if ZERO in own and bool(own.tensors[ZERO].read().any()):
+            raise ArtifactError(f"{own.path}: {own.name(ZERO)} has zero points, expected zeros of a symmetric weight")
+        scale = own.finite(SCALE).float().reshape(-1, *(1 for _ in shape[1:]))
+        return own.tensors["weight"].read().float() * scale
+
+    return from_codes
+
+
+def from_words(own: LayerTensors, group: int, reorder: bool, signed: bool) -> Tensor:
+    """The weight [N, K] of codes that are packed along N."""
+    order = AWQ_ORDER if reorder else list(range(WORD))
+
+    def unpacked(end: str) -> Tensor:  # [K or K / g, N / 8] to [N, K or K / g]
+        numbers = (own.tensors[end].read()[..., None] >> torch.arange(0, 32, 4) & 15)[..., order].flatten(1).T
+        return torch.where(numbers > 7, numbers - 16, numbers) if signed else numbers
+
+    spread = partial(torch.repeat_interleave, repeats=group, dim=1)
+    return (unpacked("weight") - spread(unpacked(ZERO))).float() * spread(own.finite(SCALE).float().T)
+
+
+def with_their_layers(theirs: Callable[[], nn.Module]) -> nn.Module:
+    """diffusers' network with Quark's own layers."""
+    import quark.integrations.diffusers  # noqa: F401  # which diffusers then knows
+
+    return theirs()
