@@ -41,7 +41,7 @@ def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 80])
 @pytest.mark.parametrize(
     "place, fmt, per_row",  # a GPU's product of FP8 is torch's, which processors have too
-    [("cpu", "int8", True), ("cpu", "fp8", False), ("cpu", "fp8", True), ("cuda", "fp8", False)],
+    [("cpu", "int8", True), ("cpu", "fp8", False), ("cpu", "fp8", True), ("cuda", "fp8", False), ("cuda", "fp8", True)],
 )
 def test_a_linear_multiplies_its_codes_and_answers_in_the_dtype_that_it_is_asked_in(place, fmt, per_row, rows, dtype):
     """fp32 sums of 64 products, each side's rounding below 1e-6; in 16 bits against the same codes' fp32 answer."""
