@@ -408,9 +408,10 @@ OF_TRANSFORMER = {"roles": ROLES | {"conv": "excluded"}}  # which embeds patches
     [
         (INT4, {"exclude": ["conv"]}, "^int4 has blocks of 64, which do not divide the 96 inputs of down"),
         (INT4, {"exclude": ["conv", "down"]}, None),
-        (ROTATED, {}, None),
         (ROTATED, {"shapes": NARROW}, r"^quantize\.rotation is 64, and no power of 4 divides the 30 inputs of down"),
         (ROTATED, {"shapes": NARROW, "exclude": ["down"]}, None),
+        (replace(ROTATED, rank=65), {}, r"^quantize\.rank is 65, expected at most 64, the shorter side of \w+; give a"),
+        (replace(ROTATED, rank=64), {}, None),
         (Recipe(3.0, 0.8), {"exclude": ["*"]},
          r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
         (Recipe(3.0, 0.8), {"exclude": ["d*"]}, None),
