@@ -414,7 +414,6 @@ OF_TRANSFORMER = {"roles": ROLES | {"conv": "excluded"}}  # which embeds patches
         (Recipe(3.0, 0.8), {"exclude": ["*"]},
          r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
         (Recipe(1.0, 0.8), OF_TRANSFORMER, "^quant_level is 1, expected at least 2: all convolutions of this model"),
-        (Recipe(2.5, 0.8), OF_TRANSFORMER, None),
         (Recipe(4.0, 0.8), {}, "^quant_level is 4, expected at most 3: this model's attention is never"),
         (Recipe(4.0, 0.8), {"attentions": ["attn1"]}, None),
     ],
