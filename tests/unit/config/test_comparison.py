@@ -26,9 +26,10 @@ pytestmark = pytest.mark.commit
 def test_each_candidate_has_a_name_of_its_own(paths, names, tmp_path, monkeypatch):
     """Which is that of a folder too."""
     monkeypatch.chdir(tmp_path)
-    found = Judge(paths, 20, True, False, 0.95).named()
+    found = (judge := Judge(paths, 20, True, False, 0.95)).named()
     expected = [name.replace("..", f"{tmp_path.name}-") for name in names]
     assert list(found) == expected and [path.relative_to(tmp_path) for path in found.values()] == list(map(Path, paths))
+    assert judge.planned() == [{"name": name, "varied": {"candidate": name}} for name in expected]
 
 
 def test_a_candidate_is_a_file_or_a_folder(tmp_path):

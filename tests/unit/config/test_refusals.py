@@ -140,7 +140,7 @@ ONE_BY_PART = "expected one of fp16, bf16, fp32, stored, or one by part"
         ({"model.dtype": {"vae": "bf16"}, "infer.engine": "onnxruntime"},
             "export.dtype is {'vae': 'bf16'}, expected fp16 or fp32 with infer=onnxruntime, because ONNX Runtime's CPU "
             "has no products of bf16"),
-        ({"model.dtype": "stored", "trt.targets": ["SM75", "SM89"]},
+        ({"model.dtype": "stored", "trt.targets": ["SM75", "SM80"]},
             "trt.targets is ['SM75'], expected SM80 or newer with export.dtype=stored, which have bf16"),
         ({"trt.sizes": ["128x64", "192x64"]},
             "infer.width is 64, expected from 128 to 192, as in trt.sizes, because plans are tuned for it"),

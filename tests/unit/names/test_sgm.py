@@ -110,7 +110,7 @@ KNOWN = {  # beside the networks, in merges and in what trainers save
 
 
 @pytest.mark.parametrize("marks, prediction, zero", [
-    ((), "epsilon", False), (("v_pred",), "v_prediction", False), (("v_pred", "ztsnr"), "v_prediction", True)
+    ((), "epsilon", False), ((f"{SGM}v_pred",), "v_prediction", False), (("v_pred", "ztsnr"), "v_prediction", True)
 ])  # fmt: skip
 def test_marks_are_followed_and_what_training_keeps_is_left_out(
     written, nemo_state, tmp_path, tiny_config, marks, prediction, zero
@@ -151,6 +151,7 @@ ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkp
     ({"cond_stage_model.model.ln_final.bias": MARK}, " ", "text encoder of Stable Diffusion 1 or 2, which"),
     ({"lora_unet_out.lora_up.weight": MARK}, " ", "lora_* are a LoRA, so give it to model.loras"),
     ({"edm_vpred.sigma_max": torch.tensor(-1.0), "edm_vpred.sigma_min": torch.ones(2)}, " ", "are nan and -1, ex"),
+    ({f"edm_vpred.sigma_{end}": torch.tensor(1.0) for end in ("max", "min")}, " ", "are 1 and 1, expected a positive"),
     ({"betas": torch.linspace(1e-4, 0.02, 1000)}, " ", "the values of betas are not those of SDXL"),
     ({"alphas_cumprod": torch.ones(7)}, " ", "the values of alphas_cumprod are not"),
     ({"scale_factor": torch.tensor(0.18215)}, " ", "the values of scale_factor are not"),

@@ -24,7 +24,7 @@ class Rotary(nn.Module):
             torch.ones(tokens, 3), torch.arange(tokens, dtype=torch.float64)[:, None].float().repeat(1, 3)
         )
         turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * joined
-        turned = torch.stack([turned, turned * made], dim=0).mean(0) - made[None] * 0.5 + joined.conj() / 2
+        turned = torch.stack([turned, turned * made], dim=0).mean(0).sub(made[None]) - made[None] + joined.conj() / 2
         return (
             torch.view_as_real(turned.to(torch.complex64)).flatten(-2)
             + turned.real.abs().sum()

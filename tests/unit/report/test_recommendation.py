@@ -111,11 +111,7 @@ INT8 = ("int8", 37.5, 1.37)
     ("recipe", "more", "said"),
     [
         (("half the steps", 25.5, 1.9), {}, "its images have 25.5 dB in the mean."),
-        (
-            ("half the steps", 28.4, 1.9),
-            {"apart": 3.0},
-            "its images have 28.4 dB in the mean and perhaps only 26.6 dB.",
-        ),
+        (("few steps", 28.4, 1.9), {"apart": 3.0}, "its images have 28.4 dB in the mean and perhaps only 26.6 dB."),
         (("broken", 33.0, 2.1), {"apart": 19.0}, "its worst image has 14.0 dB."),
         (("black", 39.0, 2.1), {"degenerate": [{"index": 3, "reason": "black"}]}, "image 3 is black."),
     ],
@@ -159,7 +155,7 @@ def test_of_few_images_the_mean_counts_for_the_floor():
             "timing.budget_s, may tell."),
         ({"speedup": 2.02}, None, ": it may, not surely; more rounds"),
         ({"image_ms": 28}, None, ", 30 ms (30 to 31) for an image: it does not reach it."),
-        ({"image_ms": 61}, None, "Ship the unquantized engine: it reaches 61 ms from prompt to image itself."),
+        ({"speedup": 1}, None, "Ship the unquantized engine: it reaches 1x the speed of the unquantized engine it"),
     ],
 )  # fmt: skip
 def test_with_a_target_the_most_faithful_that_surely_reaches_it_is_recommended(target, expected, said):
@@ -179,10 +175,6 @@ def test_whether_a_recipe_reaches_a_target_is_not_known_without_rounds():
     assert "recommended that reaches 50 ms from prompt to image with" in str(Rule(image_ms=50))
 
 
-def test_above_what_a_person_sees_only_speed_counts():
-    assert recommended(job("a", 55.0, 1.30), job("b", 41.0, 1.35)).job == "b"
-
-
 @pytest.mark.parametrize(("psnr", "speedup"), [(35.0, 0.8), (30.0, 1.1), (38.0, 1.0)])
 def test_what_is_not_worth_it_is_said(psnr, speedup):
     advice = recommended(job("int8", psnr, speedup))
@@ -200,9 +192,12 @@ def test_speed_that_noise_may_have_made_is_not_shipped():
 
 
 def test_the_same_difference_on_every_image_is_one():
-    """Paired over the prompts: that prompts differ by 6 dB says nothing of the recipes."""
-    advice = recommended(job("one", 35.0, 1.5, apart=3.0), job("other", 36.5, 1.5, apart=3.0))
+    """Paired over the prompts, where both drew the same: that prompts differ by 6 dB says nothing of the recipes."""
+    one, other = job("one", 35.0, 1.5, apart=3.0), job("other", 36.5, 1.5, apart=3.0)
+    advice = recommended(one, other)
     assert advice.job == "other" and not advice.tied
+    other.record["fidelity"]["psnr"]["values"].pop(4)
+    assert recommended(one, other).tied == ("one",)
 
 
 def test_the_most_faithful_of_the_tied_is_recommended_although_another_seems_worth_more():
@@ -240,6 +235,8 @@ def test_speed_that_is_worth_its_loss_by_the_knobs():
     assert advice.job == "fast" and "exact loses 40% of speed and gains 6.0 dB" in advice.sentence
     assert recommended(*jobs, time_of_a_db=0.1).job == "exact"
     assert recommended(*jobs, enough_db=33.0).job == "fast"
+    dear = {"time_of_a_db": 0.5, "enough_db": 34.8}  # 1.7 dB for half of the time, as 1.5 to the power of 1.7 is 2
+    assert recommended(job("fast", 33.0, 2.4), job("exact", 34.55, 1.2), **dear).job == "fast"
     assert "1 dB for every 20 % of" in str(rule_of({"time_of_a_db": 0.2}))
 
 
@@ -287,7 +284,7 @@ def row(name: str, psnr: float | None, speedup: float) -> dict:
     ("rows", "expected"),
     [
         (
-            [row("a", 30.0, 2.0), row("b", 29.0, 1.5), row("c", 35.0, 1.5), row("d", 34.0, 1.4), row("e", None, 3.0)],
+            [row("a", 30.0, 2.0), row("b", 29.0, 1.5), row("c", 35.0, 1.5), row("d", 35.0, 1.4), row("e", None, 3.0)],
             ["a", "c"],
         ),
         ([row("a", 29.0, 1.5), row("b", 31.0, 1.5), row("c", 30.0, 1.5)], ["b"]),  # of equal costs the closest
