@@ -50,8 +50,10 @@ from sd_quant.help import help_of, printed
 from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import going_on, working
+from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, WAS_CANCELLED, read_sweep
 from sd_quant.shell import literal
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 SWEEPS = "outputs/sweeps"
@@ -64,6 +66,17 @@ def check_no_run(job: object, directory: Path, given: list[str]) -> None:
         raise ConfigError(
             f"hydra.run.dir is {shown(directory)}, which holds a finished run of quantize, expected another folder; "
             "choose a new one"
+        )
+
+
+def check_no_others(job: object, directory: Path, given: list[str]) -> None:
+    """Raises ConfigError for a folder with files of which no command has written any, such as someone's images."""
+    check_no_run(job, directory, given)
+    found = sorted(os.listdir(directory)) if os.access(directory, os.R_OK) else []
+    if found and not {".hydra", RECORD} & {*found}:
+        raise ConfigError(
+            f"hydra.run.dir is {shown(directory)}, which holds {one_line(found[0], 100)} that no command has written, "
+            "expected a folder that is new, empty or a command's; choose another"
         )
 
 
