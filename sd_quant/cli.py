@@ -229,6 +229,8 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
                 uncompared = error
         except KeyboardInterrupt:
             cancelled = True
+        if not directory.is_dir():
+            raise removed(directory)
         from sd_quant.report.rebuild import rebuild
         from sd_quant.report.shipped import last_words
         from sd_quant.report.summary import sweep_table
@@ -306,16 +308,21 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
     return recorded
 
 
+def removed(directory: Path) -> SdQuantError:
+    return SdQuantError(f"{directory} was removed while a job was running, so files of it are missing; start it again")
+
+
 def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> Exception:
     """Log why a job failed, write it into the job's folder, and return the error that is to be raised.
 
     A single run says a refusal as its last line, and Hydra shows the traceback of a crash. A sweep goes on: it logs the
     traceback here and raises a refusal, because not every exception can be pickled by a launcher.
     """
-    refused = of_the_machine(error) or error
+    refused = of_the_machine(error) or error if directory.is_dir() else removed(directory)
     known = isinstance(refused, SdQuantError)
     reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
-    sweep.write_failure(directory, reason, code)
+    if directory.is_dir():
+        sweep.write_failure(directory, reason, code)
     crashed_in_sweep = in_sweep and not known
     said = {"said_at_the_end": known and not in_sweep}
     LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)

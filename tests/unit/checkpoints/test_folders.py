@@ -49,8 +49,8 @@ from sd_quant.models.family import family_named
 from sd_quant.observed import observing, opening
 from sd_quant.observed.opening import (
     Component,
-    check_buffers,
     check_numbers,
+    check_tables,
     components_of,
     network_of,
     open_networks,
@@ -708,9 +708,10 @@ def test_a_network_of_more_modules_than_any_has_is_refused(changed, monkeypatch)
 def test_tables_without_end_are_refused_before_they_are_computed():
     with torch.device("meta"):
         network = nn.Module()
-        network.register_buffer("table", torch.empty(10**6, 600))
-    with pytest.raises(ValueError, match=r"its tables take 2.4 GB, expected at most 2"):
-        check_buffers(network)
+        network.register_buffer("table", torch.empty(10**6, 300))
+        network.tables = {"plain": [torch.empty(10**6, 300)]}
+    with pytest.raises(ValueError, match=r"its tables take 2.4 GB, expected at most 0.5"):
+        check_tables(network)
 
 
 ON_A_HUB = {"backbone": "facebook/dinov2-small", "use_pretrained_backbone": True, "use_timm_backbone": False}
