@@ -3,8 +3,7 @@
     Command() -> check_command, or run_sweep for several jobs -> Hydra -> job_of -> task
 
 A single run, and every job of a sweep, is composed and checked before Hydra makes a folder and before anything heavy is
-imported, so a refused command leaves nothing behind. Then Hydra composes the same configuration again and calls the
-command's task.
+imported, so a refused command leaves nothing. Then Hydra composes the same again and calls the command's task.
 """
 
 import atexit
@@ -63,10 +62,7 @@ LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
     """Raises ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
     if is_run(directory):
-        raise ConfigError(
-            f"hydra.run.dir is {shown(directory)}, which holds a finished run of quantize, expected another folder; "
-            "choose a new one"
-        )
+        raise ConfigError(f"hydra.run.dir is {shown(directory)}, which holds a finished run; choose a new folder")
 
 
 def check_no_others(job: object, directory: Path, given: list[str]) -> None:

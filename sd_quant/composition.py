@@ -84,20 +84,19 @@ for resolver, function in RESOLVERS.items():
     OmegaConf.register_new_resolver(resolver, function, replace=True)
 
 
-def bounded_loader(plain: Callable[[], Any] = _utils.get_yaml_loader) -> type:
+def bounded_loader(plain: Callable[[], Any] = _utils.get_yaml_loader) -> Callable[[Any], Any]:
     """Return OmegaConf's loader of YAML with a bound on aliases, a few lines of which would take it hours."""
 
-    class Bounded(plain()):
-        def __init__(self, stream: Any):
-            text = stream if isinstance(stream, str) else stream.read()
-            try:
-                load_yaml(text.encode() if "*" in text else b"")
-            except ValueError as error:
-                file = getattr(stream, "name", "a text")
-                raise ConfigError(f"{file} cannot be read as YAML: {error}; write it without aliases") from error
-            super().__init__(text)
+    def loader(stream: Any) -> Any:
+        text = stream if isinstance(stream, str) else stream.read()
+        try:
+            load_yaml(text.encode() if "*" in text else b"")
+        except ValueError as error:
+            file = getattr(stream, "name", "a text")
+            raise ConfigError(f"{file} cannot be read as YAML: {error}; write it without aliases") from error
+        return plain()(text)
 
-    return Bounded
+    return loader
 
 
 _utils.get_yaml_loader = bounded_loader
