@@ -3,8 +3,7 @@
     Command() -> check_command, or run_sweep for several jobs -> Hydra -> job_of -> task
 
 A single run, and every job of a sweep, is composed and checked before Hydra makes a folder and before anything heavy is
-imported, so a refused command leaves nothing behind. Then Hydra composes the same configuration again and calls the
-command's task.
+imported, so a refused command leaves nothing. Then Hydra composes the same again and calls the command's task.
 """
 
 import atexit
@@ -50,8 +49,10 @@ from sd_quant.help import help_of, printed
 from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once
 from sd_quant.progress import going_on, working
+from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, WAS_CANCELLED, read_sweep
 from sd_quant.shell import literal
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 SWEEPS = "outputs/sweeps"
@@ -61,9 +62,17 @@ LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
     """Raises ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
     if is_run(directory):
+        raise ConfigError(f"hydra.run.dir is {shown(directory)}, which holds a finished run; choose a new folder")
+
+
+def check_no_others(job: object, directory: Path, given: list[str]) -> None:
+    """Raises ConfigError for a folder with files of which no command has written any, such as someone's images."""
+    check_no_run(job, directory, given)
+    found = sorted(os.listdir(directory)) if os.access(directory, os.R_OK) else []
+    if found and not {".hydra", RECORD} & {*found}:
         raise ConfigError(
-            f"hydra.run.dir is {shown(directory)}, which holds a finished run of quantize, expected another folder; "
-            "choose a new one"
+            f"hydra.run.dir is {shown(directory)}, which holds {one_line(found[0], 100)} that no command has written, "
+            "expected a folder that is new, empty or a command's; choose another"
         )
 
 
@@ -216,6 +225,8 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
                 uncompared = error
         except KeyboardInterrupt:
             cancelled = True
+        if not directory.is_dir():
+            raise removed(directory)
         from sd_quant.report.rebuild import rebuild
         from sd_quant.report.shipped import last_words
         from sd_quant.report.summary import sweep_table
@@ -293,16 +304,21 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
     return recorded
 
 
+def removed(directory: Path) -> SdQuantError:
+    return SdQuantError(f"{directory} was removed while a job was running, so files of it are missing; start it again")
+
+
 def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> Exception:
     """Log why a job failed, write it into the job's folder, and return the error that is to be raised.
 
     A single run says a refusal as its last line, and Hydra shows the traceback of a crash. A sweep goes on: it logs the
     traceback here and raises a refusal, because not every exception can be pickled by a launcher.
     """
-    refused = of_the_machine(error) or error
+    refused = of_the_machine(error) or error if directory.is_dir() else removed(directory)
     known = isinstance(refused, SdQuantError)
     reason, code = (str(refused), refused.exit_code) if known else (f"it crashed: {error!r}", 1)
-    sweep.write_failure(directory, reason, code)
+    if directory.is_dir():
+        sweep.write_failure(directory, reason, code)
     crashed_in_sweep = in_sweep and not known
     said = {"said_at_the_end": known and not in_sweep}
     LOG.error("%s", reason, exc_info=error if crashed_in_sweep else None, extra=said)

@@ -18,13 +18,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, _utils
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
 from sd_quant.config import JOBS, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
+from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.knobs import near, nearest, read
 from sd_quant.launchers import one_host
 from sd_quant.places import CONF, GROUPS
@@ -81,6 +82,24 @@ SEVERAL_MEANINGS = re.compile(r"""^["']|[][{},\\]""")  # of a text that Hydra ca
 FOLDERS = re.compile(r"(hydra\.(?:run|sweep)\.dir=[\"']?)~(?=/)")
 for resolver, function in RESOLVERS.items():
     OmegaConf.register_new_resolver(resolver, function, replace=True)
+
+
+def bounded_loader(plain: Callable[[], Any] = _utils.get_yaml_loader) -> Callable[[Any], Any]:
+    """Return OmegaConf's loader of YAML with a bound on aliases, a few lines of which would take it hours."""
+
+    def loader(stream: Any) -> Any:
+        text = stream if isinstance(stream, str) else stream.read()
+        try:
+            load_yaml(text.encode() if "*" in text else b"")
+        except ValueError as error:
+            file = getattr(stream, "name", "a text")
+            raise ConfigError(f"{file} cannot be read as YAML: {error}; write it without aliases") from error
+        return plain()(text)
+
+    return loader
+
+
+_utils.get_yaml_loader = bounded_loader
 
 
 def job_of(job: type, config: DictConfig):

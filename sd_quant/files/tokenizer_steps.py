@@ -23,7 +23,9 @@ KINDS = set(
     "StripAccents TemplateProcessing UnicodeScripts Whitespace WhitespaceSplit WordPiece".split()
 )
 MOST_STEPS = 64  # of one section; Llama's decoder has four
-MOST_GROWTH = 256  # of a text, by all steps of a section together; the charsmap of T5 makes 33 bytes of one letter
+# Of a text, by repetitions in a row of a regex, which raise its time to the next power of the length: two take 40 s for
+MOST_GROWTH = (128, 128, 3)  # 1,000 letters, made three of each. T5's charsmap makes 33 bytes of one letter.
+MOST_CHOICES = 8  # in a row of a regex; each doubles its time
 MOST_TEXT = 64  # characters that a step inserts
 ATOM = r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]"  # of a regex: a class of characters or an escaped one
 
@@ -36,18 +38,21 @@ def check_file(file: Path) -> None:
 
 def check_steps(file: Path, sections: Mapping[str, Any]) -> None:
     """Raises ArtifactError for a step of these ``SECTIONS`` that is unknown, or that grows a text or takes too long."""
+    before: list[dict[str, Any]] = []  # a normalizer's, whose text a pre-tokenizer gets
     for section in SECTIONS:
-        steps, problem = list(steps_in(sections.get(section))), None
+        own, problem = list(steps_in(sections.get(section))), None
+        steps, before = [*before, *own], own if section == "normalizer" else []
+        rows = {regex_of(step): repetitions_in(regex_of(step)) for step in steps}
         if len(steps) > MOST_STEPS:
             problem = f"{len(steps)} steps, expected at most {MOST_STEPS}"
         elif unknown := [step["type"] for step in steps if step["type"] not in KINDS]:
             problem = f"the step {BOUNDED.repr(unknown[0])}, expected one of {', '.join(sorted(KINDS))}"
-        elif slow := [regex for step in steps if not is_quick(regex := regex_of(step))]:
-            problem = f"the regex {BOUNDED.repr(slow[0])}, expected one without repeated repetitions"
+        elif slow := [regex for regex, row in rows.items() if row >= len(MOST_GROWTH)]:
+            problem = f"the regex {BOUNDED.repr(slow[0])}, expected at most two repetitions in a row, none repeated"
         elif any(len(str(step.get(name) or "")) > MOST_TEXT for step in steps for name in ("content", "prepend")):
             problem = f"a step that inserts more than {MOST_TEXT} characters"
-        elif (growth := math.prod(map(growth_of, steps))) > MOST_GROWTH:
-            problem = f"steps that may make a text {growth:.0e} times longer, expected at most {MOST_GROWTH} times"
+        elif (growth := math.prod(map(growth_of, steps))) > (most := MOST_GROWTH[int(max(rows.values(), default=0))]):
+            problem = f"steps that may make a text {growth:.0e} times longer, expected at most {most} times"
         if problem:
             raise ArtifactError(f"{file}: its {section} has {problem}; start from the published folder")
 
@@ -77,15 +82,23 @@ def growth_of(step: Mapping[str, Any]) -> float:
     return 1 if content <= found else content / found if found else content + 1  # a regex may match nothing
 
 
-def is_quick(regex: str) -> bool:
-    """Whether a regex repeats no group that holds a repetition or a choice, and has few repetitions in a row."""
+def repetitions_in(regex: str) -> float:
+    """Returns how many repetitions a regex has in a row, infinity where a group with one or a choice is repeated."""
     if len(regex) > 2000 or re.search(r"\\[1-9gkKX]|\(\?(?![:!=]|i:)", regex):
-        return False
+        return math.inf
     text = re.sub(ATOM, "x", regex)
     while found := re.search(r"\((?:\?[i!=:]*)?([^()]*)\)([*+{])?", text):  # the innermost groups first
-        chosen = re.search(r"[*+{?|]", found[1])
-        if found[2] and chosen:
-            return False
-        text = text[: found.start()] + ("x+" if chosen else "x") + text[found.end(1) + 1 :]
+        row, choices = in_a_row(found[1])
+        if row == math.inf or (found[2] and re.search(r"[*+{?|]", found[1])):
+            return math.inf
+        text = text[: found.start()] + ("x+" * int(row) + "x?" * choices or "x") + text[found.end(1) + 1 :]
+    return in_a_row(text)[0]
+
+
+def in_a_row(text: str) -> tuple[float, int]:
+    """Returns the most repetitions and choices in an alternative of a regex without groups, infinity for nested."""
+    pieces = text.split("|")
+    row = max(len(re.findall(r"[*+]|\{\d*,(?:\}|\d\d)", each)) for each in pieces)
+    choices = max(each.count("?") for each in pieces) + (len(pieces) > 1)
     nested = re.search(r"[*+}]\s*[*{]|\}\s*\+|\{\d*,?\d{4}", text)
-    return not nested and all(len(re.findall(r"[*+]|,\}", each)) <= 4 for each in text.split("|"))
+    return (math.inf if nested or choices > MOST_CHOICES else row), choices

@@ -96,7 +96,7 @@ class ObservedFamily(Observed):
 
     def __init__(self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...]):
         self.PIPELINES, self.NETWORKS = (observation.pipeline,), dict(networks)
-        self.DENOISER, self.GUIDES = denoiser, observation.samples_per_image > 1
+        self.DENOISER, self.DENOISERS, self.GUIDES = denoiser, observation.denoisers, observation.samples_per_image > 1
         self.ONE_BATCH = next(iter(observation.that_miss("batch")), None)
         self.ONE_SIZE = next(((part, *observation.size) for part in observation.that_miss("larger")), None)
         self.UNEQUAL, self.MOVES = observation.unequal, observation.outputs in MOVING

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
@@ -46,7 +47,8 @@ from sd_quant.text import one_line
 LARGEST_NUMBER = 10_000_000  # in a configuration: more than any vocabulary or context
 MOST_NOISE_LEVELS = 100_000  # of a scheduler, which computes tables of them
 LONGEST_TEXT = 2_000_000  # tokens, to all of which a tokenizer may pad
-MOST_BUFFERS = 2e9  # bytes of the tables that a network computes when it is built
+MOST_MEMORY = 2e9  # bytes that it takes to build a network without tensors
+MOST_TABLES = 5e8  # bytes of the tables that a network computes when it is built, of several times as many
 # Packages of transformers with encoders of text, for pipelines whose signature names none, and for configurations.
 ENCODERS = set(
     "bert clip gemma gemma2 gemma3 glm glm4 llama ministral3 mistral mistral3 mt5 pixtral qwen2 qwen2_5_vl qwen2_vl "
@@ -261,11 +263,12 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
         return kind(made).eval()
 
 
-def check_buffers(network: nn.Module) -> None:
-    """Raises ValueError for a network whose constructor computes more than ``MOST_BUFFERS`` bytes."""
-    size = sum(buffer.numel() * buffer.itemsize for buffer in network.buffers())
-    if size > MOST_BUFFERS:
-        raise ValueError(f"its tables take {size / 1e9:.1f} GB, expected at most {MOST_BUFFERS / 1e9:.0f}")
+def check_tables(network: nn.Module) -> None:
+    """Raises ValueError for a network whose constructor computes more than ``MOST_TABLES`` bytes, buffers or not."""
+    held = [each for module in network.modules() for each in pytree.tree_leaves(vars(module))]
+    tables = [each for each in held if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+    if (size := sum(each.numel() * each.itemsize for each in tables)) > MOST_TABLES:
+        raise ValueError(f"its tables take {size / 1e9:.1f} GB, expected at most {MOST_TABLES / 1e9:.1f}")
 
 
 def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict[str, dict], dict[str, Weights]]:
@@ -282,8 +285,8 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
             check_reach(folder / "config.json", component.kind, config)
         check_known(folder / "config.json", component.kind, config)
         with refusing(f"{folder}: its config describes no {component.kind.__name__} that can be built", advice=AGAIN):
-            with bounded_modules(), confined(MOST_SECONDS, MOST_BUFFERS):
-                check_buffers(network_of(component.kind, config, device="meta"))
+            with bounded_modules(), confined(MOST_SECONDS, MOST_MEMORY):
+                check_tables(network_of(component.kind, config, device="meta"))
             with confined(MOST_SECONDS):
                 built = network_of(component.kind, config)
         configs[name] = config

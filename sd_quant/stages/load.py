@@ -194,7 +194,8 @@ def check_offered(
 
 def presets_of_parts(session: Session, given: Mapping[str, str]) -> dict[str, str]:
     """The presets of other parts than the denoiser, with text encoders by name. Raises ConfigError for a wrong part."""
-    others = [part for part in exported(session.parts) if part != session.denoiser]
+    denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}  # of which a run quantizes one
+    others = [part for part in exported(session.parts) if part not in denoisers]
     named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component != "vae"]}
     for part in given:
         expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"

@@ -104,6 +104,8 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
     ("quantize.py", ["--help", "alhpa"], 2, "--help explains no knob alhpa; did you mean alpha?"),
     ("quantize.py", ["--cfg", "job", "--package", "nope"], 2, "--package is nope, expected the name of a knob"),
     ("infer.py", ["seed=random"], 2, "infer.seed is 'random', expected a whole number"),
+    ("infer.py", ["model=sd3_mini", "infer=torch", "hydra.run.dir={files}"], 2, "empty.nemo that no command has"),
+    ("export_trt.py", ["model=sd3_mini", "hydra.run.dir={files}"], 2, "expected a folder that is new, empty or a"),
     ("judge.py", ["candidates=[no.gguf]"], 2, "no.gguf, which does not exist"),
     ("judge.py", ["candidates=[checkpoints/sdxl_mini.nemo]", "model.path=no_such_model"], 2,
      "model.path names no_such_model"),

@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +38,13 @@ def hydra(monkeypatch, tmp_path):
     return pretend
 
 
-def failing(error: Exception):
+def failing(error: Exception, folder: Path | None = None):
     """A command's task that ends so."""
 
     @recording_failure
     def task(config):
+        if folder is not None:
+            shutil.rmtree(folder)
         raise error
 
     return task
@@ -50,6 +53,14 @@ def failing(error: Exception):
 FULL = OSError(28, "No space left on device")
 LACKING = [(MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full")]
 REFUSALS = [(kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)]
+
+
+def test_a_folder_that_vanishes_with_its_job_is_a_sentence_and_stays_away(hydra, capsys, tmp_path):
+    hydra(RunMode.RUN)
+    with pytest.raises(SystemExit):
+        failing(FileNotFoundError("two"), tmp_path / "two")(None)
+    assert "two was removed while a job was running, so files of it are missing" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize(("error", "kind", "words"), [*REFUSALS, *LACKING])

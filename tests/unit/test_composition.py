@@ -81,10 +81,20 @@ def test_a_complaint_without_a_pattern_keeps_its_words():
     assert str(binary).startswith("a file of presets is no YAML: 'utf-8' codec can't decode")
 
 
-def test_a_preset_among_its_own_defaults_is_refused(tmp_path):
+ALIASES = ["a0: &a0 [1, 2]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("defaults: [mine]", "^a file of presets has itself among"),
+        ("\n".join(ALIASES), "than 20000 entries; write it w"),
+    ],
+)
+def test_a_preset_that_never_ends_is_refused(tmp_path, text, said):
     (tmp_path / "quantize").mkdir()
-    (tmp_path / "quantize/mine.yaml").write_text("defaults: [mine]")
-    with pytest.raises(ConfigError, match="^a file of presets has itself among"), composing("quantize"):
+    (tmp_path / "quantize/mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said), composing("quantize"):
         compose("quantize", [f"hydra.searchpath=[file://{tmp_path}]", "quantize=mine"])
 
 

@@ -1,8 +1,7 @@
 """Number formats: how real numbers are stored in few bits.
 
 A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and one
-module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
-to add one.
+module of pure functions beside this file. Other rooms read these facts and name no format; see docs/extending.md.
 
 | format       | codes                | scales                                              | published in             |
 |--------------|----------------------|-----------------------------------------------------|--------------------------|

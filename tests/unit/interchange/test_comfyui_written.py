@@ -36,23 +36,14 @@ from .single_files import authors_state, in_diffusers
 pytestmark = pytest.mark.commit
 
 CASES = [
-    ("sdxl", "nvfp4", PLAIN),
-    ("sd15", "int8", PLAIN),
-    ("sd21", "fp8", {"per_channel": False}),
-    ("sd21", "nvfp4", PLAIN),
-    ("sd3", "fp8", {"per_channel": False, "alpha": None}),
-    ("sd3", "int8", {**ROTATED, "rotation": 16}),
-    ("sd3", "nvfp4", PLAIN),
-    ("flux", "fp8", {"per_channel": False}),
-    ("flux", "int8", {"per_channel": False, **PLAIN}),
-    ("flux", "int8", {**ROTATED, "rotation": 256}),
-    ("flux", "nvfp4", {"scale_search": True, **PLAIN}),
-    ("sd3", "mxfp8", PLAIN),
-    ("sd3", "int4_per_row", INT4_ROWS),
-    ("sd3", "int4_in_int8", W4A8),
-    ("flux", "int4_in_int8", W4A8 | {"rounding": "gptq", "scale_search": True}),
+    ("sdxl", "nvfp4", PLAIN), ("sd15", "int8", PLAIN), ("sd21", "fp8", {"per_channel": False}),
+    ("sd21", "nvfp4", PLAIN), ("sd3", "fp8", {"per_channel": False, "alpha": None}),
+    ("sd3", "int8", {**ROTATED, "rotation": 16}), ("sd3", "nvfp4", PLAIN), ("flux", "fp8", {"per_channel": False}),
+    ("flux", "int8", {"per_channel": False, **PLAIN}), ("flux", "int8", {**ROTATED, "rotation": 256}),
+    ("flux", "nvfp4", {"scale_search": True, **PLAIN}), ("sd3", "mxfp8", PLAIN), ("sd3", "int4_per_row", INT4_ROWS),
+    ("sd3", "int4_in_int8", W4A8), ("flux", "int4_in_int8", W4A8 | {"rounding": "gptq", "scale_search": True}),
     ("flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
-]
+]  # fmt: skip
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
 DETECTED = {

@@ -129,6 +129,7 @@ def test_a_tokenizer_that_would_be_hashed_for_hours_is_refused(misses, tmp_path)
 def test_the_first_denoiser_is_quantized_unless_another_is_named(observe):
     first, second = (observe(TWO, denoiser=name) for name in (None, "transformer_2"))
     assert first.family.DENOISER == "transformer" and second.family.DENOISER == "transformer_2"
+    assert first.family.DENOISERS == second.family.DENOISERS == ("transformer", "transformer_2")
     assert list(first.parts())[0] == "transformer" and list(second.parts())[0] == "transformer_2"
     assert first.parts().keys() == second.parts().keys()
     assert first.observation.layers.keys() == {"transformer", "transformer_2"}

@@ -1,6 +1,7 @@
 """What ``exclude=text`` leaves out, what patterns of layers make of a recipe, and what is said of sizes."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_part, roles_of_part
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.load import read_the_text
+from sd_quant.stages.load import presets_of_parts, read_the_text
 from tests.layers import drawn, statistics_of
 
 from .sdxl import loaded, opened
@@ -78,6 +79,16 @@ def test_all_text_encoders_can_be_named_together():
     made = loaded("quantize.parts={text_encoders:int8_weight_only,clip2:int8_dynamic}")
     assert made.part_presets == {"clip1": "int8_weight_only", "clip2": "int8_dynamic"}
     assert made.part_recipes.keys() == {"clip1", "clip2"} and made.part_recipes["clip2"].per_token
+
+
+def test_a_second_denoiser_is_no_part_beside_the_first():
+    names = ("transformer", "transformer_2", "text_encoder", "vae")
+    parts = {name: SimpleNamespace(refused=None, component=name) for name in names}
+    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
+    session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
+    assert presets_of_parts(session, {"text_encoders": "int8"}) == {"text_encoder": "int8"}
+    with pytest.raises(ConfigError, match="^quantize.parts is transformer_2, expected parts .*: text_encoder, vae"):
+        presets_of_parts(session, {"transformer_2": "int8"})
 
 
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
