@@ -105,7 +105,8 @@ def check(holds: bool, knob: str, value: object, expected: str) -> None:
 def check_unused(section: object, path: str, rules: Iterable[tuple[str, object, str]]) -> None:
     """Raises ConfigError when a knob of ``section`` is used that has no effect, or cannot work, beside the others.
 
-    ``rules`` yields such knobs, each with the value at which it does nothing and the reason. ``path`` precedes names.
+    ``rules`` yields such knobs, each with the value at which it does nothing and the reason. ``path`` precedes their
+    names.
     """
     for name, idle, because in rules:
         if (value := getattr(section, name)) != idle:

@@ -1,7 +1,8 @@
 """Write commands that can be pasted into a shell.
 
 A command that is printed names the program that the user has called. One that is kept, in a card or a report, names
-``sd-quant``, because its reader may have no checkout. The road not taken is this Python's path, right on one machine.
+``sd-quant``, because its reader may have no checkout. The road not taken is the path of this Python, which is right on
+one machine only.
 """
 
 import re

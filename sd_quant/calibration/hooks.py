@@ -55,7 +55,8 @@ def draw(
 ) -> Wanted:
     """Draw the rows to keep of each layer, and under the name "" the calls to keep of the whole network.
 
-    The layers in ``text`` read the text. Calls of one shape are kept of the prompts in ``whole``, by default all.
+    The layers in ``text`` read the text. Calls, which must be of one shape, are kept of the prompts in ``whole``, by
+    default of all.
     """
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
     calls = ("", CALLS, 1, prompts if whole is None else whole)

@@ -2,7 +2,8 @@
 
 Each part has an entry of its own in the cache, so that the denoiser's entries serve jobs with and without such parts.
 Text encoders are called without denoising. The decoder gets the final latents of the denoiser's pass; where that came
-from the cache, the prompts are denoised again. An observed pipeline, which is one call, is run as a whole.
+from the cache, the prompts are denoised again. An observed pipeline encodes, denoises and decodes in one call, and is
+run as a whole.
 
 Everything runs in this process, whatever ``quantize.devices`` is: an encoder is called once for a prompt, the denoiser
 some twenty times. Rows are drawn by text and by latent, in the order in which they first come, so a negative prompt

@@ -42,7 +42,8 @@ FILES = (
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
     """Opens SDXL of any of the three kinds. NeMo's ``model_config`` is for kinds that hold none.
 
-    Raises ConfigError when ``path`` is missing or of another kind, ArtifactError when it is damaged or not SDXL.
+    Raises ConfigError when ``path`` does not exist or is of another kind, ArtifactError when it is damaged, incomplete
+    or not SDXL.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")

@@ -166,7 +166,8 @@ def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]], family: str =
     """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
 
     ``loras`` are files, or folders of PEFT or diffusers, with strengths; ``family`` is one of ``MADE_FOR``.
-    Raises ConfigError for a file of another kind or with a layer that does not fit, ArtifactError for a damaged one.
+    Raises ConfigError for a file of another kind and one of which any layer does not fit the networks, ArtifactError
+    for a damaged one.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
     updates: dict[tuple[str, str], list[Update]] = {}

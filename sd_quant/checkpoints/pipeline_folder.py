@@ -1,7 +1,8 @@
 """Writes the folder of a diffusers pipeline without the weights of some networks.
 
 Of a checkpoint in diffusers' layout the files are copied, except those of a swapped autoencoder and weights that a LoRA
-changes, which are written anew, and networks that it was opened without. An archive or a single file is converted.
+changes, which are written anew, and networks that the checkpoint was opened without. An archive or a single file is
+converted.
 """
 
 import shutil

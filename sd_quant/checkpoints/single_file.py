@@ -3,7 +3,8 @@
 Its users open it in diffusers, ComfyUI and the like, so images are made of it as by diffusers' ``from_single_file``.
 A file does not describe its networks, so they are SDXL base's, or those that a file of ours has in its metadata. What
 it predicts is said by tensors that ComfyUI reads as marks, or by its metadata (modelspec); else it is the noise.
-The road not taken is ``from_single_file`` itself: it fetches configs from a hub, and drops unknown tensors.
+The road not taken is ``from_single_file`` itself: it fetches configs from a hub, and drops unknown tensors without a
+word.
 """
 
 import json

@@ -136,7 +136,8 @@ def not_importable(name: str, error: ImportError) -> ResourceError:
 def load_engine(name: str, path: Path, **options: object) -> Engine:
     """The engine of the file at ``path``, .onnx or, for TensorRT, .plan; ``options`` are those of its ``load``.
 
-    Raises ConfigError for an unknown name, ResourceError for a missing runtime or device, ArtifactError.
+    Raises ConfigError for an unknown name, ResourceError for a missing runtime or device, ArtifactError for a broken
+    file.
     """
     loaders = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
     if name not in loaders:

@@ -1,6 +1,7 @@
 """ONNX Runtime on the CPU: the reference, which executes ONNX as it is written.
 
-It checks the exported graph and is not meant for speed: its CPU provider runs most Q/DQ pairs in floating point.
+It checks the exported graph and is not meant for speed: its CPU provider runs most Q/DQ pairs of this export unfused,
+in floating point.
 """
 
 import re

@@ -282,7 +282,8 @@ def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
 def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
     """See ``sd_quant.engines.products_of``. Parts of a decomposed node have its name before a slash.
 
-    With ``DEQUANTIZED`` every product is a float's. The names are the file's then, as the graph that runs lacks some.
+    With ``DEQUANTIZED`` every product is a float's. The names are the file's then, because the graph that runs lacks
+    some.
     """
     if DEQUANTIZED.items() <= engine.settings.items():
         nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)

@@ -1,7 +1,8 @@
 """Cut the quantized layers out of an exported graph, to compare each with torch on the same input.
 
 The error of a whole quantized network says little about its export: one input that rounds the other way in the first
-layer changes everything behind it. So in one flat graph every quantized layer has its own input and output.
+layer changes everything behind it. So one flat graph is written in which every quantized layer has its own input and
+output.
 """
 
 import re
@@ -34,7 +35,8 @@ def cut_layers(
     ``weights`` is the dtype of the graph's other weights, and of the inputs.
 
     A layer's output ``<layer>.output`` is that of its Conv (bias included) or of its MatMul (bias excluded). Layers
-    that share a quantized input share it here too, under one of their names. ``prefix`` precedes all names.
+    that share a quantized input share it here too, under the name of one of them. ``prefix`` precedes the assignment's
+    names in the graph.
     """
     model = ir.load(onnx_path)
     values = {**{node.outputs[0].name: node.outputs[0] for node in model.graph}, **model.graph.initializers}

@@ -46,7 +46,8 @@ EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
     """The shapes of inputs to trace a part with, the contract's own where it has them.
 
-    Those of an image stay below the network's limit for latents, because torch would take that number for a constant.
+    Those of an image stay below the network's limit for latents, because torch would take a size of that number for a
+    constant.
     """
     if contract.example is not None:
         return contract.shapes(**contract.example)

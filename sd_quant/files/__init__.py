@@ -159,7 +159,8 @@ def refusing(
 ) -> Iterator[None]:
     """Raises ArtifactError, which says ``what`` is wrong, in place of exceptions of these kinds, by default of any.
 
-    Parsers and libraries raise whatever bytes lead them to. A file of ``folder`` that was not downloaded is named.
+    Parsers and libraries raise whatever untrusted bytes lead them to. A file of ``folder`` that was not downloaded is
+    named instead.
     """
     try:
         yield
@@ -193,7 +194,8 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
     """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
 
-    A folder is made and removed where the path begins to be missing: /proc denies what its permissions allow.
+    A folder is made and removed where the path begins to be missing, because permissions do not tell: /proc denies what
+    its permissions allow.
     """
     parent = directory.absolute()
     while not os.path.lexists(parent):

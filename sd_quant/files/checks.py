@@ -62,7 +62,8 @@ def check_tensors(
 ) -> None:
     """Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype; reads none.
 
-    ``expected`` is name to shape; names in ``unused`` are allowed too. ``whose`` and ``advice`` complete the message.
+    ``expected`` is name to shape; names in ``unused`` are allowed too, in any shape and dtype. ``whose`` and ``advice``
+    complete the message.
     """
     missing = [key for key in expected if key not in tensors]
     unknown = [key for key in tensors if key not in expected and key not in unused]

@@ -81,7 +81,8 @@ def write_safetensors(
 ) -> None:
     """Writes a file with one tensor in memory at a time; the same tensors give the same bytes.
 
-    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format lacks, ResourceError.
+    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format lacks and ResourceError
+    when the disk is full.
     """
     # Wide numbers first, like the library: in a mapped file every number is then aligned. The header keeps the order.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

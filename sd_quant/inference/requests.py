@@ -79,7 +79,8 @@ def told_steps(
 ) -> Iterator[None]:
     """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
 
-    Its class is changed, because some pipelines copy their scheduler. Steps are taken within ``draws``.
+    Its class is changed, because some pipelines copy their scheduler, for each frame for one. Steps are taken within
+    ``draws``.
     """
     kind = type(pipe.scheduler)
     step = kind.step

@@ -5,7 +5,8 @@ A linear is quantized if it has a ``weight_scale``, in NVFP4 if it has a ``weigh
 
 On GPUs of compute capability 8.9 rows of inputs are scaled to 448 if both sides of the weight are multiples of 16; on
 Blackwell with FlashInfer inputs are NVFP4, whose scale of all is ``input_scale``. Anywhere else, on a processor too,
-weights are dequantized and inputs stay. What is read here computes as the GPU does; tests compare with diffusers.
+weights are dequantized and inputs stay. What is read here computes as the GPU does; the tests hold the weights against
+diffusers itself.
 
 Names are diffusers' or the authors', whose stacked query, key and value are taken apart row by row. Written are
 diffusers' names: of the authors' names diffusers knows Flux in its full width alone. The class has to be one that

@@ -13,7 +13,8 @@ loads their ranges, which are fp16, with the weights. A weight is stored as the 
 fp16; the quantizer makes the same codes of them. No ``quantization_config`` is written: diffusers 0.42 passes ModelOpt
 0.47 an empty one, which it cannot read.
 
-The road not taken is diffusers' ``from_pretrained``: ModelOpt unpickles files, so there is no ``runtime``.
+The road not taken is diffusers' ``from_pretrained``: ModelOpt unpickles files in the folder, so there is no
+``runtime``.
 """
 
 from collections.abc import Collection, Mapping

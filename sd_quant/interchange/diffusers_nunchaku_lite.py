@@ -78,7 +78,8 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as nunchaku's kernels compute it.
 
-    Raises ArtifactError for a damaged folder, a config that its tensors contradict, and another denoiser.
+    Raises ArtifactError for a damaged folder, a config that its tensors contradict, and any other denoiser than that of
+    ``checkpoint``.
     """
     targets = targets_of(path)
     tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)

@@ -2,7 +2,8 @@
 
 A safetensors file holds such a tensor in pieces, ``X._weight_qdata`` and others, and its header's metadata says which
 class they make up and with what other fields, as JSON (torchao's ``prototype.safetensors``, 0.16 and newer, read by
-diffusers' ``TorchAoHfQuantizer``). The config, of options that made the tensors, is not read: tensors decide.
+diffusers' ``TorchAoHfQuantizer``). The config says with which options the tensors were made; it is not read, because
+the tensors decide.
 
 | class                    | codes                                      | scales                                      |
 |--------------------------|--------------------------------------------|---------------------------------------------|

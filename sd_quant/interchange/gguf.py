@@ -7,7 +7,8 @@ ComfyUI-GGUF's converter stores what no block divides as rows of 256 and says it
 ``comfy.gguf.orig_shape.<name>``. What ``general.architecture`` says is not read: names and shapes tell more.
 
 The header is read here, byte by byte, because it is a stranger's; blocks are decoded by ggml's own package ``gguf``, in
-fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number once more.
+fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
+more.
 
 A denoiser is written with linears in ggml's formats (``quantization.formats.ggml``), and with INT8 as Q8_0 and INT4 as
 Q4_0, which have a scale in fp16 for every 32 numbers: a scale per row or per 64 numbers is repeated, so that our codes

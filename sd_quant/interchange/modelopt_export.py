@@ -24,7 +24,8 @@ module around it. Each has names of its own for q, k and v together, SGLang in Q
 ends in ``*``, because the bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a
 quantized layer; and joint layers are listed under their names there.
 
-The road not taken is a call of ``export_hf_checkpoint``: it needs all weights, and chooses the codes anew.
+The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
+codes anew.
 """
 
 from collections.abc import Collection, Mapping

@@ -14,7 +14,8 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError
 from sd_quant.quantization.formats import FORMATS, min_compute_capability
 
-# By a word of a GPU's name: https://developer.nvidia.com/cuda-gpus and /cuda/gpus/legacy. Three are an "RTX 6000".
+# By a word of a GPU's name: https://developer.nvidia.com/cuda-gpus and /cuda/gpus/legacy. "RTX 6000" alone is a name of
+# three generations.
 COMPUTE_CAPABILITY = {
     "p100": 60, "p40": 61, "v100": 70, "t4": 75, "a100": 80, "a800": 80, "a30": 80, "a2": 86, "a10": 86, "a10g": 86,
     "a16": 86, "a40": 86, "a6000": 86, "3090": 86, "l4": 89, "l40": 89, "l40s": 89, "4090": 89, "h20": 90, "h100": 90,

@@ -29,7 +29,8 @@ def inception(weights: Path | None) -> tuple[nn.Module, str | None]:
     """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and NETWORK_NAME if its weights have a known hash.
 
     ``weights`` None stands for the package's. Images are resized without antialiasing, as in every FID.
-    Raises ConfigError where there is no such file, ArtifactError where it is damaged, ResourceError.
+    Raises ConfigError where there is no such file, ArtifactError where it is damaged, ResourceError where a package is
+    missing.
     """
     return (packaged(), NETWORK_NAME) if weights is None else served(weights)
 

@@ -2,7 +2,8 @@
 
 MLPerf Inference up to v5.1, stable-diffusion-xl, closed division (github.com/mlcommons/inference, ``text_to_image``)
 accepts scores within 0.2 % and 2 % of the fp32 reference's 31.74981837 and 23.48046692 (docs/index.md there).
-Its backend_pytorch.py makes images, coco.py scores them with CLIP of open_clip and Inception of pytorch-fid.
+Its images are made by backend_pytorch.py and scored by coco.py, with CLIP from open_clip and Inception from
+pytorch-fid.
 
 Weights and definitions are those of ``text_image``. The resizing for Inception differs: ours is that of Heusel et al.,
 whose pixels lie half a pixel off from pytorch-fid's. CLIP is recognized by the size of its network, not by its weights.

@@ -2,7 +2,8 @@
 
 PickScore (Kirstain et al., Pick-a-Pic, NeurIPS 2023) is the logit scale times the cosine of image and prompt. HPSv2 and
 HPSv2.1 (Wu et al., 2023) are the cosine, here times 100 as in their tables. Both have the network of OpenCLIP's
-ViT-H/14. One pair of similar images is a coin flip to either, as to people; means over hundreds of prompts tell.
+ViT-H/14. One pair of similar images is a coin flip to either, as it is to people; means over hundreds of prompts
+say something.
 
 HPSv2's file has OpenCLIP's names, which are mapped to transformers' CLIPModel: the package open_clip is not needed. Its
 authors' code resizes a tensor, which torchvision smooths from 0.17 on, as is done here, and did not before.

@@ -44,7 +44,8 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
     """The CLIP scores of uint8 [N, H, W, 3] and N prompts, as ``score_images`` returns them, and the ``network``.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. ``value`` is the mean, but
-    at least 0. Prompts are cut to the network's length, as in MLPerf. Raises ArtifactError as ``score_images``.
+    at least 0. Prompts are truncated to the network's length, as in MLPerf. Raises ArtifactError as ``score_images``
+    does.
     """
 
     def opened() -> Opened:
@@ -86,7 +87,8 @@ def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> di
 
     ``references``: a folder of 2049 photographs or more, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
     of their features, as pytorch-fid writes and MLPerf ships it. ``weights`` as in ``inception``. Where something is
-    missing or damaged, or images are too few, ``value`` is None and ``reason`` says why. Raises ArtifactError.
+    missing or damaged, or images are too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other
+    images.
     """
     check_rgb(images)
     entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}

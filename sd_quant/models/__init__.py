@@ -1,7 +1,8 @@
 """The families of diffusion models, one module each. Nothing outside this package names a family.
 
 To add one, write ``sd_quant/models/<name>.py`` with a subclass of ``family.Family`` and an instance of it, ``FAMILY``,
-one line of ``FAMILIES``, and ``conf/model/<name>.yaml``. A module is imported when it is needed.
+one line of ``FAMILIES``, and ``conf/model/<name>.yaml``. A module is imported when a checkpoint of its family is
+opened.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,8 @@ from sd_quant.names.diffusers import TIED
 class Checkpoint(Protocol):
     """The interface of what the readers in ``sd_quant.checkpoints`` return.
 
-    A weight is read from the file each time it is looked up. It can be pickled: the other process opens it again.
+    A weight is read from the file each time it is looked up. A checkpoint can be pickled: the other process opens the
+    file again.
     """
 
     @property

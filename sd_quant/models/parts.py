@@ -81,7 +81,8 @@ def half_contract(
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
     """Returns the sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
 
-    The axes ``height`` and ``width`` count latents, ``image_height`` and ``image_width`` pixels; a token 2 x 2 latents.
+    The axes ``height`` and ``width`` count latents, ``image_height`` and ``image_width`` pixels; an image token is two
+    by two latents.
     """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
     latents = {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}

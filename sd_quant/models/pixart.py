@@ -8,7 +8,8 @@
 | `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
 | `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
 
-T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, with its mask.
+T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, which masks the
+text.
 """
 
 from collections.abc import Mapping

@@ -256,7 +256,8 @@ def diffusers_called(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
 def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
     """Returns the same pipeline with NeMo's conditioning.
 
-    Without negative prompts NeMo's unconditional embedding is all zeros. The text engines pad to 80 tokens.
+    Without negative prompts NeMo's unconditional embedding is all zeros. Its context is padded to 80 tokens inside the
+    text engines.
     """
     import torch
 

@@ -32,7 +32,8 @@ Shape = tuple[int | str, ...]
 class Call:
     """One call of a network by its pipeline."""
 
-    # By parameter name, bound to the signature of the method, with its **kwargs among them; may be nested
+    # By parameter name, bound to the signature of the method, with its **kwargs among them; may nest dicts, lists and
+    # tuples
     arguments: dict[str, Any]
     run: str  # of the pipeline: base, larger, batch or prompt (another size, another batch, a longer prompt)
     step: int  # of denoising

@@ -267,7 +267,8 @@ def differences(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields a layer's or an input's first reader's name, what is stated and what was observed, where they differ.
 
-    ``roles`` and ``inputs`` are a family's. Inputs of excluded layers alone are not compared.
+    ``roles`` and ``inputs`` are a family's. Inputs that excluded layers alone read are not compared, since nothing is
+    done with them.
     """
     for name, role in roles.items():
         if observed.roles.get(name) != role:

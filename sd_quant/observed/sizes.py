@@ -197,7 +197,8 @@ def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[
     """Returns the modules of sizes alone by their paths, and how often each is called.
 
     Their outputs hold tensors, and are the same in all steps of the first run, with other numbers, and with other
-    weights, which are random: those of 0 let an output look constant. ``build`` returns the network without any.
+    weights. Weights are random, because a weight of 0 lets an output look constant. ``build`` returns the network
+    without weights.
     """
     network, other = (
         with_weights(each, reader(each, random_weights(each, seed))) for seed, each in enumerate((build(), build()))

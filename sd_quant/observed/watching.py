@@ -3,7 +3,8 @@
 The pipeline is diffusers' own, so what it passes to its networks is what it would pass in earnest. A network with real
 weights computes; one whose parameters are on the meta device is run there for the shapes of its outputs, and the
 pipeline gets small random numbers of these shapes. So a pipeline of any size is watched in seconds and without weights
-in memory. The road not taken is to read how each class of pipelines calls its networks: a file for each family.
+in memory. The road not taken is to read how each class of pipelines calls its networks, which takes a file for each
+family.
 
 Five runs tell what follows what: ``base``, another size (``larger``), another batch (``batch``), another text
 (``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them.

@@ -10,7 +10,8 @@ equal levels (docs/formats.md#attention has the reasons):
 - a cross-attention stays in high precision.
 
 A joint attention (Stable Diffusion 3, Flux) multiplies tokens of image and text at once, with linears and norms for
-each ``Stream`` and ranges over both. Of each are as many samples, so the mean of the keys is half-way.
+each ``Stream`` and ranges over both. Both streams have equally many samples, so the mean of the keys lies half-way
+between theirs.
 
 Flux rotates each pair of channels of a query and of a key by its token's position (RoPE), and sampled rows have no
 positions. A rotation keeps the norm of a pair, so that is the exact bound of both channels over all positions, and the

@@ -1,7 +1,8 @@
 """One activation range from many UNet calls: the percentile calibrator of NVIDIA ModelOpt's diffusion example.
 
 Calibration gives a range for every prompt and denoising step. ``corrected`` reduces them over the prompts of a step,
-and then over the first ``int(n_steps * percentile)`` steps, the noisiest, by ``COLLECT_METHODS``.
+and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
+``COLLECT_METHODS``.
 
 ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
 ``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects:

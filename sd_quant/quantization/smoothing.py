@@ -15,7 +15,8 @@ instead, each with its own vector. ``SMOOTHINGS`` has both.
 Equation 4 amplifies the channels that calibration saw quiet. Where another prompt wakes one, it is clipped by a static
 range: in the worst image of a trained checkpoint, a channel of a feed-forward had nine times its calibrated amplitude,
 less than the loudest channel's, but 4.8 times the smoothed range. So where alpha is searched for a static range, no
-channel counts as quieter than ``QUIET`` of all (``awake``). The road not taken is a wider range of coarser codes.
+channel counts as quieter than ``QUIET`` of all (``awake``). The road not taken is a wider range, which makes all codes
+coarser.
 """
 
 from __future__ import annotations

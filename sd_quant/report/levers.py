@@ -2,7 +2,8 @@
 
 A lever has to beat the control, which is full precision in so few steps that it takes no less time: their PSNR is
 compared prompt by prompt. Bits and calls are compared with each alone. Independent errors add in squares, so the PSNR
-that is to be expected of both is -10 log10 of the sum of both mean squared errors, and the rest is their interaction.
+that is to be expected of both is -10 log10 of the sum of both mean squared errors, and what is below it is what the two
+do to each other.
 """
 
 import math

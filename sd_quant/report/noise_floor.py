@@ -52,7 +52,8 @@ def ways(record: Any) -> list[str]:
 def beyond(record: Any, way: str) -> Interval | None:
     """PSNR of the recipe's images less that of the way's, over prompts; images of one prompt count as their mean.
 
-    Identical images, whose PSNR is infinite, count as the best that is not. None where all are, or not both are known.
+    Identical images, whose PSNR is infinite, count as the best that is not. None where all of the way's are, and where
+    not both are known.
     """
     floor = at(record, "noise_floor", way, PSNR.key, "values") or []
     own = score_of(record, PSNR).values

@@ -58,7 +58,8 @@ CAPTIONS = {
 def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None = None) -> Path:
     """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
 
-    ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``. Raises ResourceError.
+    ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``. Raises ResourceError when the disk
+    is full.
     """
     table, whole = sweep.rows, unquantized_row(sweep)
     names = {row["job"]: described(row, sweep) for row in table}

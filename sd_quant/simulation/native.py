@@ -238,7 +238,8 @@ def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
 def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of dequantized codes in fp32, at no gain in speed.
 
-    torch's own FP8 product does the same on a processor, except with AMX, where oneDNN takes a thousand times as long.
+    torch's own FP8 product does the same on a processor, except with AMX, where oneDNN's reference takes a thousand
+    times as long.
     """
     return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 

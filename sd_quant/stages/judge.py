@@ -2,7 +2,8 @@
 
 Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too: its images beside
 those in full precision, ``layers.csv`` with the error of each layer, and a record. All candidates are opened before
-anything is computed, so that an unknown file is refused at once. Where memory holds no two, one is open at a time.
+anything is computed, so that an unknown file is refused at once. One network is open at a time where memory does not
+hold two.
 """
 
 import dataclasses

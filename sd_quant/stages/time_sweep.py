@@ -76,7 +76,8 @@ def time_sweep(directory: Path, again: bool = False) -> None:
 
     Engines that were timed here before under the same rule are not timed ``again`` unless that is asked for. A job that
     cannot be timed here is left out and keeps its own figures. Raises ArtifactError where there is no sweep,
-    SdQuantError when an engine cannot be opened, ResourceError; an older ``timing.json`` then stays.
+    SdQuantError when an engine cannot be opened, ResourceError when the disk is full; an older ``timing.json`` then
+    stays.
     """
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")

@@ -3,7 +3,8 @@
 With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed.
 
 All share one pool of engines. An engine's key says how its part is opened: the name of a part by torch, a path by the
-runtime that loads the file, ``Native`` by torch as an engine of its own, and ``Simulated`` by ModelOpt's quantizers.
+runtime that loads the file, ``Native`` by torch as an engine of its own, and ``Simulated`` by torch with ModelOpt's
+quantizers.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,7 @@
 """Checkpoints from strangers. ``python -m tests.cli.hostile``: what a command takes for each, beside its file's size.
 
-The memory is what a command had above one that opens no file: both are forks of a process with all imports.
+The memory is what a command had above one that is refused before any file is opened: both are forks of a process that
+has imported everything.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Checkpoints and prompts from strangers, given to the real command: what is said, with which code, and what is left.
 
-Each case lies in a folder of its own, with a canary in reach of whatever it may start or write.
+Each case lies in a folder of its own, with a canary in reach of whatever it may start or write. SECURITY.md names what
+is tried elsewhere.
 """
 
 import pickle

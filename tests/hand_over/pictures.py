@@ -1,7 +1,8 @@
 """The same images by a consumer, from the code that its card prints, and by torch.
 
 Prompts, noise, sampler and pipeline are the same: diffusers'. Its networks are the consumer's on one side. On the other
-they are ours: with what our reader reads in its files, or simulated for ModelOpt and graphs.
+they are ours: with what our reader reads in the consumer's files, or simulated where the consumer is ModelOpt or runs a
+graph.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 ``faults.diff`` lists the faults: a text that stands exactly once in ``sd_quant``, what replaces it, and the tests that
 should fail then. A fault does not say which file it is in, so code may move. It is put into a copy of the repository,
-pytest runs its tests there up to the first that fails, and it is taken out again. Exit code 1 when one survived.
+pytest runs its tests there up to the first that fails, and it is taken out again. Exit code 1 when a fault survived or
+could not be tried.
 
 pytest runs in a fork of this process, which has imported torch and its like before: of the ten seconds that the tests
 of a fault take, eight are imports. The road not taken is a tool that changes every operator, such as mutmut: nine in

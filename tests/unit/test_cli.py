@@ -55,11 +55,13 @@ LACKING = [(MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError
 REFUSALS = [(kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)]
 
 
-def test_a_folder_that_vanishes_with_its_job_is_a_sentence_and_stays_away(hydra, capsys, tmp_path):
-    hydra(RunMode.RUN)
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("mode", [RunMode.RUN, RunMode.MULTIRUN])
+def test_a_folder_that_vanishes_with_its_job_is_a_sentence_and_stays_away(hydra, capsys, tmp_path, mode):
+    hydra(mode)
+    with pytest.raises(SystemExit if mode is RunMode.RUN else SdQuantError) as left:
         failing(FileNotFoundError("two"), tmp_path / "two")(None)
-    assert "two was removed while a job was running, so files of it are missing" in capsys.readouterr().err
+    said = capsys.readouterr().err if mode is RunMode.RUN else str(left.value)
+    assert "two was removed while a job was running, so files of it are missing" in said
     assert not (tmp_path / "two").exists()
 
 

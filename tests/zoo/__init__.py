@@ -8,7 +8,8 @@ the output (see `enliven`).
 
 `PIPELINES` builds one by the name of its class, and after a comma of a variant where a class is here more than once.
 `write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class that takes a prompt and
-no medium why it is not here. `takes_a_prompt_alone` finds those classes, for a test of both.
+no medium why it is not here. `takes_a_prompt_alone` finds those classes, so a test can hold both against the installed
+diffusers.
 """
 
 import inspect

@@ -282,7 +282,8 @@ def gemma2(width: int = 32, layers: int = 2) -> Pair:
 def t5gemma(width: int = 32, layers: int = 2) -> Pair:
     """Returns a ``T5GemmaEncoder``.
 
-    It runs by the configuration of an encoder, and diffusers opens it by that of both halves, so it has both.
+    It runs by the configuration of an encoder, and diffusers opens it by that of an encoder and a decoder, so its
+    configuration is both.
     """
     from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig, T5GemmaModuleConfig
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder

@@ -34,7 +34,8 @@ def hunyuan_15() -> Any:
 def allegro() -> Any:
     """Returns an ``AutoencoderKLAllegro``: 8 x 8 pixels and 4 frames to 4 channels.
 
-    It decodes in tiles only, of 24 frames and ``sample_size`` pixels that overlap by 120: less decodes to zeros.
+    It decodes in tiles only, of 24 frames and ``sample_size`` pixels that overlap by 120: what is smaller than a tile
+    decodes to zeros.
     """
     return diffusers.AutoencoderKLAllegro(
         block_out_channels=WIDTHS, layers_per_block=1, norm_num_groups=4, sample_size=128

@@ -9,5 +9,6 @@ Deserializing a plan runs its native code, and the runtime's own validity check 
 writes a record beside the plan, and a plan is passed to the runtime only if its bytes in memory have the SHA-256 of
 that record. This protects against a damaged, stale or swapped file, not against someone who can write both files.
 
-Roads not taken: VERSION_COMPATIBLE plans, which run on other versions but slower; and trtexec, as its errors escape.
+Roads not taken: VERSION_COMPATIBLE plans, which run on other versions but slower on all; and trtexec, whose errors
+cannot be caught.
 """

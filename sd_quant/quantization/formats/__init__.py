@@ -1,7 +1,8 @@
 """Number formats: how real numbers are stored in few bits.
 
 A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and one
-module of pure functions beside this file. Other rooms read these facts and name no format; see docs/extending.md.
+module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
+to add one.
 
 | format       | codes                | scales                                              | published in             |
 |--------------|----------------------|-----------------------------------------------------|--------------------------|

@@ -15,7 +15,8 @@ LEVELS = 127  # of symmetric INT8 above zero
 def within_amax(observer: Callable[..., float]) -> Callable[..., float]:
     """Make an observer of any values from a function of magnitudes (fp32 [n], finite and not all zero).
 
-    Its range is at most ``amax``. It is ``amax`` where the sample is empty, zero or not finite, or the function's is 0.
+    Its range is at most ``amax``. It is ``amax`` where the sample is empty, all zero or not finite, or where the
+    function returns 0.
     """
 
     @functools.wraps(observer)

@@ -154,7 +154,8 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
 def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_seen(fmt, rotation):
     """Whatever rounds the residual; the rank stays, and the error that is left is that of the new branch.
 
-    Where inputs are rotated GPTQ leaves 0.92 to 1.06, by the processor; fitted to what is rotated, it would be more.
+    Where inputs are rotated GPTQ leaves 0.92 to 1.06, by the processor; fitted to what is rotated, a branch would make
+    it more.
     """
     weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
     layer = branched(weight, fmt, rotation)
