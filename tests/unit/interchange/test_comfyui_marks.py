@@ -1,4 +1,4 @@
-"""ComfyUI's marks: codes of four and six bits by hand, and damage. ``test_comfyui`` has what comfy-kitchen makes."""
+"""ComfyUI's marks: codes of four and six bits by hand. See ``test_comfyui`` and ``test_layouts``."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange.comfyui_marks import INT4, METHODS, Codes, check_codes, unpacked
-from sd_quant.interchange.layouts import fitting
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
 from sd_quant.quantization.rotation import rotated, rotation_matrix
@@ -98,26 +97,6 @@ def test_scales_of_groups_may_be_bytes():
 def test_what_does_not_fit_is_refused(tensors, entries, words):
     with pytest.raises(ArtifactError, match=words):
         codes_of(w4a8() | tensors, W4A8_MARK | entries, (1, 32))
-
-
-@pytest.mark.parametrize("name, end", [(name, end) for name, row in METHODS.items() for end in row.shapes])
-def test_a_damaged_tensor_of_any_mark_is_refused_by_name(name, end):
-    row, tensors, entries = METHODS[name], {}, {"format": name, "convrot_groupsize": 4}
-    for each, text in {"weight": f"N K/{1 + row.packed}", **row.shapes}.items():
-        shape = fitting(text.replace("g", str(row.group)), (64, 64))[0]
-        dtypes = {"weight": (row.dtype,), **row.dtypes}.get(each, (torch.float32,))
-        tensors[f"a.{each}"] = torch.ones(shape).to(dtypes[0])
-    codes_of(tensors, entries, (64, 64))
-    sound = tensors.pop(f"a.{end}")
-    damages = {f"{end}' is .* in float64, expected": sound.double()}
-    if end != "weight":
-        damages[rf"{end}' is \[2, .* in .*, expected \["] = sound.expand(2, 3, *sound.shape)
-    for words, damaged in damages.items():
-        with pytest.raises(ArtifactError, match=words):
-            codes_of(tensors | {f"a.{end}": damaged}, entries, (64, 64))
-    if end in row.needs:
-        with pytest.raises(ArtifactError, match=f"has no '{end}'"):
-            codes_of(tensors, entries, (64, 64))
 
 
 @pytest.mark.parametrize("entries", [{"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32}])
