@@ -6,18 +6,15 @@
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.interchange import TARGETS
+from sd_quant.errors import ArtifactError
 from sd_quant.interchange.denoiser import quantize_inputs
 from sd_quant.interchange.errors import theirs
-from sd_quant.interchange.holding import adapted, why_not_held
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
@@ -145,23 +142,6 @@ def test_diffusers_loads_it_and_computes_the_same(made, monkeypatch):
 
 
 # What a folder cannot hold, and folders that are wrong
-
-
-def test_what_is_not_held_says_which_layer_and_why():
-    target = TARGETS[NAME]
-    layer = LayerAssignment("a", "linear", (128, 256), format="int4", activation_format="int4", weight_axis=0)
-    assert why_not_held(layer, target) is None
-    for changes, words in (
-        ({"weight_shape": (128, 192)}, "multiples of 128"),
-        ({"weight_shape": (192, 128)}, "multiples of 128"),
-        ({"activation_format": None}, "inputs quantized in int4"),
-        ({"weight_shape": (128, 128, 3, 3)}, "no convolutions"),
-        ({"format": "int8", "activation_format": "int8"}, "no weights in int8"),
-        ({"rotation": 64}, "quantize.rotation=0"),
-    ):
-        assert words in why_not_held(replace(layer, **changes), target)
-    with pytest.raises(ConfigError, match="none of the layers"):
-        adapted({"a": replace(layer, activation_format=None)}, target)
 
 
 def rewrite(folder, change) -> None:

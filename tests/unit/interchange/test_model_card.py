@@ -125,6 +125,24 @@ def test_a_card_for_servers_has_the_command_of_each_that_loads_it():
     assert "    sglang serve --model-path modelopt_export --transformer-path modelopt_export/transformer\n" in card
 
 
+@pytest.mark.parametrize(
+    "name, server, words",
+    [
+        (
+            "sglang_fp8",
+            "SGLang",
+            "SGLang 0.5.23, on a GPU of SM89 or newer:\n\n    sglang serve --model-path sglang_fp8",
+        ),
+        ("vllm_int8", "vLLM-Omni", "vLLM-Omni 0.30.0, on a GPU of SM80 or newer:\n\n    vllm serve vllm_int8 --omni"),
+    ],
+)
+def test_a_card_for_one_server_says_how_and_that_nobody_has(name, server, words):
+    fmt = next(iter(TARGETS[name].formats))
+    card = model_card(FIGURES | {"folder": f"x/{name}", "servers": {server: None}, "inputs": {fmt: ""}}, TARGETS[name])
+    assert words in card and "Nobody has run a server with it" in card and "Tried with" not in card
+    assert ("DeepGEMM quantizes the weights again" in card) == (server == "SGLang")
+
+
 def test_a_card_of_modelopts_quantizers_says_that_files_are_not_smaller():
     figures = FIGURES | {"left_out": TARGETS["diffusers_modelopt"].left_out}
     assert "- smaller files: weights are fp16" in model_card(figures, TARGETS["diffusers_modelopt"])
