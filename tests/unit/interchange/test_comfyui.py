@@ -277,7 +277,6 @@ def rotating(group: object) -> Tensor:
         ("fp8", {"comfy_quant": torch.zeros(9000, dtype=torch.uint8)}, "expected JSON in at most 4096 bytes"),
         ("fp8", {"comfy_quant": None}, "1 unknown: .*weight_scale|2 unknown"),
         ("fp8", {"comfy_quant": mark_of({"format": "int8_tensorwise"})}, "1 unknown: .*input_scale|in float8_e4m3fn"),
-        ("fp8", {"weight_scale": torch.tensor(float("nan"))}, None),
         ("fp8", {"input_scale": torch.tensor(float("inf"))}, "is inf; expected a finite number above 0"),
         ("fp8", {"input_scale": torch.tensor(1e-45)}, "expected a finite number above 0"),
         ("fp8", {"pre_quant_scale": torch.ones(2)}, "1 unknown"),
@@ -289,11 +288,6 @@ def rotating(group: object) -> Tensor:
 def test_what_does_not_fit_is_refused_by_name(opened, tensors_in, case, changes, reason):
     changed = tensors_in(case) | {f"{LAYER}.{end}": tensor for end, tensor in changes.items()}
     changed = {name: each for name, each in changed.items() if each is not None}
-    if reason is None:  # only numbers show it
-        candidate = opened(changed)
-        with pytest.raises(ArtifactError, match=f"{LAYER}.*infinite"):
-            read_all(candidate)
-        return
     said = refusal(opened, changed)
     assert re.search(reason, said), said
     assert LAYER in said or "of another size" in said or "formats" in said

@@ -1,8 +1,4 @@
-"""Folders for nunchaku_lite: products by formula and by comfy-kitchen's kernels, diffusers' own loader, and traps.
-
-``ops`` stand for nunchaku's kernels, which need a GPU: they take the tiles apart by the flat formulas of
-``test_nunchaku_tiles`` and compute with comfy-kitchen's eager SVDQuant, inputs included.
-"""
+"""Folders for nunchaku_lite: products by formula and by comfy-kitchen's kernels, diffusers' own loader, and traps."""
 
 import json
 import sys
@@ -21,6 +17,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from ..tiny import changed
 from .conftest import recipe_of
+from .svdquant_kernels import product, quantized_inputs
 
 pytestmark = pytest.mark.commit
 
@@ -81,29 +78,17 @@ def test_files_hold_what_diffusers_config_says(made):
     assert all(f"{name}.weight" not in tensors for name in section["targets"])
 
 
-def comfy_kitchen_ops():
-    """The two calls of diffusers' linear, on tensors in nunchaku's tiles."""
-    from comfy_kitchen.backends.eager import svdquant
-
-    from sd_quant.interchange import nunchaku_tiles as tiles
+def kernels():
+    """The two calls of diffusers' linear."""
 
     def quantize_w4a4_act_fuse_lora(x, quantized, scales, down, lora, smooth, fuse_glu, fp4):
-        natural = tiles.down(down.shape[1], down.shape[0]).natural(down).T
-        found = svdquant.quantize_svdquant_w4a4(x, tiles.vector_from_tiles(smooth), natural, pad_size=256)
+        found = quantized_inputs(x, down, smooth, 256)
         for place, each in zip((quantized.view(torch.int8), scales, lora), found, strict=True):
             place.copy_(each)
 
     def gemm_w4a4(act, weight, out, _out, ascales, wscales, _a, _b, lora, up, *others):
-        rows, columns = weight.shape[0], 2 * weight.shape[1]
-        codes = tiles.unpacked(tiles.codes(rows, columns), weight)
-        packed = svdquant._pack_int4_row_major(codes.view(torch.int8))
-        natural = tiles.scales(rows, columns // 64).natural(wscales).T.contiguous()
-        up = tiles.up(rows, up.shape[1]).natural(up)
         bias = next(other for other in others if other is not None and not isinstance(other, bool))
-        result = svdquant.scaled_mm_svdquant_w4a4(
-            act.view(torch.int8), packed, ascales, natural, lora, up, tiles.vector_from_tiles(bias)
-        )
-        out.copy_(result[: len(out)])
+        out.copy_(product((act.view(torch.int8), ascales, lora), weight, wscales, up, bias)[: len(out)])
 
     return SimpleNamespace(quantize_w4a4_act_fuse_lora=quantize_w4a4_act_fuse_lora, gemm_w4a4=gemm_w4a4)
 
@@ -118,7 +103,7 @@ def test_diffusers_loads_it_and_computes_the_same(made, monkeypatch):
     from diffusers.utils import import_utils
 
     case, _, folder = made
-    ops = comfy_kitchen_ops()
+    ops = kernels()
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda *_, **__: SimpleNamespace(ops=ops)))
     monkeypatch.setattr(import_utils, "_kernels_available", True)
     monkeypatch.setattr("diffusers.utils.constants.DIFFUSERS_TRUST_REMOTE_KERNELS", True)

@@ -29,6 +29,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from .conftest import recipe_of
+from .svdquant_kernels import product, quantized_inputs
 from .tile_formulas import in_sixteens, micro_scale, scale, word
 
 pytestmark = pytest.mark.commit
@@ -176,43 +177,17 @@ def test_a_file_has_the_names_shapes_and_dtypes_that_nunchaku_loads(
 
 def test_names_of_deepcompressor_and_nunchaku_are_translated_both_ways():
     for old, new in (
-        ("single_transformer_blocks.3.qkv_proj.lora_down", "single_transformer_blocks.3.attn.to_qkv.proj_down"),
         ("single_transformer_blocks.3.out_proj.smooth", "single_transformer_blocks.3.attn.to_out.smooth_factor"),
         ("single_transformer_blocks.3.mlp_fc2.qweight", "single_transformer_blocks.3.mlp_fc2.qweight"),
-        ("single_transformer_blocks.3.norm_k.weight", "single_transformer_blocks.3.attn.norm_k.weight"),
         ("transformer_blocks.0.mlp_fc2.smooth_orig", "transformer_blocks.0.ff.net.2.smooth_factor_orig"),
         ("transformer_blocks.0.qkv_proj_context.lora_up", "transformer_blocks.0.attn.add_qkv_proj.proj_up"),
         ("transformer_blocks.0.norm1.linear.wzeros", "transformer_blocks.0.norm1.linear.wzeros"),
-        ("down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_qkv.smooth",
-         "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_qkv.smooth_factor"),
         ("proj_out.weight", "proj_out.weight"),
-    ):  # fmt: skip
+    ):
         assert (new_name(old), new_name(new), old_name(new)) == (new, new, old)
 
 
 # Products
-
-
-def comfy_kitchen(tensors: Mapping[str, Tensor], x: Tensor, unsigned: bool = False) -> Tensor:
-    """The output of the linear of these tensors, as comfy-kitchen computes it in fp32."""
-    from comfy_kitchen.backends.eager import svdquant
-
-    rows, columns = tensors["qweight"].shape[0], 2 * tensors["qweight"].shape[1]
-    rank = tensors["lora_down"].shape[1]
-    own = {name: each.float() for name, each in tensors.items() if name != "qweight"}
-    packed = svdquant._pack_int4_row_major(
-        tiles.unpacked(tiles.codes(rows, columns), tensors["qweight"]).view(torch.int8)
-    )
-    down = tiles.down(rank, columns).natural(own["lora_down"]).T
-    shifted = x + SHIFT if unsigned else x
-    codes, scales, lora = svdquant.quantize_svdquant_w4a4(
-        shifted, tiles.vector_from_tiles(own["smooth"]), down, len(x), unsigned, lora_x=x
-    )
-    bias = tiles.vector_from_tiles(own["bias"]) if "bias" in own else None
-    natural = tiles.scales(rows, columns // 64).natural(own["wscales"]).T.contiguous()
-    return svdquant.scaled_mm_svdquant_w4a4(
-        codes, packed, scales, natural, lora, tiles.up(rows, rank).natural(own["lora_up"]), bias, unsigned
-    )
 
 
 def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple:
@@ -232,7 +207,6 @@ def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple
 @torch.no_grad()
 def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
     """Every linear of the file beside those of diffusers that it stands for, with the inputs that it has there."""
-    pytest.importorskip("comfy_kitchen")
     case, path = with_multiplied(family, tmp_path, tiny)
     stored, ours = load_file(path), case.network(case.read(path, NAME)).eval()
     random = torch.Generator().manual_seed(0)
@@ -240,13 +214,15 @@ def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
     for key in (key for key in stored if key.endswith(".lora_down")):
         old = key.removesuffix(".lora_down")
         name = new_name(f"{old}.qweight").removesuffix(".qweight")
-        tensors = {end: stored[f"{old}.{end}"] for end in ("qweight", "wscales", "lora_down", "lora_up", "smooth")}
-        tensors |= {"bias": stored[f"{old}.bias"]} if f"{old}.bias" in stored else {}
-        x = torch.randn(64, 2 * tensors["qweight"].shape[1], generator=random)
+        weight = stored[f"{old}.qweight"]
+        wscales, down, up, smooth = (stored[f"{old}.{end}"].float() for end in
+                                     ("wscales", "lora_down", "lora_up", "smooth"))  # fmt: skip
+        bias = stored[f"{old}.bias"].float() if f"{old}.bias" in stored else None
+        x = torch.randn(64, 2 * weight.shape[1], generator=random)
         head, _, last = name.rpartition(".")
         unsigned = family == "flux" and name.endswith(("ff.net.2", "ff_context.net.2", "mlp_fc2"))
         x = F.gelu(x, approximate="tanh") if unsigned else x
-        theirs = comfy_kitchen(tensors, x, unsigned)
+        theirs = product(quantized_inputs(x, down, smooth, 64, unsigned), weight, wscales, up, bias, unsigned)
         single = "single_" in name
         if last in ("to_qkv", "add_qkv_proj"):
             names = [f"{head}.{last.replace('qkv', letter)}" for letter in "qkv"]
