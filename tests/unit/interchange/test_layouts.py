@@ -21,6 +21,7 @@ from sd_quant.interchange import (
     diffusers_quanto,
     diffusers_sdnq,
     diffusers_torchao,
+    gguf,
     modelopt_export,
     modelopt_quantizers,
     nunchaku_linears,
@@ -226,3 +227,17 @@ ODD = [
 def test_a_weight_that_the_layout_does_not_hold_is_refused(layout, shape):
     own = LayerTensors(Path("x"), "a", {})
     refuses("expected a linear whose inputs are a multiple of", lambda: layout.layer(own, shape, 1, None))
+
+
+GGML = {  # how many numbers share a scale, and bits of a number with its scales, by ggml's own descriptions
+    "Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5), "Q2_K": (16, 2.625),
+    "Q3_K": (16, 3.4375), "Q4_K": (32, 4.5), "Q5_K": (32, 5.5), "Q6_K": (16, 6.5625), "IQ4_NL": (32, 4.5),
+    "IQ4_XS": (32, 4.25),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", gguf.QUANTIZED.values(), ids=lambda kind: kind.name)
+def test_a_scale_is_said_to_be_for_as_many_numbers_as_share_it(kind):
+    blocks = gguf.Blocks(None, "a", 0, (6, 512), kind)
+    layer, (share, bits) = gguf.stored_layer([blocks], blocks), GGML[kind.name]
+    assert (layer.format, layer.scales, layer.bits) == (kind.name, f"1 for {share} numbers", bits)

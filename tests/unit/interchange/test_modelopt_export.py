@@ -1,4 +1,4 @@
-"""What is written for servers is what ModelOpt exports, what bfl reads, and what each server's rules take.
+"""What is written for servers is what ModelOpt exports, and what each server's rules take.
 
 The rules are restated here from the servers' sources: SGLang 0.5.23 (``modelopt_quant.py``, ``dits/flux.py``), vLLM as
 of vLLM-Omni 0.30 (``modelopt.py``), TensorRT-LLM of August 2026 (``visual_gen/config.py``, ``transformer_flux.py``).
@@ -18,7 +18,6 @@ import diffusers
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
-from diffusers.quantizers.bfl.utils import dequantize_nvfp4
 from modelopt.torch.export import export_hf_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -142,20 +141,6 @@ def test_it_is_what_modelopt_exports(written, tmp_path):
         return
     for name in case.roles:  # theirs are spelt without a star where they are whole names
         assert matches(name, mine["ignore"]) == matches(name, config["ignore"]) == (name not in layers), name
-
-
-@slow
-@pytest.mark.parametrize("written", ["nvfp4", "chosen"], indirect=True)
-def test_bfls_decoder_reads_the_same_weights(written):
-    """The even number is in the low nibble, and both scales multiply: the other order decodes something else."""
-    case, _, folder = written
-    (tensors, _), original = stored(folder), denoiser_weights(case.checkpoint)
-    for name, layer in case.read(folder, NAME).layers.items():
-        codes, *scales = (tensors[f"{name}.{end}"] for end in ("weight", "weight_scale", "weight_scale_2"))
-        decoded, swapped = dequantize_nvfp4(codes, *scales), dequantize_nvfp4(codes >> 4 | codes << 4, *scales)
-        torch.testing.assert_close(decoded, layer.weight.read(), rtol=1e-6, atol=0)
-        lost, otherwise = (torch.dist(each, original[f"{name}.weight"].float()) for each in (decoded, swapped))
-        assert lost < 0.2 * decoded.norm() and otherwise > 0.9 * decoded.norm(), name
 
 
 # Servers' rules of ``ignore``
