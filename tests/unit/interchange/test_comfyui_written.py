@@ -57,24 +57,27 @@ DETECTED = {
 }  # fmt: skip
 
 
-def written(tiny, folder, family: str, fmt: str, options: dict) -> tuple:
-    """The tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
-    case = tiny(family)
-    assignment = case.assignment(recipe_of(fmt, **options), "comfyui")
-    path = case.written(assignment, "comfyui", folder)
-    tensors, metadata = read_header(whole_file(path))
-    prefix = PREFIX if family == "sdxl" else ""
-    state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
-    return case, assignment, path, state, metadata
+@pytest.fixture(scope="module")
+def written(written_once):
+    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
+
+    def write(family: str, fmt: str, options: dict) -> tuple:
+        case, assignment, path = written_once("comfyui", family, fmt, **options)
+        tensors, metadata = read_header(whole_file(path))
+        prefix = PREFIX if family == "sdxl" else ""
+        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
+        return case, assignment, path, state, metadata
+
+    return write
 
 
 @pytest.mark.slow
 @pytest.mark.consumer
 @pytest.mark.parametrize("family, fmt, options", CASES)
 @torch.no_grad()
-def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(tiny, tmp_path, family, fmt, options):
+def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(written, family, fmt, options):
     """Halves in the authors' order, nibbles in ComfyUI's, scales in tiles: any other order gives other numbers."""
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, fmt, options)
+    case, assignment, _, state, _ = written(family, fmt, options)
     network, weights = empty_denoiser(case.checkpoint), denoiser_weights(case.checkpoint)
     marks = marks_of(state)
     opened = {f"{layer}.weight": opened_by_kitchen(state, layer).dequantize() for layer in marks}
@@ -114,8 +117,8 @@ def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
 @pytest.mark.slow
 @pytest.mark.consumer
 @torch.no_grad()
-def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(tiny, tmp_path):
-    case, _, _, state, _ = written(tiny, tmp_path, "sd3", "int4_per_row", INT4_ROWS)
+def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(written):
+    case, _, _, state, _ = written("sd3", "int4_per_row", INT4_ROWS)
     recipe = case.assignment(recipe_of("int4_per_row", **INT4_ROWS), "onnx")  # whose inputs are as the recipe says
     for ours, theirs in {"attn.to_out.0": "x_block.attn.proj", "ff.net.0.proj": "x_block.mlp.fc1"}.items():
         row = recipe[f"transformer_blocks.0.{ours}"]
@@ -128,9 +131,9 @@ def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(tiny, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DETECTED)
-def test_comfyui_tells_the_model_and_finds_the_marks(tiny, tmp_path, family):
+def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
     """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
-    case, assignment, path, state, metadata = written(tiny, tmp_path, family, "nvfp4", PLAIN)
+    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
     marks, (told, sized) = marks_of(state), DETECTED[family]
     assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
     assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
@@ -198,9 +201,9 @@ def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_no_padding_changes_a_size_that_comfyui_counts(tiny, tmp_path, family):
+def test_no_padding_changes_a_size_that_comfyui_counts(written, family):
     """MXFP8 packs nothing, so that more layers have it than NVFP4."""
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, "mxfp8", PLAIN)
+    case, assignment, _, state, _ = written(family, "mxfp8", PLAIN)
     plain, marks, sized = authors_state(case.checkpoint), marks_of(state), DETECTED[family][1]
     assert all(state[name].shape == plain[name].shape for name in sized)
     assert family == "flux" or sized[0].removesuffix(".weight") in marks
@@ -217,8 +220,8 @@ def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():
 
 
 @pytest.mark.slow
-def test_inputs_that_a_recipe_leaves_alone_are_marked(tiny, tmp_path):
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
     """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
-    *_, state, _ = written(tiny, tmp_path, "sd3", "mxfp8", PLAIN | {"activation": None})
+    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
     marks = marks_of(state).values()
     assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)

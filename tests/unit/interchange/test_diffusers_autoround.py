@@ -7,13 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, packed, read, stored_layer
 from sd_quant.interchange.stored import LayerTensors
 
+from ..tiny import changed
 from .conftest import recipe_of
 
 pytestmark = pytest.mark.commit
@@ -89,19 +89,10 @@ def test_tensors_that_do_not_fit_are_refused(change, scheme, words):
 
 
 @pytest.fixture(scope="module")
-def exported(tiny, tmp_path_factory):
+def exported(written_once):
     """A tiny Flux in INT4, with a layer that is left out, in one folder."""
-    case, folder = tiny("flux"), tmp_path_factory.mktemp("autoround")
-    assignment = case.assignment(recipe_of("int4", **ALONE), READER)
-    return case, assignment, case.written(assignment, READER, folder) / case.component
-
-
-def with_config(source: Path, folder: Path, **entries) -> Path:
-    save_file(load_file(source / FILE), folder / FILE)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] |= entries
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
+    return case, assignment, folder / case.component
 
 
 @pytest.mark.slow
@@ -129,7 +120,7 @@ def with_config(source: Path, folder: Path, **entries) -> Path:
 def test_a_config_that_says_something_else_is_refused(exported, tmp_path, entries, words):
     case, _, folder = exported
     with pytest.raises((ArtifactError, ConfigError), match=words):
-        read(with_config(folder, tmp_path, **entries), case.checkpoint)
+        read(changed(folder, tmp_path, config=lambda config, entries=entries: config.update(entries)), case.checkpoint)
 
 
 @pytest.mark.slow
@@ -148,7 +139,9 @@ def test_blocks_and_patterns_name_layers_as_autoround_reads_them(exported, tmp_p
         {"bits": 8, "extra_config": dict.fromkeys(left, {"bits": 16}) | {".*": {"bits": 4}}},
         {"autoround_version": "0.16.1"},
     ):
-        found = read(with_config(folder, tmp_path, **entries), case.checkpoint)
+        found = read(
+            changed(folder, tmp_path, config=lambda config, entries=entries: config.update(entries)), case.checkpoint
+        )
         assert found.layers.keys() == expected
         assert found.maker == ("AutoRound 0.16.1" if "autoround_version" in entries else "AutoRound")
 

@@ -16,7 +16,6 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from ..tiny import changed
-from .conftest import recipe_of
 from .svdquant_kernels import product, quantized_inputs
 
 pytestmark = pytest.mark.commit
@@ -26,12 +25,9 @@ OPTIONS = {"rank": 0.1, "smoothing": "modelopt"}  # with factors in front of eve
 
 
 @pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
-    """Returns a tiny Flux with its assignment, and the folder that is written."""
-    case = tiny("flux")
-    with torch.no_grad():
-        assignment = case.assignment(recipe_of("int4", **OPTIONS), NAME)
-        return case, assignment, case.written(assignment, NAME, tmp_path_factory.mktemp("lite"))
+def made(written_once):
+    """A tiny Flux with its assignment, and the folder that is written."""
+    return written_once(NAME, "flux", "int4", **OPTIONS)
 
 
 def held(assignment) -> list[LayerAssignment]:
@@ -129,13 +125,6 @@ def test_diffusers_loads_it_and_computes_the_same(made, monkeypatch):
 # What a folder cannot hold, and folders that are wrong
 
 
-def rewrite(folder, change) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config["quantization_config"]["svdq_w4a4"])
-    path.write_text(json.dumps(config))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change, words",
@@ -152,8 +141,7 @@ def rewrite(folder, change) -> None:
 )
 def test_a_config_that_the_weights_contradict_is_refused(made, tmp_path, change, words):
     case, _, folder = made
-    copy = changed(folder / case.component, tmp_path / case.component)
-    rewrite(copy, change)
+    changed(folder / case.component, tmp_path / case.component, config=lambda config: change(config["svdq_w4a4"]))
     with pytest.raises(ArtifactError, match=words):
         case.read(tmp_path, NAME)
 

@@ -112,10 +112,8 @@ def test_every_size_of_group(tmp_path, kind):
 @pytest.mark.parametrize("saved", CASES[:1], indirect=True, ids=["int8"])
 def test_another_dtype_than_the_weights_have_is_refused(saved, tmp_path):
     case, _, _, folder = saved
-    config = json.loads((changed(folder, tmp_path) / "config.json").read_text())
     for given in ("int3", 8, None, ["int8"], "int2"):
-        config["quantization_config"]["weights_dtype"] = given
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        changed(folder, tmp_path, config=lambda config, given=given: config.update(weights_dtype=given))
         with pytest.raises(ArtifactError, match=r"weights_dtype|has no 'weight\._data\._data'"):
             read(tmp_path, case.checkpoint)
 

@@ -7,7 +7,7 @@ of 1.2.0dev; its products are comfy-kitchen's, row by row, with the tiles taken 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,17 +39,9 @@ FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
 
 
 @pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
+def made(written_once):
     """``made(family, format)``: a tiny checkpoint with its assignment, and the file that is written."""
-
-    @cache
-    @torch.no_grad()
-    def make(family: str, fmt: str = "int4"):
-        case = tiny(family)
-        assignment = case.assignment(recipe_of(fmt, **FAMILIES[family]), NAME)
-        return case, assignment, case.written(assignment, NAME, tmp_path_factory.mktemp("nunchaku"))
-
-    return make
+    return lambda family, fmt="int4": written_once(NAME, family, fmt, **FAMILIES[family])
 
 
 def metadata_of(path: Path) -> Mapping[str, str]:
