@@ -300,7 +300,7 @@ def test_what_has_two_meanings_or_none_is_refused(opened, tensors_in):
     marks = in_header({LAYER: {"format": "float8_e5m2"}})
     for changed, prefix, header, reason in (
         (tensors | {"scaled_fp8": torch.zeros(1)}, "", None, "two meanings"),
-        (tensors, "", marks, f"1 layers in two ways ({LAYER})"),
+        (tensors, "", marks, f"layers in two ways (1: {LAYER})"),
         (old_file(tensors, torch.zeros(1)), "", marks, "two meanings"),
         (tensors, PREFIX, marks, "without the prefix"),
         (tensors, "", {"_quantization_metadata": '{"format_version": "1.1", "layers": {}}'},

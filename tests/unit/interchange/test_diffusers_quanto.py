@@ -125,7 +125,7 @@ def test_quantized_inputs_and_a_wrong_map_are_refused(own, tmp_path):
     entries = json.loads((tmp_path / "quanto_qmap.json").read_text())
     name = min(candidate.layers)
     for change, message in [
-        ({name: entries[name] | {"activations": "qint8"}}, "inputs and outputs of 1 layers"),
+        ({name: entries[name] | {"activations": "qint8"}}, r"inputs and outputs of layers \(1: "),
         ({name: entries[name] | {"weights": "qint3"}}, name),
         ({name: "qint8"}, name),
         ({"more": entries[name]}, "other layers.*more"),

@@ -251,13 +251,13 @@ ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blo
         (SGLANG, r"lacks weight_block_size \[128, 128\]", {"weight_block_size": [64, 128]}),
         (SGLANG, "has scale_fmt ue8m0, which is not decoded", {"scale_fmt": "ue8m0"}),
         (SGLANG, "is no list of names", {"ignored_layers": "proj_out"}),
-        (SGLANG, rf"ignores \({SINGLE}.proj_out\), so SGLang", {"ignored_layers": ["proj_out", KEPT]}),
-        (SGLANG, "for 5 layers that its config ignores", ALSO),  # q, k, v and two proj_mlp
+        (SGLANG, rf"ignores \(1: {SINGLE}.proj_out\), so SGLang", {"ignored_layers": ["proj_out", KEPT]}),
+        (SGLANG, r"for layers that its config ignores \(5: ", ALSO),  # q, k, v and two proj_mlp
         (VLLM, "lacks is_checkpoint_int8_serialized True", {"is_checkpoint_int8_serialized": False}),
         (VLLM, "lacks activation_scheme dynamic", {"activation_scheme": "static"}),
         (VLLM, "has weight_block_size, which", {"weight_block_size": [1, 2]}),
         (VLLM, "is no list of names", {"ignored_layers": "proj_mlp"}),
-        (VLLM, rf"that its config ignores \({SINGLE}.proj_mlp", {"ignored_layers": [f"{SINGLE}.proj_mlp"]}),
+        (VLLM, rf"that its config ignores \(1: {SINGLE}.proj_mlp", {"ignored_layers": [f"{SINGLE}.proj_mlp"]}),
     ],
 )
 def test_a_config_that_the_server_takes_otherwise_is_refused(written, tmp_path, target, message, changes):
