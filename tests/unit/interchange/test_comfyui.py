@@ -318,18 +318,21 @@ def marked(layer: str) -> dict[str, Tensor]:
 
 
 @consumer
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_padding_is_cut_off(name, tmp_path):
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_weight_are_those_of_the_whole_and_padding_is_cut_off(name, tmp_path):
     """NVFP4's to multiples of 16, MXFP8's to 32: of sides that no checkpoint here has."""
-    stored = by_kitchen(torch.randn(150, 90), name)
+    case = CASES[name]
+    padded = METHODS[case.format].multiple > 1
+    rows, columns = (150, 90) if padded else (150, 192)
+    stored = by_kitchen(torch.randn(rows, columns), case.format, **case.options)
     save_file(stored_pieces(stored, "weight"), tmp_path / "a.safetensors")
-    located = read_safetensors(whole_file(tmp_path / "a.safetensors"))
-    assert located["weight"].shape[0] % METHODS[name].multiple == 0
-    for first, last in ((0, 150), (40, 110)):
-        codes = Codes(
-            LayerTensors(tmp_path, "a", located), {"format": name}, (150, 90), Rows("a.weight", first, last, 150)
-        )
+    located = LayerTensors(tmp_path, "a", read_safetensors(whole_file(tmp_path / "a.safetensors")))
+    for first, last in ((0, rows), (40, 110)):
+        codes = Codes(located, case.mark, (rows, columns), Rows("a.weight", first, last, rows))
         check_codes(codes)
-        assert torch.equal(codes.read(), stored.dequantize()[first:last, :90])
-    x = torch.randn(3, 90)
-    assert torch.equal(METHODS[name].inputs(codes)(x), by_kitchen(x, name).dequantize()[:3, :90])
+        expected = stored.dequantize()[first:last, :columns]
+        torch.testing.assert_close(codes.read(), expected, rtol=0, atol=1e-6 if case.rotates else 0)
+    if padded:
+        x = torch.randn(3, columns)
+        inputs = by_kitchen(x, case.format).dequantize()[:3, :columns]
+        assert torch.equal(METHODS[case.format].inputs(codes)(x), inputs)
