@@ -137,7 +137,11 @@ ROWS |= {
         lambda own: nunchaku_linears.w4a16_layer(own, *SHAPE),
         {"qweight": ("N/4 K/2", INT32), "wscales": ("K/64 N", FP16), "wzeros": ("K/64 N", FP16)},
     ),
-    "torchao": Row(by_torchao, {"qdata": ("N K", INT8), "scale": ("N 1", FP32)}),
+    "torchao": Row(
+        by_torchao,
+        {"qdata": ("N K", INT8), "scale": ("N 1", FP32), "zero_point": torch.zeros(SHAPE[0], 1, dtype=INT8)},
+        optional=["zero_point"],
+    ),
     "sdnq": Row(
         by_sdnq("uint4"),
         {"weight": ("N*128", UINT8), "scale": ("N K/32 1", FP32), "zero_point": ("N K/32 1", FP32)}
