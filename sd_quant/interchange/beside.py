@@ -78,8 +78,8 @@ def with_loras(
     for what, names in refused.items():
         if names:
             raise ConfigError(
-                f"model.loras cannot be added to the candidate {denoiser.path} at run time: {len(names)} layers {what} "
-                f"({listing(names, NAMED)}); give a candidate with these in its weights, or none of them"
+                f"model.loras cannot be added to the candidate {denoiser.path} at run time: layers {what} "
+                f"({len(names)}: {listing(names, NAMED)}); give a candidate with these in its weights, or none of them"
             )
     layers = {name: layer_with(denoiser.layers[name], adapted[name]) for name in quantized}
     fused = {f"{name}.weight": each for name, each in adapted.items() if name not in denoiser.layers}

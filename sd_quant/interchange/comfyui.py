@@ -274,7 +274,7 @@ def marks_in(
         )
     if twice := [layer for layer in single if layer in listed and single[layer] != listed[layer]]:
         raise ArtifactError(
-            f"{path} marks {len(twice)} layers in two ways ({listing(twice, 5)}), and so has two meanings; quantize "
+            f"{path} marks layers in two ways ({len(twice)}: {listing(twice, 5)}), and so has two meanings; quantize "
             "the model again"
         )
     marks = {**single, **listed}
@@ -290,7 +290,7 @@ def marks_in(
                if not isinstance(mark.get("format"), str) or mark["format"] not in METHODS]  # fmt: skip
     if strange:
         raise ArtifactError(
-            f"{path} has {len(strange)} layers in formats that are not read here ({listing(strange, 3)}); expected "
+            f"{path} has layers in formats that are not read here ({len(strange)}: {listing(strange, 3)}); expected "
             f"{', '.join(METHODS)}, so choose such a file"
         )
     for layer, mark in marks.items():
@@ -328,8 +328,8 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
         return layers
     if bare := [name for name in layers if not name.startswith((PREFIX, *OTHER_NETWORKS))]:
         raise ArtifactError(
-            f"{path}: {METADATA} has {len(bare)} layers without the prefix {PREFIX} of their tensors "
-            f"({listing(bare, 5)}), which ComfyUI does not find; quantize the model again"
+            f"{path}: {METADATA} has layers without the prefix {PREFIX} of their tensors "
+            f"({len(bare)}: {listing(bare, 5)}), which ComfyUI does not find; quantize the model again"
         )
     return {name.removeprefix(PREFIX): mark for name, mark in layers.items() if name.startswith(PREFIX)}
 

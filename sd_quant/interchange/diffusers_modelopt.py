@@ -158,7 +158,7 @@ def with_quantizers(
     stored.checked(amax, fitting, FLOAT_SCALES)
 
     def rounded() -> Tensor:
-        return weight(source.read(), magnitudes(stored, amax))
+        return weight(stored.finite("weight"), magnitudes(stored, amax))
 
     return QuantizedLayer(
         weight.format, scales, stored.size("weight"), LazyTensor(shape, source.dtype, rounded), inputs

@@ -135,7 +135,7 @@ def from_map(path: Path) -> dict[str, str]:
         )
     if quantized := [name for name, entry in entries.items() if entry.get("activations", "none") != "none"]:
         raise ArtifactError(
-            f"{path}: quanto quantizes inputs and outputs of {len(quantized)} layers ({listing(quantized)}), whose "
+            f"{path}: quanto quantizes inputs and outputs of layers ({len(quantized)}: {listing(quantized)}), whose "
             "codes pass from layer to layer and are not judged here; give a quantization of weights alone"
         )
     return {name: kind for name, kind in weights.items() if kind != "none"}

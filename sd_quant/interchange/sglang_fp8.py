@@ -99,7 +99,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, others = by_layer(path, tensors, shapes, (SCALE,))
     if both := [name for name in found if skips(ignored, name)]:
         raise ArtifactError(
-            f"{path} has scales for {len(both)} layers that its config ignores ({listing(both, 3)}), so SGLang would "
+            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so SGLang would "
             "take their codes for weights; make the folder again"
         )
     layers = {name: LAYOUT.layer(own, shapes[name], own.size(), BlockFloat8(BLOCK)) for name, own in found.items()}

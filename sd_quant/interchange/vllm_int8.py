@@ -85,7 +85,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, others = by_layer(path, tensors, shapes, (SCALE,))
     if both := [name for name in found if name in ignored]:
         raise ArtifactError(
-            f"{path} has a scale for {len(both)} layers that its config ignores ({listing(both, 3)}), which vLLM-Omni "
+            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), which vLLM-Omni "
             "cannot place; make the folder again"
         )
     layers = {name: LAYOUT.layer(own, shapes[name], own.size(), RowInteger()) for name, own in found.items()}

@@ -1,5 +1,6 @@
 """Tiny checkpoints, what a target holds of them, candidates in them, and what is compared with others' networks."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -152,9 +153,17 @@ class Tiny:
         return self.kind.from_pretrained(folder / self.component, torch_dtype=dtype).eval()
 
 
-def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object] = lambda tensors: None) -> Path:
-    """``folder``, as ``source`` with its tensors as ``change`` makes them."""
+def changed(
+    source: Path,
+    folder: Path,
+    change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    config: Callable[[dict], object] = lambda quantization: None,
+) -> Path:
+    """``folder``, as ``source`` with its tensors and its ``quantization_config`` as these make them."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
+    described = json.loads((folder / "config.json").read_text())
+    config(described.get("quantization_config", {}))
+    (folder / "config.json").write_text(json.dumps(described))
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     change(tensors)

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from sd_quant.models.unet import attentions, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
@@ -40,6 +42,20 @@ def assign(calibrated) -> Callable[..., dict[str, LayerAssignment]]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture(scope="session")
+def written_once(tiny, tmp_path_factory):  # noqa: F811
+    """``written_once(target, family, format, **options)``: a tiny checkpoint, its assignment, and what is written."""
+
+    @cache
+    @torch.no_grad()
+    def write(target: str, family: str, fmt: str, **options: object):
+        case = tiny(family)
+        assignment = case.assignment(recipe_of(fmt, **options), target)
+        return case, assignment, case.written(assignment, target, tmp_path_factory.mktemp(target))
+
+    return write
 
 
 @pytest.fixture

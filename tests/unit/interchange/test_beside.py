@@ -112,8 +112,8 @@ def test_one_that_was_made_with_them_has_them_and_one_of_another_strength_is_ref
 @pytest.mark.parametrize(
     ("wanted", "options", "words"),
     [
-        ((".norm1",), {}, "layers are norms or biases \\(down_blocks.1"),
-        ((".conv1",), {}, "layers are convolutions that round their inputs \\(down_blocks.0.resnets.0.conv1"),
+        ((".norm1",), {}, "layers are norms or biases \\(\\d+: down_blocks.1"),
+        ((".conv1",), {}, "layers are convolutions that round their inputs \\(\\d+: down_blocks.0.resnets.0.conv1"),
         (("to_q",), {"smoothing": "folded"}, "have a smoothing that the modules in front compute, so that a LoRA does"),
     ],
 )

@@ -4,46 +4,43 @@ ComfyUI itself is no package. What it reads off a file before it opens it is wri
 ``model_detection.py``, ``utils.py`` and ``ops.py``.
 """
 
-import json
-from collections.abc import Mapping
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
 from sd_quant.interchange.comfyui_written import e8m0, in_tiles_of_e4m3, packed, signed, with_rows_of_zeros
-from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
-from sd_quant.names.authors import PREFIX, authors_places
+from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error, up_to
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS, fake_quantize
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import in_tiles
 from sd_quant.quantization.rotation import rotated
 
 from .cases import INT4_ROWS, PLAIN, ROTATED, W4A8
+from .comfyui_files import by_kitchen, marks_of, opened_by_kitchen
 from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers
 
 pytestmark = pytest.mark.commit
 
-CASES = [
-    ("sdxl", "nvfp4", PLAIN), ("sd15", "int8", PLAIN), ("sd21", "fp8", {"per_channel": False}),
-    ("sd21", "nvfp4", PLAIN), ("sd3", "fp8", {"per_channel": False, "alpha": None}),
-    ("sd3", "int8", {**ROTATED, "rotation": 16}), ("sd3", "nvfp4", PLAIN), ("flux", "fp8", {"per_channel": False}),
-    ("flux", "int8", {"per_channel": False, **PLAIN}), ("flux", "int8", {**ROTATED, "rotation": 256}),
-    ("flux", "nvfp4", {"scale_search": True, **PLAIN}), ("sd3", "mxfp8", PLAIN), ("sd3", "int4_per_row", INT4_ROWS),
-    ("sd3", "int4_in_int8", W4A8), ("flux", "int4_in_int8", W4A8 | {"rounding": "gptq", "scale_search": True}),
-    ("flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
-]  # fmt: skip
+CHOSEN = {"rounding": "gptq", "scale_search": True}
+CASES = [  # one a mark
+    ("sdxl", "nvfp4", PLAIN),
+    ("sdxl", "int4", {"activation": None, "alpha": None}),
+    ("sd3", "fp8", {"per_channel": False, "alpha": None}),
+    ("sd3", "mxfp8", PLAIN),
+    ("sd3", "int4_in_int8", W4A8 | CHOSEN),
+    ("flux", "int8", {**ROTATED, "rotation": 256}),
+    ("flux", "int4_per_row", INT4_ROWS | CHOSEN),
+]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
 DETECTED = {
@@ -60,75 +57,38 @@ DETECTED = {
 }  # fmt: skip
 
 
-def written(tiny, folder, family: str, fmt: str, options: dict) -> tuple:
-    """The tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
-    case = tiny(family)
-    assignment = case.assignment(recipe_of(fmt, **options), "comfyui")
-    path = case.written(assignment, "comfyui", folder)
-    tensors, metadata = read_header(whole_file(path))
-    prefix = PREFIX if family == "sdxl" else ""
-    state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
-    return case, assignment, path, state, metadata
+@pytest.fixture(scope="module")
+def written(written_once):
+    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
 
+    def write(family: str, fmt: str, options: dict) -> tuple:
+        case, assignment, path = written_once("comfyui", family, fmt, **options)
+        tensors, metadata = read_header(whole_file(path))
+        prefix = PREFIX if family == "sdxl" else ""
+        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
+        return case, assignment, path, state, metadata
 
-def marks_of(state: Mapping[str, Tensor]) -> dict[str, dict]:
-    end = ".comfy_quant"
-    return {
-        name.removesuffix(end): json.loads(bytes(each.tolist())) for name, each in state.items() if name.endswith(end)
-    }
-
-
-def by_kitchen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The plain tensors in fp32, and the linears as comfy-kitchen decodes their codes and scales."""
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
-    marks = marks_of(state)
-    found = {name: each.float() for name, each in state.items() if name.rpartition(".")[0] not in marks}
-    for layer, mark in marks.items():
-        codes, scale = state[f"{layer}.weight"], state.get(f"{layer}.weight_scale")
-        known = {"orig_dtype": torch.float32, "scale": scale, "orig_shape": tuple(codes.shape)}
-        match mark["format"]:
-            case "float8_e4m3fn":
-                layout, params = "TensorCoreFP8Layout", tensor.TensorCoreFP8Layout.Params(**known)
-            case "int8_tensorwise":
-                turned = {name: value for name, value in mark.items() if name != "format"}
-                layout, params = "TensorWiseINT8Layout", tensor.TensorWiseINT8Layout.Params(**known | turned)
-            case "asym_w4a8_int8":
-                known |= {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_s_rel"]}
-                turned = {name: value for name, value in mark.items() if name != "format"}
-                layout, rows = "AsymW4A8Int8Layout", state[f"{layer}.weight_s_channel"]
-                params = tensor.AsymW4A8Int8Layout.Params(**known | turned, s_channel=rows)
-            case "convrot_w4a4":
-                known["orig_shape"] = (len(codes), 2 * codes.shape[1])
-                turned = {name: value for name, value in mark.items() if name != "format"}
-                layout = "TensorCoreConvRotW4A4Layout"
-                params = tensor.TensorCoreConvRotW4A4Layout.Params(**known | turned)
-            case "nvfp4":
-                more = {"orig_shape": (len(codes), 2 * codes.shape[1]), "scale": state[f"{layer}.weight_scale_2"]}
-                layout = "TensorCoreNVFP4Layout"
-                params = tensor.TensorCoreNVFP4Layout.Params(block_scale=scale, **known | more)
-            case "mxfp8":
-                layout = "TensorCoreMXFP8Layout"
-                params = tensor.TensorCoreMXFP8Layout.Params(**known | {"scale": scale.view(torch.float8_e8m0fnu)})
-        found[f"{layer}.weight"] = tensor.QuantizedTensor(codes, layout, params).dequantize()
-        if f"{layer}.bias" in state:
-            found[f"{layer}.bias"] = state[f"{layer}.bias"].float()
-    return found
+    return write
 
 
 @pytest.mark.slow
 @pytest.mark.consumer
 @pytest.mark.parametrize("family, fmt, options", CASES)
 @torch.no_grad()
-def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(tiny, tmp_path, family, fmt, options):
+def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(written, family, fmt, options):
     """Halves in the authors' order, nibbles in ComfyUI's, scales in tiles: any other order gives other numbers."""
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, fmt, options)
+    case, assignment, _, state, _ = written(family, fmt, options)
     network, weights = empty_denoiser(case.checkpoint), denoiser_weights(case.checkpoint)
-    found = in_diffusers(network, by_kitchen(state))
+    marks = marks_of(state)
+    opened = {f"{layer}.weight": opened_by_kitchen(state, layer).dequantize() for layer in marks}
+    plain = {name: each.float() for name, each in state.items()
+             if name.rpartition(".")[0] not in marks or name.endswith(".bias")}  # fmt: skip
+    found = in_diffusers(network, plain | opened)
     assert found.keys() == set(network.state_dict())
     quantized = [row for row in assignment.values() if row.format]
     assert len(quantized) > 15
-    if family == "sd3" and fmt != "nvfp4":  # shift and scale are exchanged in it, and the scales of rows with them
-        assert "joint_blocks.1.context_block.adaLN_modulation.1" in marks_of(state)
+    if family == "sd3":  # shift and scale are exchanged in it, and the scales of rows with them
+        assert "joint_blocks.1.context_block.adaLN_modulation.1" in marks
     for name, tensor in found.items():
         row: LayerAssignment | None = assignment.get(name.rpartition(".")[0])
         if name.endswith(".weight") and row is not None and row.format:
@@ -157,33 +117,23 @@ def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
 @pytest.mark.slow
 @pytest.mark.consumer
 @torch.no_grad()
-def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(tiny, tmp_path):
-    """Its scales are fp32, ours fp16: codes of a weight differ where that decides, and products as little."""
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
-    kernels = pytest.importorskip("comfy_kitchen.backends.eager.convrot_w4a4")
-    case, assignment, _, state, _ = written(tiny, tmp_path, "sd3", "int4_per_row", INT4_ROWS)
+def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(written):
+    case, _, _, state, _ = written("sd3", "int4_per_row", INT4_ROWS)
     recipe = case.assignment(recipe_of("int4_per_row", **INT4_ROWS), "onnx")  # whose inputs are as the recipe says
-    weights, marks = denoiser_weights(case.checkpoint), marks_of(state)
-    names = {"attn.to_out.0": "x_block.attn.proj", "ff.net.0.proj": "x_block.mlp.fc1"}
-    for ours, theirs in names.items():
-        row, name = recipe[f"transformer_blocks.0.{ours}"], f"joint_blocks.0.{theirs}"
-        weight, group = weights[f"{row.name}.weight"].float(), marks[name]["convrot_groupsize"]
-        codes, scale = state[f"{name}.weight"], state[f"{name}.weight_scale"]
-        packed, scales = kernels.quantize_convrot_w4a4_weight(weight, group)
-        assert (packed != codes).float().mean() < 0.01 and relative_error(scales, scale) < 5e-4
-        known = {"scale": scale, "orig_dtype": torch.float32, "orig_shape": tuple(weight.shape)}
-        params = tensor.TensorCoreConvRotW4A4Layout.Params(**known, convrot_groupsize=group)
+    for ours, theirs in {"attn.to_out.0": "x_block.attn.proj", "ff.net.0.proj": "x_block.mlp.fc1"}.items():
+        row = recipe[f"transformer_blocks.0.{ours}"]
+        weight = denoiser_weights(case.checkpoint)[f"{row.name}.weight"].float()
         x = torch.randn(40, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        found = F.linear(x, tensor.QuantizedTensor(codes, "TensorCoreConvRotW4A4Layout", params))
+        found = F.linear(x, opened_by_kitchen(state, f"joint_blocks.0.{theirs}"))
         assert relative_error(F.linear(row.rounded_input(x), row.rounded_weight(weight)), found) < 0.02
         assert relative_error(F.linear(x, weight), found) > 0.1  # as much as four bits round
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DETECTED)
-def test_comfyui_tells_the_model_and_finds_the_marks(tiny, tmp_path, family):
+def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
     """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
-    case, assignment, path, state, metadata = written(tiny, tmp_path, family, "nvfp4", PLAIN)
+    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
     marks, (told, sized) = marks_of(state), DETECTED[family]
     assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
     assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
@@ -195,20 +145,6 @@ def test_comfyui_tells_the_model_and_finds_the_marks(tiny, tmp_path, family):
               if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
     assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
     assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd3", "flux"])
-def test_a_tensor_of_three_has_one_scale_where_the_format_has_one(tiny, tmp_path, family):
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, "fp8", {"per_channel": False, "alpha": None})
-    name = {"sd3": "joint_blocks.0.x_block.attn.qkv", "flux": "single_blocks.0.linear1"}[family]
-    assert state[f"{name}.weight_scale"].shape == state[f"{name}.input_scale"].shape == ()
-    start = {"sd3": "transformer_blocks.0.attn.to_", "flux": "single_transformer_blocks.0.attn.to_"}[family]
-    network = case.denoiser()
-    parts = [f"{start}{each}" for each in "qkv"] + ["single_transformer_blocks.0.proj_mlp"] * (family == "flux")
-    largest = max(network.get_submodule(part).weight.abs().max().item() for part in parts)
-    assert all(assignment[part].weight_amax.item() == pytest.approx(largest) for part in parts)
-    assert state[f"{name}.weight_scale"].item() == pytest.approx(largest / 448, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -224,44 +160,6 @@ def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
 # MXFP8
 
 
-@pytest.mark.slow
-@pytest.mark.consumer
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
-@torch.no_grad()
-def test_a_layer_of_mxfp8_is_what_comfy_kitchen_makes_and_multiplies(tiny, tmp_path, family):
-    """Codes, exponents and tiles bit for bit, of weights and of inputs, and so the product of what it dequantizes.
-
-    No processor has a product of tiles: torch refuses ``F.linear`` of the two.
-    """
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, "mxfp8", PLAIN)
-    plain, network = authors_state(case.checkpoint), empty_denoiser(case.checkpoint)
-    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
-    rows = {places[0].name.removesuffix(".weight"): assignment[name.removesuffix(".weight")]
-            for name, places in authors_places(network, shapes).items() if name.endswith(".weight")
-            and name.removesuffix(".weight") in assignment}  # fmt: skip
-    marks = marks_of(state)
-    assert len(marks) > 8 and all(mark == {"format": "mxfp8"} for mark in marks.values())
-    for layer in marks:
-        weight = plain[f"{layer}.weight"].float()
-        theirs = tensor.QuantizedTensor.from_float(weight, "TensorCoreMXFP8Layout")
-        stored = {end: state[f"{layer}.weight{end}"] for end in ("", "_scale")}
-        assert stored["_scale"].dtype == torch.uint8 and f"{layer}.input_scale" not in state
-        for end, each in theirs.state_dict("").items():
-            assert torch.equal(each.view(torch.uint8), stored[end].view(torch.uint8)), (layer, end)
-        params = tensor.TensorCoreMXFP8Layout.Params(
-            scale=stored["_scale"].view(torch.float8_e8m0fnu), orig_dtype=torch.float32, orig_shape=weight.shape
-        )
-        opened = tensor.QuantizedTensor(stored[""], "TensorCoreMXFP8Layout", params)
-        x = torch.randn(32, weight.shape[1]) * torch.logspace(-3, 2, 32)[:, None]
-        x[0] = 0
-        inputs = tensor.QuantizedTensor.from_float(x, "TensorCoreMXFP8Layout")
-        assert torch.equal(rows[layer].rounded_input(x), inputs.dequantize())
-        fmt = FORMATS["mxfp8"]
-        ours = F.linear(rows[layer].rounded_input(x), fake_quantize(fmt, weight, torch.zeros(())))
-        assert torch.equal(F.linear(inputs.dequantize(), opened.dequantize())[:, : len(weight)], ours)
-
-
 def test_a_block_of_zeros_has_the_exponent_0():
     """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
     weight = torch.ones(2, 64)
@@ -272,27 +170,30 @@ def test_a_block_of_zeros_has_the_exponent_0():
 
 
 @pytest.mark.consumer
-def test_a_block_of_zeros_and_rows_that_are_added_are_comfy_kitchens():
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
+def test_weights_and_inputs_of_mxfp8_are_what_comfy_kitchen_makes_of_them():
+    """Codes, exponents and tiles bit for bit, with blocks of zeros and rows that are added."""
     weight = torch.randn(150, 96)
     weight[:130, 32:64] = 0
     fmt = FORMATS["mxfp8"]
     scales = fmt.scales(weight, torch.zeros(()))
     codes = fmt.quantize(weight, *scales)
-    expected = tensor.QuantizedTensor.from_float(weight, "TensorCoreMXFP8Layout").state_dict("")
+    expected = by_kitchen(weight, "mxfp8").state_dict("")
     assert torch.equal(with_rows_of_zeros(codes).view(torch.uint8), expected[""].view(torch.uint8))
     assert torch.equal(in_tiles(e8m0(codes, *scales)), expected["_scale"].view(torch.uint8))
+    x = torch.randn(32, 96) * torch.logspace(-3, 2, 32)[:, None]
+    x[0] = 0
+    row = LayerAssignment("a", "ffn", (150, 96), "mxfp8", "mxfp8", activation_amax=0.0)
+    assert torch.equal(row.rounded_input(x), by_kitchen(x, "mxfp8").dequantize())
 
 
 @pytest.mark.consumer
 def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
     """To multiples of 16, and scales to whole tiles. The common scale is 2^-8: our codes are of a product in fp16."""
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
     weight = torch.randn(150, 80, generator=torch.Generator().manual_seed(0))
     weight[0, 0] = 6 * 448 / 2**8
     fmt = FORMATS["nvfp4"]
     scales = fmt.scales(weight, weight.abs().max())
-    expected = tensor.QuantizedTensor.from_float(weight, "TensorCoreNVFP4Layout").state_dict("")
+    expected = by_kitchen(weight, "nvfp4").state_dict("")
     assert torch.equal(packed(fmt.quantize(weight, *scales)), expected[""])
     assert torch.equal(in_tiles_of_e4m3(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
     assert scales[1] == expected["_scale_2"]
@@ -300,27 +201,27 @@ def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_no_padding_changes_a_size_that_comfyui_counts(tiny, tmp_path, family):
+def test_no_padding_changes_a_size_that_comfyui_counts(written, family):
     """MXFP8 packs nothing, so that more layers have it than NVFP4."""
-    case, assignment, _, state, _ = written(tiny, tmp_path, family, "mxfp8", PLAIN)
+    case, assignment, _, state, _ = written(family, "mxfp8", PLAIN)
     plain, marks, sized = authors_state(case.checkpoint), marks_of(state), DETECTED[family][1]
     assert all(state[name].shape == plain[name].shape for name in sized)
     assert family == "flux" or sized[0].removesuffix(".weight") in marks
     for layer in marks:
         rows, columns = plain[f"{layer}.weight"].shape
         assert state[f"{layer}.weight"].shape == (up_to(rows, 32), columns) and f"{layer}.input_scale" not in state
+        assert state[f"{layer}.weight_scale"].dtype == torch.uint8
 
 
 def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():
-    """A recipe may include it."""
     rows = [LayerAssignment(name, "linear", (40, 64), "mxfp8", "mxfp8") for name in ("proj_out", "a.attn2.to_k")]
     last, key = (held(row, TARGETS["comfyui"]) for row in rows)
     assert last.format is None and "the model's kind off the shape" in last.reason and key.format == "mxfp8"
 
 
 @pytest.mark.slow
-def test_inputs_that_a_recipe_leaves_alone_are_marked(tiny, tmp_path):
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
     """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
-    *_, state, _ = written(tiny, tmp_path, "sd3", "mxfp8", PLAIN | {"activation": None})
+    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
     marks = marks_of(state).values()
     assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)

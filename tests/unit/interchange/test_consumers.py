@@ -8,7 +8,6 @@ from sd_quant.interchange.weights import codes_and_scales
 from sd_quant.quantization.formats import FORMATS
 
 from .cases import CASES
-from .conftest import recipe_of
 
 pytestmark = pytest.mark.commit
 
@@ -17,19 +16,21 @@ MODELOPT, SDNQ, TORCHAO = "diffusers_modelopt", "diffusers_sdnq", "diffusers_tor
 NEEDED = {MODELOPT: "accelerate", SDNQ: "sdnq", TORCHAO: "torchao"}
 
 
-def written_by(tiny, folder, target: str, family: str, fmt: str, options: dict):
-    pytest.importorskip(NEEDED[target])
-    if target == MODELOPT:
-        mto.enable_huggingface_checkpointing()
-    case = tiny(family)
-    assignment = case.assignment(recipe_of(fmt, **options), target)
-    return case, assignment, case.written(assignment, target, folder)
+@pytest.fixture
+def written(written_once):
+    def write(target: str, family: str, fmt: str, options: dict):
+        pytest.importorskip(NEEDED[target])
+        if target == MODELOPT:
+            mto.enable_huggingface_checkpointing()
+        return written_once(target, family, fmt, **options)
+
+    return write
 
 
 @consumer
 @pytest.mark.parametrize("target, family, fmt, options", [case for case in CASES if case[0] in NEEDED])
-def test_layers_and_the_network_are_those_of_the_reader(tiny, tmp_path, target, family, fmt, options):
-    case, assignment, folder = written_by(tiny, tmp_path, target, family, fmt, options)
+def test_layers_and_the_network_are_those_of_the_reader(written, target, family, fmt, options):
+    case, assignment, folder = written(target, family, fmt, options)
     read = case.read(folder, target)
     theirs, ours = case.loaded(folder), case.network(read)
     layers = {name: layer for name, layer in assignment.items() if layer.format}
@@ -70,9 +71,9 @@ CHECKS = {SDNQ: check_sdnq, TORCHAO: check_torchao}
 
 
 @consumer
-def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
+def test_fp16_keeps_every_scale_of_sdnq(written):
     """diffusers casts scales to the dtype that it is told to load: ours are fp16's numbers, and not bfloat16's."""
-    case, assignment, folder = written_by(tiny, tmp_path, SDNQ, "sd21", "int8", {"activation": None, "alpha": None})
+    case, assignment, folder = written(SDNQ, "sd21", "int8", {"activation": None, "alpha": None})
     name = next(name for name, layer in assignment.items() if layer.format)
     dtypes = torch.float32, torch.float16, torch.bfloat16
     expected, half, brain = (case.loaded(folder, dtype).get_submodule(name).scale for dtype in dtypes)
@@ -81,10 +82,10 @@ def test_fp16_keeps_every_scale_of_sdnq(tiny, tmp_path):
 
 @consumer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_row_of_zeros_stays_zeros_in_torchao(tiny, tmp_path, dtype):
+def test_a_row_of_zeros_stays_zeros_in_torchao(written, dtype):
     """SDXL's empty prompt is one. torchao by itself divides it by a scale of zero, and images are black."""
     options = {"smoothing": "none", "alpha": None, "per_channel": True, "per_token": True}
-    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "sdxl", "fp8", options)
+    case, assignment, folder = written(TORCHAO, "sdxl", "fp8", options)
     layer = case.loaded(folder, dtype).get_submodule(next(name for name, row in assignment.items() if row.format))
     x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = 0
@@ -95,10 +96,10 @@ def test_a_row_of_zeros_stays_zeros_in_torchao(tiny, tmp_path, dtype):
 
 
 @consumer
-def test_bfloat16_keeps_every_scale_of_torchao_and_its_own_quantizer_does_not(tiny, tmp_path):
+def test_bfloat16_keeps_every_scale_of_torchao_and_its_own_quantizer_does_not(written):
     """It computes a scale in the weight's dtype; that of a file stays fp32, whatever dtype is loaded."""
     options = {"smoothing": "none", "alpha": None, "per_channel": True, "per_token": True}
-    case, assignment, folder = written_by(tiny, tmp_path, TORCHAO, "flux", "fp8", options)
+    case, assignment, folder = written(TORCHAO, "flux", "fp8", options)
     from torchao.quantization.quantize_.workflows import Float8Tensor
 
     name = next(name for name, layer in assignment.items() if layer.format)

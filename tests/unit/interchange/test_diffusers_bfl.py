@@ -13,8 +13,6 @@ from sd_quant.interchange.denoiser import needed
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, authors_places
 
-from .conftest import recipe_of
-
 pytestmark = pytest.mark.commit
 
 BFL = "diffusers_bfl"
@@ -25,15 +23,9 @@ CASES = [("flux", "fp8", FP8), ("sd3", "fp8", FP8), ("sd15", "fp8", FP8), ("sd21
 
 
 @pytest.fixture(scope="module")
-def written(tiny, tmp_path_factory):
+def written(written_once):
     """``written(family, format, options)``: a tiny checkpoint and its file."""
-
-    def write(family: str, fmt: str, options: dict):
-        case = tiny(family)
-        assignment = case.assignment(recipe_of(fmt, **options), BFL)
-        return case, case.written(assignment, BFL, tmp_path_factory.mktemp(family))
-
-    return write
+    return lambda family, fmt, options: written_once(BFL, family, fmt, **options)[::2]
 
 
 @pytest.fixture(scope="module")

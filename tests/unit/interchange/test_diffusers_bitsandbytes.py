@@ -111,33 +111,18 @@ def test_inputs_of_zeros_stay_zeros():
 
 
 @consumer
-@pytest.mark.parametrize(
-    "saved, end", [("nested", "weight.nested_absmax"), ("fp4", "weight.absmax"), ("int8", "SCB")], indirect=["saved"]
-)
-def test_what_does_not_fit_is_refused_by_name(saved, end, tmp_path):
-    case, candidate, _, folder = saved
-    name = min(candidate.layers)
-
-    codes = f"{name}.weight"
-    for change, message in (
-        (lambda tensors: tensors.update({codes: tensors[codes][:-1].clone()}), codes),
-        (lambda tensors: tensors.update({"what.is_this": torch.ones(1)}), r"1 unknown: what\.is_this"),
-    ):
-        with pytest.raises(ArtifactError, match=message):
-            read(changed(folder, tmp_path, change), case.checkpoint)
-    found = read(changed(folder, tmp_path, lambda tensors: tensors[f"{name}.{end}"].fill_(torch.nan)), case.checkpoint)
-    with pytest.raises(ArtifactError, match=rf"{name}\.{end}.*NaN"):
-        found.layers[name].weight.read()
+@pytest.mark.parametrize("saved", ["int8"], indirect=True)
+def test_an_unknown_tensor_is_refused_by_name(saved, tmp_path):
+    folder = changed(saved[3], tmp_path, lambda tensors: tensors.update({"what.is_this": torch.ones(1)}))
+    with pytest.raises(ArtifactError, match=r"1 unknown: what\.is_this"):
+        read(folder, saved[0].checkpoint)
 
 
 @consumer
 @pytest.mark.parametrize("saved", ["nf4", "int8"], indirect=True)
 def test_a_threshold_that_is_none_is_refused(saved, tmp_path):
-    folder = changed(saved[3], tmp_path)
-    config = json.loads((folder / "config.json").read_text())
     for given in ("6", -1, True, None, 1e999, [6.0]):
-        config["quantization_config"]["llm_int8_threshold"] = given
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = changed(saved[3], tmp_path, config=lambda config, given=given: config.update(llm_int8_threshold=given))
         with pytest.raises(ArtifactError, match="llm_int8_threshold"):
             read(folder, saved[0].checkpoint)
 

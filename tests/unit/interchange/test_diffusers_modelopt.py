@@ -244,7 +244,6 @@ def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
     buffer = f"{name}.weight_quantizer._amax"
     for change, message in [
         (lambda _, tensors: tensors.pop(buffer), name),
-        (lambda _, tensors: tensors.update({buffer: tensors[buffer][:-1].clone()}), "_amax"),
         (lambda state, _: state[f"{name}.weight_quantizer"].update(_axis=None), "_amax"),
         (lambda state, _: state[f"{name}.weight_quantizer"].update(_rotate=True), "_rotate"),
         (lambda state, _: state[f"{name}.output_quantizer"].update(_disabled=False), f"{name}.output_quantizer"),
@@ -254,6 +253,3 @@ def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
     ]:
         with pytest.raises(ArtifactError, match=message):
             read(with_state(saved, tmp_path, change), case.checkpoint)
-    found = read(with_state(saved, tmp_path, lambda _, tensors: tensors[buffer].fill_(torch.nan)), case.checkpoint)
-    with pytest.raises(ArtifactError, match="NaN"):
-        found.layers[name].weight.read()

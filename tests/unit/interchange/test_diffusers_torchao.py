@@ -231,13 +231,10 @@ DAMAGE = {
     "has no 'scale'": lambda entry, own: (entry["_tensor_data_names"].remove("scale"), own.pop("scale")),
     "block_size \\[1, 7\\]": lambda entry, own: entry["_data"].update(block_size=[1, 7]),
     "block_size '": lambda entry, own: entry["_data"].update(block_size="1"),
-    "_?scale' is \\[1, 1\\]": lambda entry, own: own.update(scale=torch.ones(1, 1)),
-    "qdata' is .* in uint8": lambda entry, own: own.update(qdata=own["qdata"].view(torch.uint8)),
     "the dtype 'load'": lambda entry, own: entry["_data"].update(dtype={"_type": "torch.dtype", "_data": "load"}),
     "where a QuantizeTensorToInt8Kwargs": lambda entry, own: entry["_data"].update(act_quant_kwargs=[]),
     "swizzled, not known": lambda entry, own: entry["_data"].update(swizzled=True),
     "has zero points": lambda entry, own: own["zero_point"].add_(1),
-    "NaN or infinite": lambda entry, own: own["scale"].fill_(torch.inf),
     "does not say in its header": lambda entry, own: entry.pop("_type"),
 }  # fmt: skip
 

@@ -46,50 +46,55 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
         adapted(assign(fmt, fmt, **options), target)
 
 
+LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
+SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is not INT8
+    LITE: replace(ROW, weight_shape=(128, 256), format="int4", activation_format="int4"),
+    "sglang_fp8": LayerAssignment("single_transformer_blocks.0.attn.to_q", "qkv", (256, 128), "fp8_128x128", "fp8_128"),
+}
+
+
 @pytest.mark.parametrize(
     "target, change, words",
     [
         ("diffusers_torchao", {"format": "int4"}, "holds no weights in int4"),
-        ("diffusers_torchao", {"format": "fp8", "weight_shape": (64, 56)}, "in fp8 whose sides are multiples of 16"),
-        ("diffusers_torchao", {"format": "fp8", "pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs"),
-        ("comfyui", {"format": "fp8", "activation_format": None}, "wants a scale of the inputs of fp8"),
+        ("diffusers_torchao", IN_FP8 | {"weight_shape": (64, 56)}, "in fp8 whose sides are multiples of 16"),
+        ("diffusers_torchao", IN_FP8 | {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs"),
+        ("comfyui", IN_FP8 | {"activation_format": None}, "wants a scale of the inputs of fp8"),
         ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
         ("diffusers_sdnq", {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs of int8"),
         ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
-        ("comfyui", {"format": "fp8", "activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
-        (
-            "comfyui",
-            {"format": "nvfp4", "name": "down.attentions.0.attn2.to_k"},
-            "reads the model's kind off the shape",
-        ),
+        ("comfyui", IN_FP8 | {"activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
+        ("comfyui", {"format": "nvfp4", "name": "a.attentions.0.attn2.to_k"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
-        ("diffusers_modelopt", {"per_token": True}, "holds no inputs of int8 that are scaled per token; quantize.per_"),
-        ("comfyui", {"format": "fp8", "per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
-        (
-            "comfyui",
-            {"format": "int4_per_row", "activation_format": "int4_per_row"},
-            "rotates the inputs of int4_per_row",
-        ),
-        (
-            "comfyui",
-            {"format": "int4_per_row", "weight_shape": (64, 80), "rotation": 16},
-            "in int4_per_row whose sides are multiples of 64",
-        ),
+        ("diffusers_modelopt", {"per_token": True}, "no inputs of int8 that are scaled per token; quantize.per_"),
+        ("comfyui", IN_FP8 | {"per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
+        ("comfyui", IN_ROWS | {"activation_format": "int4_per_row"}, "rotates the inputs of int4_per_row"),
+        ("comfyui", IN_ROWS | {"weight_shape": (64, 80), "rotation": 16}, "whose sides are multiples of 64"),
         ("gguf", {"format": "q4_k", "weight_shape": (64, 64, 1, 1)}, "holds no convolutions in q4_k"),
         ("comfyui", {"format": "nvfp4", "rotation": 16}, "comfyui holds no rotated weights in nvfp4; quantize.rotat"),
-        *(
-            (target, {"rotation": 16, "per_token": True}, "holds no rotated weights in int8; quantize.rotation=0 rot")
-            for target in ("diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf")
-        ),
+        *((target, {"rotation": 16, "per_token": True}, "no rotated weights in int8; quantize.rotation=0 rot")
+          for target in ("diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf")),
+        (LITE, {"weight_shape": (128, 192)}, "multiples of 128"),
+        (LITE, {"weight_shape": (192, 128)}, "multiples of 128"),
+        (LITE, {"activation_format": None}, "inputs quantized in int4"),
+        (LITE, {"weight_shape": (128, 128, 3, 3)}, "no convolutions"),
+        (LITE, {"format": "int8", "activation_format": "int8"}, "no weights in int8"),
+        (LITE, {"rotation": 64}, "quantize.rotation=0"),
+        ("sglang_fp8", {"activation_format": None}, "inputs quantized in fp8_128, and the recipe leaves them in high"),
+        ("sglang_fp8", {"activation_format": "mxfp8"}, "in fp8_128, and the recipe leaves them in mxfp8"),
+        ("sglang_fp8", {"weight_shape": (128, 192)}, "whose inputs are a multiple of 128"),
+        ("sglang_fp8", {"format": "fp8", "activation_format": "fp8"}, "holds no weights in fp8"),
+        ("sglang_fp8", {"pre_quant_scale": torch.ones(128)}, "cannot multiply the inputs of fp8_128x128"),
     ],
-)
+)  # fmt: skip
 def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words):
-    assert held(ROW, TARGETS[target]).format == "int8"
-    found = held(replace(ROW, **change), TARGETS[target])
+    sound = SOUND[target]
+    assert held(sound, TARGETS[target]).format == sound.format
+    found = held(replace(sound, **change), TARGETS[target])
     assert found.format is None and found.activation_format is None and words in found.reason
     assert not found.rotation and not found.per_token
 
@@ -197,16 +202,12 @@ def test_attention_is_held_by_graphs_alone(target, kept):
 @pytest.mark.parametrize(
     "target, per_token, how",
     [
-        ("diffusers_torchao", True, PER_ROW),
-        ("diffusers_torchao", False, STATIC),
-        ("comfyui", True, PER_ROW),
-        ("comfyui", False, PER_ROW),
-        ("diffusers_sdnq", True, FP16),
-        ("gguf", True, FP16),
-        ("openvino", True, AS_ASSIGNED),
-        ("onnx", True, AS_ASSIGNED),
+        ("diffusers_torchao", True, PER_ROW), ("diffusers_torchao", False, STATIC),
+        ("comfyui", True, PER_ROW), ("comfyui", False, PER_ROW),
+        ("diffusers_sdnq", True, FP16), ("gguf", True, FP16),
+        ("openvino", True, AS_ASSIGNED), ("onnx", True, AS_ASSIGNED),
     ],
-)
+)  # fmt: skip
 def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(target, per_token, how):
     found = held(replace(ROW, per_token=per_token), TARGETS[target])
     assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
@@ -226,27 +227,15 @@ def mixed(calibrated, labels: dict[str, str]) -> dict[str, LayerAssignment]:
 @pytest.mark.slow
 def test_of_a_mix_each_target_holds_what_it_can_and_names_the_rest(calibrated):
     """INT8 with folded smoothing, NVFP4, a low-rank branch, and fp16, in one network."""
-    linears = [
-        shared.readers
-        for shared in shared_inputs(calibrated.roles)
-        if calibrated.roles[shared.readers[0]] != "excluded"
-    ]
-    presets = ("int8", "nvfp4", "svdquant_nvfp4", "fp16")
-    labels = {
-        name: label
-        for index, readers in enumerate(linears)
-        for name in readers
-        if (label := presets[index % 4]) != "fp16"
-    }
+    roles, presets = calibrated.roles, ("int8", "nvfp4", "svdquant_nvfp4", "fp16")
+    linears = [shared.readers for shared in shared_inputs(roles) if roles[shared.readers[0]] != "excluded"]
+    labels = {name: presets[index % 4] for index, readers in enumerate(linears) for name in readers if index % 4 != 3}
     made = mixed(calibrated, labels)
     by_label = {label: {name for name, own in labels.items() if own == label} for label in presets[:3]}
     assert {made[name].format for name in labels} == {"int8", "nvfp4"}
     assert all(made[name].format is None for name in calibrated.roles if name not in labels)
-    for target, held_labels in (
-        ("comfyui", ("int8", "nvfp4")),
-        ("diffusers_modelopt", ("int8",)),
-        ("modelopt_export", ("nvfp4",)),
-    ):
+    holds = {"comfyui": ["int8", "nvfp4"], "diffusers_modelopt": ["int8"], "modelopt_export": ["nvfp4"]}
+    for target, held_labels in holds.items():
         found = adapted(made, TARGETS[target])
         quantized = {name for name, row in found.items() if row.format is not None}
         wanted = set().union(*(by_label[label] for label in held_labels))

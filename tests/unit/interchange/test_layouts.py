@@ -1,34 +1,199 @@
-"""Damage to each tensor of each row of the table, by what the row says: its shapes, its dtypes, and finite numbers."""
+"""Damage to each tensor of each way to store a weight: missing, misshapen, of another dtype, or not finite."""
 
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange import diffusers_bfl, modelopt_export, sglang_fp8, vllm_int8
-from sd_quant.interchange.layouts import Layout, Piece, fitting, in_e2m1
+from sd_quant.interchange import (
+    comfyui_marks,
+    diffusers_autoround,
+    diffusers_bfl,
+    diffusers_bitsandbytes,
+    diffusers_modelopt,
+    diffusers_quanto,
+    diffusers_sdnq,
+    diffusers_torchao,
+    gguf,
+    modelopt_export,
+    modelopt_quantizers,
+    nunchaku_linears,
+    sglang_fp8,
+    vllm_int8,
+)
+from sd_quant.interchange.comfyui import quantized_layer
+from sd_quant.interchange.denoiser import QuantizedLayer
+from sd_quant.interchange.layouts import INPUTS, Layout, fitting, in_e2m1
 from sd_quant.interchange.stored import LayerTensors
+from sd_quant.names.authors import Rows
 
 pytestmark = pytest.mark.commit
 
-LAYOUTS = {f"modelopt-{name}": layout for name, layout in modelopt_export.LAYOUTS.items()}
-LAYOUTS |= {"bfl-rows": diffusers_bfl.ROWS, "bfl-nvfp4": diffusers_bfl.NVFP4}
-LAYOUTS |= {"sglang": sglang_fp8.LAYOUT, "vllm": vllm_int8.LAYOUT}
-SHAPE = (200, 256)
-PIECES = [pytest.param(row, piece, id=f"{name}-{piece.end}") for name, row in LAYOUTS.items() for piece in row.pieces]
+SHAPE = (128, 256)
+E4M3, INT8, UINT8, INT32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
+FP16, FP32 = torch.float16, torch.float32
+STATE = "weight.quant_state.bitsandbytes__nf4"
+Reader = Callable[[LayerTensors], QuantizedLayer]
 
 
-def read(layout: Layout, changes: dict[str, torch.Tensor | None], shape=SHAPE) -> torch.Tensor:
-    tensors = {piece.end: torch.ones(fitting(piece.shapes, SHAPE)[0]).to(piece.dtypes[0]) for piece in layout.pieces}
-    given = {end: lazy(tensor) for end, tensor in (tensors | changes).items() if tensor is not None}
-    return layout.layer(LayerTensors(Path("x"), "a", given), shape, 1, None).weight.read()
+@dataclass(frozen=True)
+class Row:
+    """Reads the layer of the ``tensors``, of which each is given by its shape and dtype, or as it is."""
+
+    read: Reader
+    tensors: Mapping[str, tuple[str, torch.dtype] | Tensor]
+    optional: Collection[str] = ()
+    given: Collection[str] = ()  # without which, or in another shape, it is no layer of the format's
+    unread: Collection[str] = ()  # whose numbers no weight has
+    says: Mapping[str, str] = field(default_factory=dict)  # in place of a tensor's name
+
+    def sound(self, end: str) -> Tensor:
+        given = self.tensors[end]
+        return given if isinstance(given, Tensor) else torch.ones(fitting(given[0], SHAPE)[0]).to(given[1])
 
 
-def refuses(words: str, layout: Layout, *changes) -> None:
-    with pytest.raises(ArtifactError, match=f"^x.*{words}.*; "):
-        read(layout, *changes)
+def of_layout(layout: Layout) -> Row:
+    pieces = {piece.end: (piece.shapes, piece.dtypes[0]) for piece in layout.pieces}
+    optional = [piece.end for piece in layout.pieces if piece.optional]
+    unread = [piece.end for piece in layout.pieces if piece.holds == INPUTS]
+    return Row(lambda own: layout.layer(own, SHAPE, 1, None), pieces, optional, unread=unread)
+
+
+def of_mark(name: str) -> Row:
+    method, entries = comfyui_marks.METHODS[name], {"format": name, "convrot_groupsize": 4}
+    shapes = {"weight": f"N K/{1 + method.packed}", **method.shapes}
+    dtypes = {"weight": (method.dtype,), **method.dtypes}
+    pieces = {end: (text.replace("g", str(method.group)), dtypes.get(end, (FP32,))[0]) for end, text in shapes.items()}
+
+    def read(own: LayerTensors) -> QuantizedLayer:
+        rows = Rows("a.weight", 0, SHAPE[0], SHAPE[0])
+        codes = comfyui_marks.Codes(own, entries, SHAPE, rows)
+        comfyui_marks.check_codes(codes)
+        return quantized_layer(codes, (rows,))
+
+    optional = method.shapes.keys() - {"weight", *method.needs}
+    return Row(read, pieces, optional, ["weight"], ["input_scale"])
+
+
+def w4a4(own: LayerTensors) -> QuantizedLayer:
+    return nunchaku_linears.w4a4_layer([nunchaku_linears.stored_w4a4(own, *SHAPE)], slice(None))
+
+
+def by_torchao(own: LayerTensors) -> QuantizedLayer:
+    fields = {"block_size": [1, 256], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
+    return diffusers_torchao.quantized_layer(diffusers_torchao.Described("Int8Tensor", fields, ()), own, SHAPE)[0]
+
+
+def by_sdnq(name: str) -> Reader:
+    return lambda own: diffusers_sdnq.quantized_layer(own, SHAPE, diffusers_sdnq.Config(weights_dtype=name), dict)
+
+
+def by_modelopt(quantizer: modelopt_quantizers.Quantizer) -> Reader:
+    return lambda own: diffusers_modelopt.with_quantizers(own, SHAPE, {"weight_quantizer": quantizer}, None)
+
+
+def four_bits(nested: bool) -> Row:
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": list(SHAPE)}
+    tensors = {"weight": ("N*128 1", UINT8), "weight.quant_map": diffusers_bitsandbytes.TABLES["nf4"]}
+    tensors["weight.absmax"] = "N*4", UINT8 if nested else FP32
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+        tensors |= {"weight.nested_absmax": ("1*2", FP32), "weight.nested_quant_map": ("1*256", FP32)}
+    tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=UINT8)
+    says = {"weight.quant_map": "quant_map", STATE: "quant_state"}
+    return Row(lambda own: diffusers_bitsandbytes.four_bits(own, SHAPE), tensors, says=says)
+
+
+def by_autoround(packing: str) -> Reader:
+    scheme = diffusers_autoround.Scheme(4, 32, False)
+    return lambda own: diffusers_autoround.stored_layer(own, SHAPE, scheme, packing)
+
+
+def by_quanto(kind: str) -> Reader:
+    return lambda own: diffusers_quanto.stored_layer(own, SHAPE, diffusers_quanto.KINDS[kind])
+
+
+BRANCH = {"smooth_factor": ("K", FP16), "proj_down": ("K 1*16", FP16), "proj_up": ("N 1*16", FP16)}
+ROWS = {f"modelopt-{name}": of_layout(layout) for name, layout in modelopt_export.LAYOUTS.items()}
+ROWS |= {"bfl-rows": of_layout(diffusers_bfl.ROWS), "bfl-nvfp4": of_layout(diffusers_bfl.NVFP4)}
+ROWS |= {"sglang": of_layout(sglang_fp8.LAYOUT), "vllm": of_layout(vllm_int8.LAYOUT)}
+ROWS |= {f"comfyui-{name}": of_mark(name) for name in comfyui_marks.METHODS}
+ROWS |= {
+    "nunchaku-int4": Row(w4a4, {"qweight": ("N K/2", INT8), "wscales": ("K/64 N", FP16)} | BRANCH),
+    "nunchaku-nvfp4": Row(
+        w4a4,
+        {"qweight": ("N K/2", INT8), "wscales": ("K/16 N", E4M3), "wcscales": ("N", FP16), "wtscale": ("1", FP16)}
+        | BRANCH,
+        optional=["wcscales", "wtscale"],
+    ),
+    "nunchaku-awq": Row(
+        lambda own: nunchaku_linears.w4a16_layer(own, *SHAPE),
+        {"qweight": ("N/4 K/2", INT32), "wscales": ("K/64 N", FP16), "wzeros": ("K/64 N", FP16)},
+    ),
+    "torchao": Row(
+        by_torchao,
+        {"qdata": ("N K", INT8), "scale": ("N 1", FP32), "zero_point": torch.zeros(SHAPE[0], 1, dtype=INT8)},
+        optional=["zero_point"],
+    ),
+    "sdnq": Row(
+        by_sdnq("uint4"),
+        {"weight": ("N*128", UINT8), "scale": ("N K/32 1", FP32), "zero_point": ("N K/32 1", FP32)}
+        | {"svd_up": ("N 1*4", FP32), "svd_down": ("1*4 K", FP32)},
+        given=["weight", "scale"],
+        says={
+            "weight": "codes",
+            "scale": "scale",
+            "zero_point": "zero.point",
+            "svd_up": "branch|svd",
+            "svd_down": "branch|svd",
+        },
+    ),
+    "autoround": Row(
+        by_autoround(diffusers_autoround.GPTQ),
+        {"qweight": ("K/8 N", INT32), "qzeros": ("K/32 N/8", INT32), "scales": ("K/32 N", FP16)},
+    ),
+    "autoround-awq": Row(
+        by_autoround(diffusers_autoround.AWQ),
+        {"qweight": ("K N/8", INT32), "qzeros": ("K/32 N/8", INT32), "scales": ("K/32 N", FP16)},
+    ),
+    "quanto-int8": Row(by_quanto("qint8"), {"weight._data": ("N K", INT8), "weight._scale": ("N 1", FP32)}),
+    "quanto-int4": Row(
+        by_quanto("qint4"),
+        {"weight._data._data": ("N 1*128", UINT8), "weight._scale": ("N*2 1", FP32), "weight._shift": ("N*2 1", FP32)},
+    ),
+    "bitsandbytes-nf4": four_bits(nested=False),
+    "bitsandbytes-nested": four_bits(nested=True),
+    "bitsandbytes-int8": Row(
+        lambda own: diffusers_bitsandbytes.eight_bits(own, SHAPE, diffusers_bitsandbytes.OutlierColumns(6.0)),
+        {"weight": ("N K", INT8), "SCB": ("N", FP32)},
+    ),
+    "modelopt-rows": Row(
+        by_modelopt(modelopt_quantizers.Quantizer("int8", axes=(0,))),
+        {"weight": ("N K", FP16), "weight_quantizer._amax": ("N 1", FP16)},
+    ),
+    "modelopt-blocks": Row(
+        by_modelopt(modelopt_quantizers.Quantizer("int4", block=128)),
+        {"weight": ("N K", FP16), "weight_quantizer._amax": ("N*2 1", FP16)},
+    ),
+}
+
+
+def read(row: Row, changes: Mapping[str, Tensor | None]) -> Tensor:
+    tensors = {end: row.sound(end) for end in row.tensors} | changes
+    given = {end: lazy(tensor) for end, tensor in tensors.items() if tensor is not None}
+    return row.read(LayerTensors(Path("x"), "a", given)).weight.read()
+
+
+def refuses(words: str, read: Callable[[], object]) -> None:
+    with pytest.raises(ArtifactError, match=f"^x.*(?:{words}).*; "):
+        read()
 
 
 def test_a_byte_has_the_first_number_in_its_low_half():
@@ -36,23 +201,47 @@ def test_a_byte_has_the_first_number_in_its_low_half():
     assert in_e2m1(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8)).tolist() == [[0.5, 1.0, 0.0, -6.0]]
 
 
-@pytest.mark.parametrize("layout, piece", PIECES)
-def test_a_damaged_tensor_is_refused_by_name(layout: Layout, piece: Piece):
-    shape, dtype = fitting(piece.shapes, SHAPE)[0], piece.dtypes[0]
-    if piece.optional:
-        read(layout, {piece.end: None})
-    else:
-        refuses(f"has no '{piece.end}' beside", layout, {piece.end: None})
-    sound = torch.ones(shape).to(dtype)
-    refuses(rf"{piece.end}' is \[2.* in .*, expected \[", layout, {piece.end: sound.expand(2, 3, *shape)})
-    refuses(f"{piece.end}' is .* in float64, expected .* in ", layout, {piece.end: sound.double()})
-    if dtype.is_floating_point and piece.holds != "the inputs' scale":
-        refuses(f"{piece.end}' holds NaN", layout, {piece.end: (sound.float() * torch.nan).to(dtype)})
+@pytest.mark.parametrize("name, end", [(name, end) for name, row in ROWS.items() for end in row.tensors])
+def test_a_damaged_tensor_is_refused_by_name(name: str, end: str):
+    row = ROWS[name]
+    sound, absent, words = row.sound(end), partial(read, row, {end: None}), row.says.get(end)
+    assert read(row, {}).shape == SHAPE
+    if end in row.optional:
+        absent()
+    if end not in {*row.given, *row.optional}:
+        refuses(words or f"has no '{end}' beside", absent)
+    if end not in row.given or words:
+        wide = sound.expand(2, 3, *sound.shape)
+        refuses(words or rf"{end}' is \[2.* in .*, expected \[", lambda: read(row, {end: wide}))
+    refuses(words or f"{end}' is .* in int16, expected .* in ", lambda: read(row, {end: sound.to(torch.int16)}))
+    if sound.dtype.is_floating_point and end not in row.unread:
+        nan = torch.full(sound.shape, torch.nan).to(sound.dtype)
+        refuses("holds NaN|is not the table", lambda: read(row, {end: nan}))
 
 
-ODD = [("bfl-nvfp4", (8, 100)), ("sglang", (8, 64)), ("vllm", (8, 4, 1, 1)), ("bfl-nvfp4", ())]
+ODD = [
+    (diffusers_bfl.NVFP4, (8, 100)),
+    (sglang_fp8.LAYOUT, (8, 64)),
+    (vllm_int8.LAYOUT, (8, 4, 1, 1)),
+    (diffusers_bfl.NVFP4, ()),
+]
 
 
-@pytest.mark.parametrize("name, shape", ODD)
-def test_a_weight_that_the_layout_does_not_hold_is_refused(name, shape):
-    refuses("expected a linear whose inputs are a multiple of", LAYOUTS[name], {}, shape)
+@pytest.mark.parametrize("layout, shape", ODD)
+def test_a_weight_that_the_layout_does_not_hold_is_refused(layout, shape):
+    own = LayerTensors(Path("x"), "a", {})
+    refuses("expected a linear whose inputs are a multiple of", lambda: layout.layer(own, shape, 1, None))
+
+
+GGML = {  # how many numbers share a scale, and bits of a number with its scales, by ggml's own descriptions
+    "Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5), "Q2_K": (16, 2.625),
+    "Q3_K": (16, 3.4375), "Q4_K": (32, 4.5), "Q5_K": (32, 5.5), "Q6_K": (16, 6.5625), "IQ4_NL": (32, 4.5),
+    "IQ4_XS": (32, 4.25),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", gguf.QUANTIZED.values(), ids=lambda kind: kind.name)
+def test_a_scale_is_said_to_be_for_as_many_numbers_as_share_it(kind):
+    blocks = gguf.Blocks(None, "a", 0, (6, 512), kind)
+    layer, (share, bits) = gguf.stored_layer([blocks], blocks), GGML[kind.name]
+    assert (layer.format, layer.scales, layer.bits) == (kind.name, f"1 for {share} numbers", bits)

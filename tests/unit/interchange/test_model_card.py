@@ -33,43 +33,57 @@ def test_a_card_says_everything():
         assert words in card, words
 
 
-def test_what_nobody_has_run_is_said_in_place_of_what_was_tried():
-    card = model_card(FIGURES, TARGETS["diffusers_nunchaku_lite"])
-    assert "\nNobody has run it: " in card and "Tried with" not in card and "\n    pip install" not in card
+FOLDED = [({"knobs": {"smoothing": name}}, name != "none") for name in ("folded", "modelopt", "none")]
+OPEN = "## How to open it\n\n1. Copy "
+OF_LORAS = "- Fuse a LoRA before, with `model.loras`: "
+SERVED = {"inputs": {"nvfp4": "static"}, "folder": "x/modelopt_export", "component": "transformer"}
+OF_SERVERS = dict.fromkeys(("SGLang", "vLLM-Omni", "TensorRT-LLM"))
+ONE_SERVER = {"folder": "x/sglang_fp8", "servers": {"SGLang": None}, "inputs": {"fp8_128x128": "in blocks"}}
+LITTLE = {"lost": {}, "left_out": [], "fidelity": None, "licence": None, "parts": {}, "components": {}}
+PLAIN_TEXT = {"parts": {"clip1": {"quantized": 0, "of": 12, "lost": {}}}, "components": {"clip1": "text_encoder"}}
 
 
 @pytest.mark.parametrize(
-    "name, library, source",
+    "name, changes, words, absent",
     [
-        ("comfyui", "comfy-kitchen==0.2.40", "ComfyUI 0.33.0"),
-        ("gguf", "gguf==0.19.0", "ComfyUI 0.33.0 with ComfyUI-GGUF"),
+        ("diffusers_nunchaku_lite", {}, ["\nNobody has run it: "], ["Tried with", "\n    pip install"]),
+        ("comfyui", {}, ["\nTried with comfy-kitchen==0.2.40. ComfyUI 0.33.0", "No GPU has run them."], []),
+        ("gguf", {}, ["\nTried with gguf==0.19.0. ComfyUI 0.33.0 with ComfyUI-GGUF", "No GPU has run them."], []),
+        ("comfyui", {"inputs": {"fp8": ""}}, ["drew white", "leaves inputs as they are"], ["ROCm"]),
+        ("comfyui", {"inputs": {"int8": ""}}, ["On ROCm rotated INT8 has drawn black", "where it adds a LoRA"],
+         ["leaves inputs"]),
+        ("comfyui", {"inputs": {"mxfp8": ""}}, ["`KeyError` of the format's name: ComfyUI is too old"],
+         ["ROCm", "--fp16-unet"]),
+        ("comfyui", {"inputs": {"int4": ""}}, ["start ComfyUI with `--fp16-unet`", "awq_w4a16 from 0.38.1"], ["ROCm"]),
+        ("nunchaku", {"inputs": {"int4": ""}}, ["installs another project", "refuses INT4 for its sizes"],
+         ["refuses NVFP4"]),
+        ("nunchaku", {"inputs": {"nvfp4": ""}}, ["refuses NVFP4 for its sizes"], ["refuses INT4"]),
+        *(("gguf", knobs, [OF_LORAS] if told else [], [] if told else [OF_LORAS]) for knobs, told in FOLDED),
+        ("comfyui", {}, [f"{OPEN}`sdxl.safetensors` to ", "\n2. Open it with the node "], ["```"]),
+        ("gguf", {}, [f"{OPEN}`unet_xl.gguf` to ", "\n2. Open it with the node "], ["```"]),
+        ("modelopt_export", SERVED | {"servers": OF_SERVERS | {"SGLang": "it loads no quantized X"}},
+         ["Nobody has run a server with it", "\nSGLang 0.5.23 does not load it: it loads no quantized X.\n",
+          "\nvLLM-Omni 0.30.0, on a GPU of Blackwell:\n\n    vllm serve modelopt_export --omni\n",
+          "\nTensorRT-LLM of August 2026, on a GPU of SM100 or newer:\n\n    trtllm-serve modelopt_export\n"], []),
+        ("modelopt_export", SERVED | {"servers": OF_SERVERS},
+         ["    sglang serve --model-path modelopt_export --transformer-path modelopt_export/transformer\n"], []),
+        ("sglang_fp8", ONE_SERVER,
+         ["SGLang 0.5.23, on a GPU of SM89 or newer:\n\n    sglang serve --model-path sglang_fp8\n",
+          "Nobody has run a server with it", "DeepGEMM quantizes the weights again"], ["Tried with"]),
+        ("vllm_int8", {"folder": "x/vllm_int8", "servers": {"vLLM-Omni": None}},
+         ["vLLM-Omni 0.30.0, on a GPU of SM80 or newer:\n\n    vllm serve vllm_int8 --omni\n",
+          "Nobody has run a server with it"], ["Tried with", "DeepGEMM"]),
+        ("diffusers_modelopt", {"left_out": TARGETS["diffusers_modelopt"].left_out},
+         ["- smaller files: weights are fp16"], []),
+        ("onnx", LITTLE, ["is not in it\n\nNothing.\n", "No images were made of it", "which names none"], []),
+        ("comfyui", {"family": "sd3"}, [". Copy `text_encoder.safetensors` to `ComfyUI/models/text_encoders`, and "
+                                        "choose it in that node"], []),
+        ("comfyui", PLAIN_TEXT | {"family": "sd3"}, [], ["text_encoders"]),
     ],
-)
-def test_a_library_that_has_opened_it_is_not_the_tool(name, library, source):
-    card = model_card(FIGURES, TARGETS[name])
-    assert f"\nTried with {library}. {source}" in card and "No GPU has run them." in card
-
-
-@pytest.mark.parametrize(
-    "name, fmt, words, others",
-    [
-        ("comfyui", "fp8", ["drew white", "leaves inputs as they are"], ["ROCm"]),
-        ("comfyui", "int8", ["On ROCm rotated INT8 has drawn black", "where it adds a LoRA"], ["leaves inputs"]),
-        ("comfyui", "mxfp8", ["`KeyError` of the format's name: ComfyUI is too old"], ["ROCm", "--fp16-unet"]),
-        ("comfyui", "int4", ["start ComfyUI with `--fp16-unet`", "awq_w4a16 from 0.38.1"], ["ROCm"]),
-        ("nunchaku", "int4", ["installs another project", "refuses INT4 for its sizes"], ["refuses NVFP4"]),
-        ("nunchaku", "nvfp4", ["installs another project", "refuses NVFP4 for its sizes"], ["refuses INT4"]),
-    ],
-)
-def test_a_card_warns_of_what_goes_wrong_with_its_formats(name, fmt, words, others):
-    card = model_card(FIGURES | {"inputs": {fmt: "static"}}, TARGETS[name])
-    assert all(each in card for each in words) and not any(each in card for each in others)
-
-
-def test_a_card_says_that_smoothed_weights_take_no_lora():
-    for smoothing, told in (("folded", True), ("modelopt", True), ("none", False)):
-        card = model_card(FIGURES | {"knobs": {"smoothing": smoothing}}, TARGETS["gguf"])
-        assert ("- Fuse a LoRA before, with `model.loras`: " in card) == told
+)  # fmt: skip
+def test_a_card_says_how_it_is_opened_and_what_goes_wrong(name, changes, words, absent):
+    card = model_card(FIGURES | changes, TARGETS[name])
+    assert all(each in card for each in words) and not any(each in card for each in absent)
 
 
 def test_ends_of_an_interval_are_those_of_the_score_or_unknown():
@@ -77,13 +91,6 @@ def test_ends_of_an_interval_are_those_of_the_score_or_unknown():
     card = model_card(FIGURES | {"fidelity": scores}, TARGETS["comfyui"])
     assert "| lpips | 0.0455 | 0 to 0.6" in card and " to 1 |\n" in card
     assert "| psnr | 30 | unknown, of one image |" in card and "inf" not in card
-
-
-def test_what_a_person_does_is_a_list_and_no_code():
-    for name, first in (("comfyui", "1. Copy `sdxl.safetensors` to "), ("gguf", "1. Copy `unet_xl.gguf` to ")):
-        card = model_card(FIGURES, TARGETS[name])
-        assert f"## How to open it\n\n{first}" in card and "\n2. Open it with the node " in card
-        assert "```" not in card
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS.values() if not isinstance(target.loading, str)])
@@ -113,46 +120,9 @@ def test_the_code_of_a_card_is_python_and_says_what_a_pipeline_does_without(name
     assert f"'{name}'" in code and told == name.startswith("diffusers_")
 
 
-def test_a_card_for_servers_has_the_command_of_each_that_loads_it():
-    servers = {"SGLang": "it loads no quantized X", "vLLM-Omni": None, "TensorRT-LLM": None}
-    figures = FIGURES | {"inputs": {"nvfp4": "static"}, "folder": "x/modelopt_export", "component": "transformer"}
-    figures |= {"servers": servers}
-    card = model_card(figures, TARGETS["modelopt_export"])
-    for words in (
-        "Nobody has run a server with it",
-        "\nSGLang 0.5.23 does not load it: it loads no quantized X.\n",
-        "\nvLLM-Omni 0.30.0, on a GPU of Blackwell:\n\n    vllm serve modelopt_export --omni\n",
-        "\nTensorRT-LLM of August 2026, on a GPU of SM100 or newer:\n\n    trtllm-serve modelopt_export\n",
-    ):
-        assert words in card, words
-    card = model_card(figures | {"servers": dict.fromkeys(servers)}, TARGETS["modelopt_export"])
-    assert "    sglang serve --model-path modelopt_export --transformer-path modelopt_export/transformer\n" in card
-
-
-def test_a_card_of_modelopts_quantizers_says_that_files_are_not_smaller():
-    figures = FIGURES | {"left_out": TARGETS["diffusers_modelopt"].left_out}
-    assert "- smaller files: weights are fp16" in model_card(figures, TARGETS["diffusers_modelopt"])
-
-
 def test_a_card_names_the_other_tool_that_opens_it():
     card = model_card(FIGURES | {"folder": "x/openvino"}, TARGETS["openvino"])
     assert 'for tokenizer in openvino/tokenizer*; do convert_tokenizer "$tokenizer" --output "$tokenizer"; done' in card
     code = card.split("```")[3].removeprefix("python\n")
     compile(code, "genai", "exec")
     assert "Text2ImagePipeline('openvino', " in code
-
-
-def test_nothing_lost_no_images_and_no_licence():
-    figures = FIGURES | {"lost": {}, "left_out": [], "fidelity": None, "licence": None, "parts": {}, "components": {}}
-    card = model_card(figures, TARGETS["onnx"])
-    assert "is not in it\n\nNothing.\n" in card and "No images were made of it" in card and "which names none" in card
-
-
-def test_a_file_of_a_text_encoder_has_a_step_of_its_own():
-    step = "Copy `text_encoder.safetensors` to `ComfyUI/models/text_encoders`, and choose it in that node"
-    assert f". {step}" in model_card(FIGURES | {"family": "sd3"}, TARGETS["comfyui"])
-    plain = {"clip1": {"quantized": 0, "of": 12, "lost": {"it": 12}}}
-    card = model_card(
-        FIGURES | {"family": "sd3", "parts": plain, "components": {"clip1": "text_encoder"}}, TARGETS["comfyui"]
-    )
-    assert "text_encoders" not in card

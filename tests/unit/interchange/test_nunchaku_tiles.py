@@ -77,17 +77,6 @@ def test_cache_dit_packs_alike():
 
 
 @pytest.mark.consumer
-def test_auto_round_unpacks_what_is_packed(auto_round):
-    theirs = auto_round("svdquant_mxfp4")
-    codes = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    stored = tiles.packed(tiles.codes(N, K), codes).view(torch.int8).view(N, K // 2)
-    assert torch.equal(theirs.NunchakuMXFP4Packer()._unpack_weight_codes(stored), codes.view(torch.uint8) & 15)
-    for layout, down, shape in ((tiles.down(R, K), True, (K, R)), (tiles.up(N, R), False, (N, R))):
-        matrix = random(*layout.shape)
-        assert torch.equal(theirs.unpack_lowrank_weight(layout.tiled(matrix).view(shape), down), matrix)
-
-
-@pytest.mark.consumer
 def test_auto_round_packs_awq_alike(auto_round):
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)

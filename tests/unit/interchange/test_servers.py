@@ -1,0 +1,293 @@
+"""The rules of SGLang's and vLLM-Omni's loaders of Flux, as their sources have them: names, dtypes, shapes, inputs."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ml_dtypes import float8_e4m3fn
+from safetensors.torch import load_file
+from torch import nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import lazy
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.holding import not_held
+from sd_quant.interchange.inputs import BlockFloat8
+from sd_quant.interchange.servers import check_served
+from sd_quant.interchange.sglang_fp8 import LAYOUT, skips
+from sd_quant.interchange.stored import LayerTensors
+from sd_quant.interchange.weights import codes_and_scales
+from sd_quant.models.checkpoint import empty_denoiser
+from sd_quant.numbers import relative_error
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
+
+from .conftest import recipe_of
+from .damage import CONFIG, WEIGHTS, damaged
+
+pytestmark = pytest.mark.commit
+
+SGLANG, VLLM = "sglang_fp8", "vllm_int8"
+SINGLE = "single_transformer_blocks.0"
+KEPT = "single_transformer_blocks.1.proj_out"  # by the recipe, in SGLang's
+RECIPES = {
+    SGLANG: recipe_of("fp8_128x128", "fp8_128", smoothing="none", alpha=None),
+    VLLM: recipe_of("int8", smoothing="none", alpha=None, per_token=True),
+}
+LINEARS = {  # of which some have codes
+    SGLANG: "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_add_out to_out proj_mlp proj_out".split(),
+    VLLM: ["proj_mlp", "proj_out"],
+}
+Needed = dict[str, tuple[tuple[int, ...], torch.dtype | None]]  # shapes of a server's parameters, and dtypes of codes
+
+
+@pytest.fixture(scope="module")
+def written(tiny, tmp_path_factory):
+    """``written(target)``: a case, its assignment and the folder."""
+
+    @cache
+    def write(target: str):
+        case = tiny("flux")
+        assignment = case.assignment(RECIPES[target], target)
+        if target == SGLANG:
+            assignment[KEPT] = not_held(assignment[KEPT], "sensitive")
+        return case, assignment, case.written(assignment, target, tmp_path_factory.mktemp(target))
+
+    return write
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / CONFIG).read_text())["quantization_config"]
+
+
+# SGLang's loader
+
+
+def skipped_by_sglang(prefix: str, ignored: list[str]) -> bool:
+    """As SGLang's ``is_layer_skipped`` of a linear that is not stacked, after ``from_config``: words in their order."""
+    both = [name for entry in ignored for name in (entry.removeprefix("model."), f"model.{entry}")]
+    words = prefix.split(".")
+    parts = {tuple(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
+    return any(tuple(name.split(".")) in parts for name in both)
+
+
+def parameters_of_sglang(network: nn.Module, config: dict, gpus: int = 1) -> Needed:
+    """Linears of attention and of single blocks are made with the config, with more than one GPU feed-forwards too."""
+    assert config["quant_method"] == "fp8" and config["activation_scheme"] == "dynamic"
+    rows, columns = config["weight_block_size"]
+    needed: Needed = {name: (tuple(each.shape), None) for name, each in network.state_dict().items()}
+    for name, module in network.named_modules():
+        if not isinstance(module, nn.Linear) or "transformer_blocks." not in name or ".norm" in name:
+            continue
+        if (".ff" in name and gpus == 1) or skipped_by_sglang(name, config["ignored_layers"]):
+            continue
+        (outputs, inputs) = module.weight.shape
+        assert inputs % columns == 0, "an assertion of per_token_group_quant"
+        needed[f"{name}.weight"] = (outputs, inputs), torch.float8_e4m3fn
+        needed[f"{name}.weight_scale_inv"] = ((outputs + rows - 1) // rows, inputs // columns), torch.float32
+    return needed
+
+
+# vLLM-Omni's
+
+PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
+
+
+def skipped_by_vllm(prefix: str, ignored: list[str]) -> bool:
+    """As vLLM's ``is_layer_skipped``: exact names, of a stacked linear its own or those of all parts."""
+    owner, _, last = prefix.rpartition(".")
+    if prefix in ignored or last not in PARTS:
+        return prefix in ignored
+    (found,) = {f"{owner}.{part}" in ignored for part in PARTS[last]}
+    return found
+
+
+def parameters_of_vllm(network: nn.Module, config: dict, gpus: int = 1) -> Needed:
+    """Double blocks, norms and embedders get no quantization; single blocks' linears do unless they are ignored."""
+    assert config.pop("quant_method") == "int8"
+    assert config.keys() <= {"is_checkpoint_int8_serialized", "activation_scheme", "ignored_layers"}  # its arguments
+    assert config["activation_scheme"] == "dynamic" and config["is_checkpoint_int8_serialized"]
+    needed: Needed = {name: (tuple(each.shape), None) for name, each in network.state_dict().items()}
+    stacked = {part: whole for whole, parts in PARTS.items() for part in parts}
+    for name, module in network.named_modules():
+        owner, _, last = name.rpartition(".")
+        quantizes = name.startswith("single_transformer_blocks.") and not owner.endswith(".norm")
+        prefix = f"{owner}.{stacked[last]}" if last in stacked else name
+        if isinstance(module, nn.Linear) and quantizes and not skipped_by_vllm(prefix, config["ignored_layers"]):
+            assert last not in stacked, "the server would take the scales of three rows for all"
+            needed[f"{name}.weight"] = tuple(module.weight.shape), torch.int8
+            needed[f"{name}.weight_scale"] = (len(module.weight), 1), torch.float32
+    return needed
+
+
+# What is written
+
+
+@pytest.mark.parametrize(
+    "target, parameters, gpus",
+    [(SGLANG, parameters_of_sglang, 1), (SGLANG, parameters_of_sglang, 2), (VLLM, parameters_of_vllm, 1)],
+)
+def test_every_tensor_has_a_place_in_the_server_and_every_place_its_tensor(written, target, parameters, gpus):
+    case, assignment, folder = written(target)
+    stored = load_file(folder / WEIGHTS)
+    needed = parameters(empty_denoiser(case.checkpoint), config_of(folder), gpus)
+    shapes = {name: shape for name, (shape, _) in needed.items()}
+    assert {name: tuple(each.shape) for name, each in stored.items()} == shapes
+    for name, (_, dtype) in needed.items():
+        assert stored[name].dtype == (dtype or torch.float16), name
+    found = {row.name.removesuffix(".0").rpartition(".")[2] for row in assignment.values() if row.format}
+    assert found == set(LINEARS[target])
+    row = assignment["transformer_blocks.0.ff.net.2"]
+    assert row.reason == f"{TARGETS[target].consumer} leaves such layers in high precision"
+
+
+def test_transformers_decodes_the_numbers_of_the_assignment(written):
+    case, assignment, folder = written(SGLANG)
+    stored, read = load_file(folder / WEIGHTS), case.read(folder, SGLANG)
+    config = FineGrainedFP8Config(**config_of(folder))
+    assert config.modules_to_not_convert == config_of(folder)["ignored_layers"]
+    assert tuple(config.weight_block_size) == (128, 128)
+    held_rows = [row for row in assignment.values() if row.format]
+    assert len(held_rows) == 2 * 8 + 2 * 5 - 1
+    for row in held_rows:
+        codes, scales = codes_and_scales(case.checkpoint, row)
+        own = {end: stored[f"{row.name}.{end}"] for end in ("weight", "weight_scale_inv")}
+        (decoded,) = Fp8Dequantize(None).convert(own).values()
+        assert torch.equal(decoded, FORMATS["fp8_128x128"].dequantize(codes, scales))
+        assert torch.equal(read.layers[row.name].weight.read(), decoded)
+
+
+def test_sglang_ignores_whole_words_and_none_that_would_match_a_quantized_layer(written):
+    case, assignment, folder = written(SGLANG)
+    ignored = config_of(folder)["ignored_layers"]
+    assert {KEPT, "transformer_blocks.0.ff.net.2", "transformer_blocks.1.norm1.linear", "x_embedder"} <= set(ignored)
+    assert "proj_out" not in ignored and assignment[f"{SINGLE}.proj_out"].format
+    network = empty_denoiser(case.checkpoint)
+    linears = [name for name, each in network.named_modules() if isinstance(each, nn.Linear)]
+    kept = {name for name in linears if assignment.get(name) is None or assignment[name].format is None}
+    assert {name for name in linears if skipped_by_sglang(name, ignored)} == kept - {"proj_out"}
+    assert [skips(ignored, name) for name in linears] == [skipped_by_sglang(name, ignored) for name in linears]
+
+
+@pytest.mark.parametrize(
+    "entry, found",
+    {
+        "proj_out": True, SINGLE: True, f"{SINGLE}.proj_out": True, "0": True, f"{SINGLE}.": True, "proj": False,
+        "transformer_blocks.0.proj_out": False, "*.proj_out": False, f"{SINGLE}.proj_out.x": False,
+    }.items(),
+)  # fmt: skip
+def test_an_entry_of_sglangs_is_whole_words_of_a_name(entry, found):
+    assert found == skips([entry], f"{SINGLE}.proj_out") == skipped_by_sglang(f"{SINGLE}.proj_out", [entry.rstrip(".")])
+
+
+def test_vllm_ignores_exact_names_of_parts_and_of_what_is_stacked(written):
+    ignored = config_of(written(VLLM)[2])["ignored_layers"]
+    expected = {f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_qkv")} | {f"{SINGLE}.norm.linear"}
+    assert expected <= set(ignored) and not any("*" in name for name in ignored)
+    assert skipped_by_vllm(f"{SINGLE}.attn.to_qkv", ignored) and not skipped_by_vllm(f"{SINGLE}.proj_mlp", ignored)
+
+
+ROW = LayerAssignment(f"{SINGLE}.attn.to_q", "qkv", (200, 256), "fp8_128x128", "fp8_128", weight_amax=torch.ones(1))
+
+
+def test_such_rows_are_written_with_a_scale(monkeypatch):
+    """200 rows are no whole blocks."""
+    weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
+    codes, (scales,) = ROW.codes_and_scales(weight)
+    monkeypatch.setattr(f"{codes_and_scales.__module__}.codes_and_scales", lambda checkpoint, layer: (codes, scales))
+    tensors = {name.removeprefix(f"{ROW.name}."): each.read() for name, each in LAYOUT.tensors(None, ROW).items()}
+    assert tensors["weight_scale_inv"].tolist() == [scales[0].tolist(), scales[128].tolist()]
+    assert torch.equal(scales[128], scales[199]) and not torch.equal(scales[0], scales[128])
+    own = LayerTensors(Path("x"), "a", {end: lazy(tensor) for end, tensor in tensors.items()})
+    layer, expected = LAYOUT.layer(own, (200, 256), own.size(), None), codes.float()
+    for row, column in np.ndindex(2, 2):
+        block = tensors["weight_scale_inv"][row, column]
+        expected[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)] *= block
+    assert torch.equal(layer.weight.read(), expected)
+    assert layer.stored_bytes == 200 * 256 + 4 * 4 and layer.scales == "1 for 128 x 128"
+
+
+def test_inputs_are_rounded_as_sglangs_kernel_does():
+    """In numpy: ``448 / amax`` and ``amax * (1 / 448)`` in fp32, amax at least 1e-10, E4M3 by ml_dtypes."""
+    x = torch.randn(3, 5, 384, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 384)
+    x[0, 0, :128], x[0, 1, :128] = 0.0, 1e-12
+    blocks = x.numpy().reshape(3, 5, 3, 128)
+    largest = np.maximum(np.abs(blocks).max(-1, keepdims=True), np.float32(1e-10))
+    codes = np.clip(blocks * (np.float32(448) / largest), -448, 448).astype(float8_e4m3fn).astype(np.float32)
+    expected = (codes * (largest * np.float32(1 / 448))).reshape(x.shape)
+    found = BlockFloat8(128)(x)
+    assert np.array_equal(found.numpy(), expected) and not found[0, 0, :128].any()
+    assert BlockFloat8(128)(x.half()).dtype == torch.float16
+    assert 0.01 < relative_error(x, found) < 0.04
+
+
+def test_the_network_that_is_read_rounds_the_inputs_of_every_quantized_layer(written):
+    case, _, folder = written(SGLANG)
+    read = case.read(folder, SGLANG)
+    assert {str(layer.inputs) for layer in read.layers.values()} == {"float8_e4m3fn, a scale for 128 numbers"}
+    weights_alone = replace(read, layers={name: replace(each, inputs=None) for name, each in read.layers.items()})
+    by_hand = case.network(weights_alone)
+    for name in read.layers:
+        by_hand.get_submodule(name).register_forward_pre_hook(lambda _, given: (BlockFloat8(128)(given[0]),))
+    judged = case.network(read)
+    assert case.error(by_hand, judged) == 0 and case.error(case.network(weights_alone), judged) > 1e-3
+
+
+# What is refused
+
+ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blocks.1", "proj_mlp"]}
+
+
+@pytest.mark.parametrize(
+    "target, message, changes",
+    [
+        (SGLANG, "lacks activation_scheme dynamic", {"activation_scheme": "static"}),
+        (SGLANG, r"lacks weight_block_size \[128, 128\]", {"weight_block_size": [64, 128]}),
+        (SGLANG, "has scale_fmt ue8m0, which is not decoded", {"scale_fmt": "ue8m0"}),
+        (SGLANG, "is no list of names", {"ignored_layers": "proj_out"}),
+        (SGLANG, rf"ignores \(1: {SINGLE}.proj_out\), so SGLang", {"ignored_layers": ["proj_out", KEPT]}),
+        (SGLANG, r"for layers that its config ignores \(5: ", ALSO),  # q, k, v and two proj_mlp
+        (VLLM, "lacks is_checkpoint_int8_serialized True", {"is_checkpoint_int8_serialized": False}),
+        (VLLM, "lacks activation_scheme dynamic", {"activation_scheme": "static"}),
+        (VLLM, "has weight_block_size, which", {"weight_block_size": [1, 2]}),
+        (VLLM, "is no list of names", {"ignored_layers": "proj_mlp"}),
+        (VLLM, rf"that its config ignores \(1: {SINGLE}.proj_mlp", {"ignored_layers": [f"{SINGLE}.proj_mlp"]}),
+    ],
+)
+def test_a_config_that_the_server_takes_otherwise_is_refused(written, tmp_path, target, message, changes):
+    with pytest.raises(ArtifactError, match=message):
+        damaged(target, written(target), tmp_path, change_config=lambda config: config.update(changes))
+
+
+def test_what_transformers_writes_besides_is_read(written, tmp_path):
+    """Its name for the list, its keys as they are by default, scales in bf16."""
+
+    def change(config: dict) -> None:
+        config["modules_to_not_convert"] = config.pop("ignored_layers")
+        config.update(FineGrainedFP8Config(**config).to_dict())
+
+    def to_bf16(tensors: dict, layer: str) -> None:
+        tensors[f"{layer}.weight_scale_inv"] = tensors[f"{layer}.weight_scale_inv"].bfloat16()
+
+    assert len(damaged(SGLANG, written(SGLANG), tmp_path, change, to_bf16).layers) == 2 * 8 + 2 * 5 - 1
+
+
+def test_codes_without_a_scale_and_unknown_tensors_are_refused(written, tmp_path):
+    with pytest.raises(ArtifactError, match="in no floating point"):
+        damaged(SGLANG, written(SGLANG), tmp_path,
+                change=lambda tensors, layer: tensors.pop(f"{layer}.weight_scale_inv"))  # fmt: skip
+    (tmp_path / "more").mkdir()
+    with pytest.raises(ArtifactError, match="1 unknown: .*input_scale"):
+        damaged(VLLM, written(VLLM), tmp_path / "more",
+                change=lambda tensors, layer: tensors.update({f"{layer}.input_scale": torch.ones(())}))  # fmt: skip
+
+
+def test_sglang_is_for_flux(tiny):
+    with pytest.raises(ConfigError, match="SGLang: it loads no quantized StableDiffusion3Pipeline"):
+        check_served(TARGETS[SGLANG], tiny("sd3").checkpoint)
