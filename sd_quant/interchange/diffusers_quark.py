@@ -69,6 +69,7 @@ KINDS = {  # by Quark's name: ours, and what packed weights are stored in
 OF_INPUTS = ("fp8_e4m3", "int8")
 SCALES = (*FLOAT_SCALES, torch.uint8)  # as which MXFP4's exponents are stored
 MOST_EXCEPTIONS = 1000
+NOT_READ = ("softmax_quant_spec", "layer_type_quant_config", "kv_cache_quant_config")  # what else is quantized
 Exceptions = Sequence[tuple[re.Pattern, object]]
 
 
@@ -89,7 +90,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     layers, parameters = dict[str, QuantizedLayer](), dict[str, Readable](others)
     for name, own in found.items():
         if own.tensors.keys() - {"weight", DOWN, UP, FACTOR}:
-            layers[name] = stored_layer(own, shapes[name], *spec_of(path, config, exceptions, name), reorder)
+            layers[name] = stored_layer(
+                own, shapes[name], *spec_of(path, config, exceptions, name, DOWN in own), reorder
+            )
         else:  # decomposed, and in high precision
             own.checked("weight", [shapes[name]], FLOATS)
             parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
@@ -131,10 +134,11 @@ def exceptions_in(path: Path, config: object) -> Exceptions:
             f"{path}: layer_quant_config has {len(own)} patterns, expected at most {MOST_EXCEPTIONS}, of as many "
             "letters; export it with fewer"
         )
-    return [(re.compile(translate(pattern)), given) for pattern, given in own.items()]
+    names_first = sorted(own.items(), key=lambda each: any(mark in each[0] for mark in "*?["))  # as Quark looks it up
+    return [(re.compile(translate(pattern)), given) for pattern, given in names_first]
 
 
-def spec_of(path: Path, config: object, exceptions: Exceptions, name: str) -> tuple[str, str | None]:
+def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branched: bool) -> tuple[str, str | None]:
     """The dtypes of a layer's weight and of its inputs, None where they stay, in Quark's words.
 
     Raises ArtifactError for what is not read here.
@@ -142,7 +146,8 @@ def spec_of(path: Path, config: object, exceptions: Exceptions, name: str) -> tu
     named = (given for pattern, given in exceptions if pattern.match(name))
     spec = next(named, entry(config, "global_quant_config"))
     strange = [each for each in ("output_tensors", "bias") if entry(spec, each) is not None]
-    strange += [each for each in ("softmax_quant_spec", "layer_type_quant_config") if entry(config, each)]
+    strange += [each for each in NOT_READ if entry(config, each)]
+    strange += ["layer_quant_config beside a branch"] if branched and exceptions else []
     weight, inputs = entry(spec, "weight", "dtype"), entry(spec, "input_tensors")
     read = entry(inputs, "dtype")
     if not isinstance(weight, str) or weight not in KINDS:
@@ -197,7 +202,7 @@ def with_branch(own: LayerTensors, shape: Shape, decode: Callable[[], Tensor]) -
 
 
 def decoder(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Callable[[], Tensor]:
-    """What reads the weight in fp32 without its branch."""
+    """Return a function that decodes the weight to fp32, without the low-rank branch."""
     packed, rows, columns = KINDS[name][1], shape[0], prod(shape[1:])
     if own.checked("weight", None, (*FLOATS, packed)).dtype in FLOATS:
         own.checked("weight", [shape], FLOATS)

@@ -165,7 +165,7 @@ def knobs_of(job: Job) -> QuantizeJob:
 
 
 def hash_of(path: Path) -> str:
-    """What tells engines apart: a graph's structure, all of a plan."""
+    """Identity of an engine: the digest of a graph without its constants, or of all bytes of a plan."""
     return structure_of(path) if path.suffix.lower() == ".onnx" else sha256(path)
 
 

@@ -26,7 +26,7 @@ def words(numbers: Tensor, order: list[int]) -> Tensor:
 
 
 def packed(weight: Tensor, kind: str, order: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-    """What Quark stores of a weight [N, K] beside its name, by the formulas of its documentation, and what that is."""
+    """Quark's tensors for a weight [N, K], by the ends of their names, and the weight that they stand for."""
     scale, zero = weight.abs().amax() / {"fp8": 448, "int8": 127}.get(kind, 7), torch.zeros((), dtype=torch.int8)
     if kind == "fp8":
         codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -112,6 +112,33 @@ def test_packed_weights_are_what_their_codes_stand_for(exported, options):
     assert len(inputs) == 1 and (None in inputs) == (len(options) < 3 or options[2] is None)
 
 
+@pytest.mark.commit
+def test_a_layer_in_high_precision_may_be_decomposed_too(exported):
+    case, folder, expected = exported("int4", "reorder", None, True)
+    tensors, layer = load_file(folder / WEIGHTS), next(iter(expected)).replace("to_q", "to_k")
+    weight, up, down = tensors.pop(f"{layer}.weight"), torch.randn(128, 2), torch.randn(2, 128)
+    tensors |= {
+        f"{layer}.layer.weight": weight,
+        f"{layer}.correction.l2.weight": up,
+        f"{layer}.correction.l1.weight": down,
+    }
+    save_file(tensors, folder / WEIGHTS)
+    read = case.read(folder, READER)
+    assert read.layers.keys() == expected.keys()
+    torch.testing.assert_close(read.parameters[f"{layer}.weight"].read(), weight.float() + up @ down)
+
+
+@pytest.mark.commit
+def test_the_config_of_a_layers_own_name_comes_before_those_of_patterns(exported):
+    case, folder, expected = exported("int8")
+    config = json.loads((folder / CONFIG).read_text())
+    usual = config["quantization_config"]["global_quant_config"]
+    exceptions = {"*": {"weight": {"dtype": "none"}}, **dict.fromkeys(expected, usual)}
+    config["quantization_config"] |= {"layer_quant_config": exceptions, "global_quant_config": None}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert {layer.format for layer in case.read(folder, READER).layers.values()} == {"int8"}
+
+
 def change_config(**entries):
     return lambda tensors, layer, config: config["global_quant_config"].update(entries)
 
@@ -136,6 +163,7 @@ SCALE, ZERO = "weight_quantizer.scale", "weight_quantizer.zero_point"
         ("int8", change_config(weight={"dtype": ["int8"]}), "weights in a list, which is not read here"),
         ("int8", change_config(input_tensors=STATIC | {"is_dynamic": True}), "inputs that are dynamic"),
         ("int8", change_config(input_tensors=STATIC | {"dtype": "fp4"}), "inputs in fp4"),
+        ("int8", lambda tensors, layer, config: config.update(kv_cache_quant_config={"*": {}}), "kv_cache_quant_config"),
         ("int8", crowd, "has 1001 patterns, expected at most 1000"),
         ("int8", change_config(input_tensors=STATIC), "has no 'input_quantizer.scale' beside its others"),
         ("int8", change("input_quantizer.scale", lambda _: torch.ones(())), "that its config leaves alone"),
@@ -182,7 +210,7 @@ def quark():
     ],
 )
 def test_quark_computes_the_same(tiny, quark, tmp_path, family, name, options, reloads):
-    """Of its export without codes the weights, of that with codes the output, both to the bit."""
+    """Weights equal those of Quark's unpacked export, outputs those of its reloaded packed network, to the bit."""
     from quark.torch.quantization.config import config as quarks
 
     case, given = tiny(family), {}

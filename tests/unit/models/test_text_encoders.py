@@ -87,7 +87,8 @@ def test_a_norm_that_is_not_there_makes_nothing():
 
 def test_an_embedding_of_two_names_is_one_in_memory():
     """So what a file gives it reaches the encoder, which reads it by its other name."""
-    checkpoint = SimpleNamespace(components={"text_encoder": t5().state_dict()}, build=lambda: {"text_encoder": t5()})
+    stored = {name: each.clone() for name, each in t5().state_dict().items()}  # as files are read
+    checkpoint = SimpleNamespace(components={"text_encoder": stored}, build=lambda: {"text_encoder": t5()})
     built = build_module(checkpoint, "text_encoder")
     built.shared.weight.zero_()
     assert not built.encoder.embed_tokens.weight.any()

@@ -27,7 +27,7 @@ SESSION = SimpleNamespace(checkpoint=CHECKPOINT, denoiser="unet_xl", parameters=
 
 def graph(path, weights: str):
     path.parent.mkdir(parents=True)
-    """What is behind a colon is the number of a weight, what is before it tells structures apart."""
+    """Write a graph; ``weights`` is ``structure`` or ``structure:number``, where the number is that of its weight."""
     structure, _, number = weights.partition(":")
     output = onnx.helper.make_tensor_value_info(structure, onnx.TensorProto.FLOAT, [1])
     weight = onnx.helper.make_tensor("weight", onnx.TensorProto.FLOAT, [1], [float(number or 0)])
