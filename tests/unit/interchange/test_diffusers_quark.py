@@ -163,7 +163,7 @@ SCALE, ZERO = "weight_quantizer.scale", "weight_quantizer.zero_point"
         ("int8", change_config(weight={"dtype": ["int8"]}), "weights in a list, which is not read here"),
         ("int8", change_config(input_tensors=STATIC | {"is_dynamic": True}), "inputs that are dynamic"),
         ("int8", change_config(input_tensors=STATIC | {"dtype": "fp4"}), "inputs in fp4"),
-        ("int8", lambda tensors, layer, config: config.update(kv_cache_quant_config={"*": {}}), "kv_cache_quant_config"),
+        ("int8", lambda _, layer, config: config.update(kv_cache_quant_config={"*": {}}), "kv_cache_quant_config"),
         ("int8", crowd, "has 1001 patterns, expected at most 1000"),
         ("int8", change_config(input_tensors=STATIC), "has no 'input_quantizer.scale' beside its others"),
         ("int8", change("input_quantizer.scale", lambda _: torch.ones(())), "that its config leaves alone"),
