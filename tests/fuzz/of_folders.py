@@ -97,6 +97,7 @@ def folders(scratch: Path) -> list[Reader]:
         by_hand("torchao_with_inputs", "diffusers_torchao", *torchao()),
         by_hand("autoround_asymmetric", "diffusers_autoround", *autoround()),
         by_hand("quark", "diffusers_quark", *quark()),
+        by_hand("quark_with_branch", "diffusers_quark", *quark_with_branch()),
     ]
 
 
@@ -350,19 +351,31 @@ def autoround() -> tuple[Tensors, dict]:
 
 
 def quark() -> tuple[Tensors, dict]:
-    """INT8 with static inputs, and four bits in words beside a branch."""
-    tensors = {
-        f"{Q}.weight": codes(128, 128, dtype=torch.int8),
-        f"{OUT}.layer.weight": codes(256, 16, dtype=torch.int32) * 0x1234567,
-        **{f"{Q}.{of}_quantizer.scale": torch.tensor(0.1) for of in ("weight", "input")},
-        f"{OUT}.layer.weight_quantizer.scale": some(16, 128),
-        f"{OUT}.layer.weight_quantizer.zero_point": torch.zeros(16, 16, dtype=torch.int32),
-        f"{OUT}.smooth_factor": some(256) + 1,
-        f"{OUT}.correction.l1.weight": some(4, 256), f"{OUT}.correction.l2.weight": some(128, 4),
-    }  # fmt: skip
+    """INT8 with static inputs, and four bits in words in one layer."""
     spec = {"dtype": "int8", "is_dynamic": False, "qscheme": "per_tensor"}
-    config = {
-        "quant_method": "quark", "global_quant_config": {"weight": spec, "input_tensors": spec},
-        "layer_quant_config": {"*proj_out": {"weight": {"dtype": "int4"}}}, "export": {"pack_method": "reorder"},
+    tensors = {
+        f"{Q}.weight": codes(128, 128, dtype=torch.int8), **in_words(OUT),
+        **{f"{Q}.{of}_quantizer.scale": torch.tensor(0.1) for of in ("weight", "input")},
     }  # fmt: skip
-    return tensors, config
+    return tensors, by_quark({"weight": spec, "input_tensors": spec}, {"*proj_out": {"weight": {"dtype": "int4"}}})
+
+
+def quark_with_branch() -> tuple[Tensors, dict]:
+    branch = {"correction.l1.weight": some(4, 256), "correction.l2.weight": some(128, 4), "smooth_factor": some(256) + 1}
+    tensors = {f"{OUT}.{end}": tensor for end, tensor in branch.items()}
+    return in_words(f"{OUT}.layer") | tensors, by_quark({"weight": {"dtype": "int4"}})
+
+
+def in_words(layer: str) -> Tensors:
+    return {
+        f"{layer}.weight": codes(256, 16, dtype=torch.int32) * 0x1234567,
+        f"{layer}.weight_quantizer.scale": some(16, 128),
+        f"{layer}.weight_quantizer.zero_point": torch.zeros(16, 16, dtype=torch.int32),
+    }
+
+
+def by_quark(spec: dict, exceptions: dict | None = None) -> dict:
+    return {
+        "quant_method": "quark", "global_quant_config": spec, "layer_quant_config": exceptions,
+        "export": {"pack_method": "reorder"},
+    }  # fmt: skip
