@@ -7,6 +7,7 @@ import json
 import math
 import tarfile
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -16,16 +17,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.files.archive import open_members, whole_file
 from sd_quant.files.checks import check_finite
 from sd_quant.files.safetensors import read_safetensors
-from sd_quant.files.tensors import size_of
+from sd_quant.files.tensors import Weights, size_of
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
+from sd_quant.observed.opening import components_of, open_networks, open_other, read_index
 
+from .. import zoo
 from ..zoo.families import TINY
 from .harness import Reader
 from .mutations import LARGE, YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
@@ -208,45 +212,74 @@ def safetensors() -> Reader:
 
 
 def pipeline(scratch: Path, families: Collection[str] = TINY) -> Reader:
-    """A folder of each family, which it makes; ``family`` says which one is opened."""
-    for name in families:
-        TINY[name](scratch / name)
-    paths = [path for name in families for path in sorted((scratch / name).rglob("*")) if path.is_file()]
+    """A folder of each family, which it makes."""
+
+    def opened(folder: Path, family: str, damaged: str) -> tuple:
+        checkpoint = open_pipeline(folder, family)
+        parts = {name: (part.contract.inputs, part.contract.outputs) for name, part in checkpoint.parts().items()}
+        weights = checkpoint.components[denoiser_part(checkpoint).component]
+        return shapes_of(checkpoint.components), digest(weights[min(weights)]), repr(parts)
+
+    return of_folders("pipeline", {name: TINY[name] for name in families}, opened, scratch)
+
+
+OBSERVED = ("LuminaPipeline", "SanaPipeline", "StableDiffusionPipeline", "WanPipeline")
+
+
+def observed(scratch: Path, names: Collection[str] = OBSERVED) -> Reader:
+    """Folders of any pipeline, as far as is known before it runs: the index, and the component that was damaged."""
+
+    def opened(folder: Path, name: str, damaged: str) -> tuple:
+        kind, index = read_index(folder)
+        described = components_of(folder, kind, index)
+        wanted = {name: each for name, each in described.items() if damaged in (name, INDEX)}
+        _, weights = open_networks(folder, wanted)
+        others = [type(open_other(folder, each)).__name__ for each in wanted.values() if not each.is_network]
+        return shapes_of(weights), {name: digests(each.tensors) for name, each in weights.items()}, others
+
+    return of_folders("observed", {name: partial(zoo.write, name) for name in names}, opened, scratch)
+
+
+def shapes_of(components: Mapping[str, Weights]) -> dict:
+    return {
+        (component, name): (tensor.dtype, tensor.shape)
+        for component, weights in components.items()
+        for name, tensor in weights.tensors.items()
+    }
+
+
+def of_folders(name: str, writers: Mapping[str, Callable], opened: Callable[..., tuple], scratch: Path) -> Reader:
+    """``writers`` make sound folders; ``opened`` gets one, its kind, and which of its folders or files was damaged."""
+    for kind, write in writers.items():
+        write(scratch / kind)
+    paths = [path for kind in writers for path in sorted((scratch / kind).rglob("*")) if path.is_file()]
     files = {str(path.relative_to(scratch)): path.read_bytes() for path in paths}
-    sound = files | {"family": min(families).encode()}
 
     def damaging(suffix: str, edits: st.SearchStrategy, damage: Callable[..., bytes]) -> tuple:
         """``damage`` gets a file, what was drawn for it, and another file."""
 
         def mutate(drawn: tuple) -> Files:
-            family, number, recipe = drawn
-            names = [name for name in files if name.startswith(f"{family}/") and name.endswith(suffix)]
+            kind, number, recipe = drawn
+            names = [name for name in files if name.startswith(f"{kind}/") and name.endswith(suffix)]
             name, other = names[number % len(names)], names[number // 7 % len(names)]
-            return {"family": family.encode(), name: damage(files[name], recipe, files[other])}
+            return {"damaged": name.encode(), name: damage(files[name], recipe, files[other])}
 
-        return st.tuples(st.sampled_from(sorted(families)), LARGE, edits), mutate
+        return st.tuples(st.sampled_from(sorted(writers)), LARGE, edits), mutate
 
-    def opened(folder: Path) -> tuple:
-        family = (folder / "family").read_text()
-        checkpoint = open_pipeline(folder / family, family)
-        parts = {name: (part.contract.inputs, part.contract.outputs) for name, part in checkpoint.parts().items()}
-        shapes = {
-            (component, name): (tensor.dtype, tensor.shape)
-            for component, weights in checkpoint.components.items()
-            for name, tensor in weights.tensors.items()
-        }
-        weights = checkpoint.components[denoiser_part(checkpoint).component]
-        return shapes, digest(weights[min(weights)]), repr(parts)
+    def read(folder: Path) -> tuple:
+        kind, damaged = Path((folder / "damaged").read_text()).parts[:2]
+        return opened(folder / kind, kind, damaged)
 
     def check(folder: Path, found: tuple) -> None:
         """As many weights as the sound one, from files that hold as many bytes."""
-        family = (folder / "family").read_text()
+        kind = Path((folder / "damaged").read_text()).parts[0]
         total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in found[0].values())
-        assert total <= sum(path.stat().st_size for path in (folder / family).rglob("*.safetensors"))
+        assert total <= sum(path.stat().st_size for path in (folder / kind).rglob("*.safetensors"))
 
     damages = ways(
         damaging(".safetensors", described, lambda data, recipe, other: damaged_safetensors(data, recipe)),
         damaging(".json", byte_edits, lambda data, edits, other: edited(data, edits, other=other)),
         damaging(".json", document_edits, lambda data, edits, other: to_json(changed(json.loads(data), edits))),
     )
-    return Reader("pipeline", sound, read=opened, check=check, weight=12, quick=25, **damages)
+    sound = files | {"damaged": f"{min(writers)}/{INDEX}".encode()}
+    return Reader(name, sound, read=read, check=check, weight=12, quick=25, **damages)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from .harness import Reader
 from .of_artifacts import cache_entry, onnx_graph, plan_record
-from .of_checkpoints import archives, nemo, pipeline, safetensors, weights
+from .of_checkpoints import archives, nemo, observed, pipeline, safetensors, weights
 from .of_folders import folders
 from .of_images import images, lora, noise
 from .of_prompts_and_statistics import prompts, statistics
@@ -16,7 +16,7 @@ def make_readers(scratch: Path) -> list[Reader]:
     """With their sound inputs made below ``scratch``."""
     scratch.mkdir(parents=True, exist_ok=True)
     return [
-        archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), prompts(), statistics(scratch),
-        records(), report(), configuration(), onnx_graph(), noise(), lora(), images(), plan_record(), cache_entry(),
-        *single_files(scratch), *folders(scratch / "folders"),
+        archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), observed(scratch / "observed"),
+        prompts(), statistics(scratch), records(), report(), configuration(), onnx_graph(), noise(), lora(), images(),
+        plan_record(), cache_entry(), *single_files(scratch), *folders(scratch / "folders"),
     ]  # fmt: skip
