@@ -10,6 +10,7 @@ by torch's simulation. The best single preset is the one whose images of these o
         --out outputs/benchmarks/mixes/sd3_mini
 """
 
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
@@ -64,10 +65,10 @@ def main() -> None:
     for row, fitted in fits.items():
         best = max(singles[row], key=lambda label: fmean(psnr[label]), default=None)
         against = [best, paired(psnr[row], psnr[best])] if best else ["none", ""]
-        entry = fitted.entry()["budget"]
-        layers = ", ".join(f"{count} {label}" for label, count in entry["layers"].items() if count)
-        limit = f"{row}: {entry['limit_bytes']} bytes"
-        lines.append([limit, f"{layers} ({entry['taken']})", f"{fmean(psnr[row]):.2f}", *against])
+        taken = fitted.solved.taken
+        layers = ", ".join(f"{count} {label}" for label, count in Counter(fitted.labels.values()).items())
+        limit = f"{row}: {fitted.limited.limit} bytes"
+        lines.append([limit, f"{layers} ({taken})", f"{fmean(psnr[row]):.2f}", *against])
     text = markdown(["preset alone", "dB"], [[name, f"{fmean(psnr[name]):.2f}"] for name in options.presets])
     text += "\n" + markdown(["limit", "layers", "dB", "best single preset within it", "difference, dB"], lines)
     write_text(options.out / "mixes.md", text)

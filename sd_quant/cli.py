@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from sd_quant import launchers, search, sweep
 from sd_quant.checkpoints.own_knobs import starting
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
-from sd_quant.config import is_run
+from sd_quant.config import is_finished_run
 from sd_quant.errors import (
     CANCELLED,
     ConfigError,
@@ -61,7 +61,7 @@ LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
 
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
     """Raises ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
-    if is_run(directory):
+    if is_finished_run(directory):
         raise ConfigError(f"hydra.run.dir is {shown(directory)}, which holds a finished run; choose a new folder")
 
 

@@ -24,9 +24,14 @@ MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the fol
 DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
 
 
-def is_run(path: Path) -> bool:
+def is_finished_run(path: Path) -> bool:
     """Whether ``path`` is the folder of a finished run of quantize.py."""
     return all((path / name).is_file() for name in MARKS)
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is the folder of a run of quantize.py, of which at most one of the ``MARKS`` is missing."""
+    return sum((path / name).is_file() for name in MARKS) >= len(MARKS) - 1
 
 
 def run_job(run: str) -> QuantizeJob:

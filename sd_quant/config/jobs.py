@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
-from sd_quant.config.earlier_runs import artifact, is_run, recipe_of_run, run_model
+from sd_quant.config.earlier_runs import artifact, is_finished_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
@@ -216,7 +216,7 @@ def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
         return
     check_writable(output_path(path), "infer.out_path")
     expected = "another folder than a finished run's, whose record would be replaced"
-    check(not written or not is_run(output_path(path)), "infer.out_path", path, expected)
+    check(not written or not is_finished_run(output_path(path)), "infer.out_path", path, expected)
     for name, begins in written.items():
         check_replaceable(output_path(path) / name, "infer.out_path", begins, f"the {name} of this command")
 

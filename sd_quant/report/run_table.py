@@ -215,9 +215,12 @@ def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     return as_text(table_of_texts(titles, rows))
 
 
+RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a time", None: " of weights"}
+
+
 def _fit(record: Mapping[str, Any]) -> list[list[str]]:
-    """What ``fit`` chose for each part, and against what."""
-    entry = at(record, "sensitivity", "fit") or {}
+    """What ``fit`` or a budget chose for each part, and against what."""
+    entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
     chosen = candidates.get(entry.get("taken"))
     if chosen is None:
@@ -226,8 +229,8 @@ def _fit(record: Mapping[str, Any]) -> list[list[str]]:
     for part, size in chosen["weight_bytes"].items():
         formats = ", ".join(f"{count} {label}" for label, count in chosen["formats"][part].items())
         rows.append([part, _bytes(whole[part]), _bytes(size), formats])
-    resident = "all parts in memory" if entry["resident"] == "all" else "one part in memory at a time"
-    titles = [f"fit in {_bytes(entry['limit_bytes'])}, {resident}", "weights", "chosen", "layers in each format"]
+    limit = f"fit in {_bytes(entry['limit_bytes'])}{RESIDENT[entry['resident']]}"
+    titles = [limit, "weights", "chosen", "layers in each format"]
     lines = [
         f"formats {name}: expected {_decibels(each['expected_psnr'])}, in calibration images {_decibels(each['psnr'])}"
         f"{', taken' if name == entry['taken'] else ''}"

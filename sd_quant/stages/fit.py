@@ -157,37 +157,22 @@ class Fitted:
 
     def entry(self) -> dict[str, Any]:
         """What the record says about the choice."""
-        limited, taken = self.limited, self.solved.taken
-        if limited.resident is None:
-            found = {name: self.in_errors(name) for name in self.solved.candidates}
-            entry = {"limit_bytes": limited.limit} | found[taken]
-            entry |= {"taken": taken, "rates": dict(self.solved.rates), "candidates": found}
-            return {"reason": "quantize.budget chose the presets", "budget": entry}
+        limited = self.limited
         groups = [{"parts": [*each.parts], "beside_weights_bytes": round(each.working)} for each in limited.groups]
-        entry = {
+        return {
             "limit_bytes": limited.limit, "resident": limited.resident, "groups": groups,
             "unquantized_bytes": {part: offer.whole for part, offer in limited.offers.items()},
-            "taken": taken, "candidates": {name: self.in_decibels(name) for name in self.solved.candidates},
+            "taken": self.solved.taken, "rates": dict(self.solved.rates),
+            "candidates": {name: self.entry_of(name) for name in self.solved.candidates},
         }  # fmt: skip
-        return {"reason": "fit chose the formats", "fit": entry}
 
-    def in_errors(self, name: str) -> dict[str, Any]:
-        """The entry of a candidate of one part."""
-        [labels], [offer] = self.labels_with(name).values(), self.limited.offers.values()
+    def entry_of(self, candidate: str) -> dict[str, Any]:
+        """The entry of a candidate."""
         return {
-            "chosen_bytes": offer.bytes_with(labels),
-            "predicted_error": self.solved.candidates[name].predicted,
-            "measured_error": self.solved.candidates[name].measured,
-            "layers": {label: list(labels.values()).count(label) for label in offer.recipes},
-        }
-
-    def in_decibels(self, name: str) -> dict[str, Any]:
-        """The entry of a candidate of all parts."""
-        return {
-            "weight_bytes": self.bytes_with(name),
-            "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(name).items()},
-            "expected_psnr": decibels(self.solved.candidates[name].predicted),
-            "psnr": decibels(self.solved.candidates[name].measured),
+            "weight_bytes": self.bytes_with(candidate),
+            "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(candidate).items()},
+            "expected_psnr": decibels(self.solved.candidates[candidate].predicted),
+            "psnr": decibels(self.solved.candidates[candidate].measured),
         }
 
     def sentence(self) -> str:

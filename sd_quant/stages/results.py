@@ -170,7 +170,7 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
     if chosen.sensitivity:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:
-        return {"curve": None} | chosen.fitted.entry()
+        return {"curve": None, "reason": "a limit chose the presets", "limit": chosen.fitted.entry()}
     return {"curve": None, "reason": "assignment decides" if chosen.given else "keep is 0"}
 
 

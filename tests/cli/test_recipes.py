@@ -87,16 +87,19 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(done, job, range_of, t
     limit = int(least * 1.2)
     run = job(*knobs, f"quantize.budget={limit}")
     record, table = record_of(run), rows_of(run / "budget.csv")
-    chosen = record["sensitivity"]["budget"]
-    assert sum(chosen["layers"].values()) == len(table) and chosen["layers"]["svdquant_w4a16"] < len(table)
-    assert least < chosen["chosen_bytes"] <= chosen["limit_bytes"] == limit
+    entry = record["sensitivity"]["limit"]
+    chosen, others = entry["candidates"][entry["taken"]], entry["candidates"].values()
+    (formats,), (size,) = chosen["formats"].values(), chosen["weight_bytes"].values()
+    assert sum(formats.values()) == len(table) and len(formats) > 1
+    assert least < size <= entry["limit_bytes"] == limit
     sizes = record["sizes_bytes"]["unet"]
     graph = sizes["onnx_full_precision"] - sizes["weights_fp32"] // 2
-    assert sizes["onnx_quantized"] - chosen["chosen_bytes"] == pytest.approx(graph, abs=100_000)
+    assert sizes["onnx_quantized"] - size == pytest.approx(graph, abs=100_000)
     worst = max(table, key=lambda row: float(row["network_error_svdquant_w4a16"]) / float(row["bytes_unquantized"]))
     assert worst["chosen"] in ("int8_weight_only", "unquantized")
-    assert 0.2 < chosen["predicted_error"] / chosen["measured_error"] < 5  # of images, where white is 1
-    assert chosen["measured_error"] == min(each["measured_error"] for each in chosen["candidates"].values())
+    assert abs(chosen["expected_psnr"] - chosen["psnr"]) < 14
+    assert chosen["psnr"] == max(each["psnr"] for each in others)
+    assert re.search(r"fit in [\d.]+ [KM]iB of weights", (run / "report.html").read_text())
 
     edited = tmp_path / "edited.yaml"
     shutil.copy(run / "assignment.yaml", edited)
@@ -116,7 +119,7 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(job, range_o
     limit = least + (most - least) // 2
     run = job(*knobs, f"fit={limit}")
     record, table = record_of(run), {row["name"]: row for row in rows_of(run / "budget.csv")}
-    entry = record["sensitivity"]["fit"]
+    entry = record["sensitivity"]["limit"]
     chosen, (group,) = entry["candidates"][entry["taken"]], entry["groups"]
     taken = group["beside_weights_bytes"] + sum(chosen["weight_bytes"].values())
     assert least < taken <= limit and set(group["parts"]) == chosen["weight_bytes"].keys()

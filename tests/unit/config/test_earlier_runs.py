@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from sd_quant.config import CacheFolder, run_model
-from sd_quant.config.earlier_runs import recipe_of_run, run_job
+from sd_quant.config.earlier_runs import MARKS, is_finished_run, is_run, recipe_of_run, run_job
 from sd_quant.errors import ArtifactError, ConfigError
 
 pytestmark = pytest.mark.commit
@@ -35,6 +35,17 @@ def test_a_run_with_a_file_of_presets_has_its_copy(earlier, run):
     (run / "assignment.yaml").write_text("conv: nvfp4")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
+
+
+@pytest.mark.parametrize("missing", MARKS)
+def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
+    """Not opened as someone's checkpoint, of which the first file of the folder would be a web page."""
+    folder = earlier()
+    assert is_finished_run(run)
+    (run / missing).unlink()
+    assert is_run(run) and not is_finished_run(run)
+    with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
+        run_job(folder)
 
 
 def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):

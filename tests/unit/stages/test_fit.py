@@ -169,16 +169,16 @@ def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
     recipe = loaded().recipe
     int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
     given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
-    found = fitted_by(given, tmp_path).entry()["budget"]
-    assert found["layers"] == {INT4: 2, INT8: 2, "unquantized": 0}
+    found = fitted_by(given, tmp_path).entry()
     kept, recipes, because = derived[-1]
     assert kept == ["first", "proj"] and because == stage.LEFT
     assert {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
     first = found["candidates"]["by layer"]
-    assert first["predicted_error"] == pytest.approx(first["measured_error"])
-    assert first["measured_error"] == pytest.approx((1e-6 + 100 * (0.02**2 + 1e-8) + 0.2**2) ** 0.5)
+    assert first["formats"] == {"unet": {INT4: 2, INT8: 2}}
+    assert first["expected_psnr"] == pytest.approx(first["psnr"])
+    assert first["psnr"] == pytest.approx(-10 * math.log10(1e-6 + 100 * (0.02**2 + 1e-8) + 0.2**2))
     assert found["rates"] == pytest.approx({INT4: 1, INT8: 100})
-    assert found["limit_bytes"] == given.recipe.budget == first["chosen_bytes"] + 100
+    assert found["limit_bytes"] == given.recipe.budget == first["weight_bytes"]["unet"] + 100
     with (tmp_path / "budget.csv").open(newline="") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert {name: row["chosen"] for name, row in rows.items()} == {"conv": INT4, "q": INT8, "k": INT8, "out": INT4}
@@ -192,10 +192,9 @@ def test_what_errs_together_gets_less_and_the_better_of_the_measured_is_taken(de
     given = loaded(budget=least(loaded()) + 3 * (int8 - int4))
     with caplog.at_level("INFO"):
         fitted = fitted_by(given, tmp_path)
-    found = fitted.entry()["budget"]
-    assert found["candidates"]["by layer"]["layers"] == {INT4: 1, INT8: 3, "unquantized": 0}
-    assert found["taken"] == min(found["candidates"], key=lambda name: found["candidates"][name]["measured_error"])
-    assert found["measured_error"] == found["candidates"][found["taken"]]["measured_error"]
+    found = fitted.entry()
+    assert found["candidates"]["by layer"]["formats"] == {"unet": {INT4: 1, INT8: 3}}
+    assert found["taken"] == max(found["candidates"], key=lambda name: found["candidates"][name]["psnr"])
     assert caplog.messages[-1] == fitted.sentence() and f"({found['taken']})" in caplog.messages[-1]
 
 
@@ -285,7 +284,7 @@ def test_the_better_of_the_measured_choices_is_taken(monkeypatch, tmp_path, capl
 
     with caplog.at_level("INFO"):
         fitted = fitted_to(monkeypatch, tmp_path, stage.Group(list(OFFERS), 5.0, 60), squared_error_of=measured)
-    entry = fitted.entry()["fit"]
+    entry = fitted.entry()
     found = entry["candidates"][taken]
     assert entry["taken"] == taken and entry["groups"] == [{"parts": list(OFFERS), "beside_weights_bytes": 5}]
     assert found["psnr"] == pytest.approx(-10 * math.log10(in_images(fitted.labels_with(taken)) / 1000))
