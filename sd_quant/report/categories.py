@@ -1,6 +1,5 @@
 """Tables of scores by the category of prompts: what a mean over all prompts hides."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from sd_quant.metrics import SCORES, Score
@@ -15,8 +14,8 @@ CAPTION = (
 )
 
 
-def category_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
-    """A table for each score that has categories, a column a recipe; ``described`` are the recipes by job."""
+def category_tables(sweep: Sweep) -> list[Table]:
+    """A table for each score that has categories, a column a recipe."""
     tables = []
     for score in SCORES.values():
         found = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
@@ -30,7 +29,7 @@ def category_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
                 [category, str(counts[category]), *(cell(score, entries.get(category)) for entries in found.values())]
                 for category in sorted(counts)
             ]
-            titles = ["category", "prompts", *(described.get(name, name) for name in found)]
+            titles = ["category", "prompts", *(sweep.recipes[name] for name in found)]
             tables.append(table_of_texts(titles, lines, f"{score.heading}, by category", CAPTION))
     return tables
 

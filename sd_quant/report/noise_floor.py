@@ -114,8 +114,8 @@ def told(difference: Interval | None) -> str:
     return f"{abs(difference.value):.1f}{reach} dB {'from' if place is Place.AT else place.value} it"
 
 
-def floor_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
-    """A table of the sweep's recipes against each way, if it has a floor; ``described`` are the recipes by job."""
+def floor_tables(sweep: Sweep) -> list[Table]:
+    """A table of the sweep's recipes against each way, if it has a floor."""
     jobs = [job for job in sweep.jobs if ways(job.record)]
     if not jobs:
         return []
@@ -123,8 +123,8 @@ def floor_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
     means = floor_lines(jobs)
     titles = ["recipe", *(f"{words_of(way)}, {means[way]:.1f} dB" if way in means else f"{words_of(way)}, identical"
                           for way in columns)]  # fmt: skip
-    lines = [[described.get(job.name, job.name), *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
-    return [table_of_texts(titles, lines, HEADING, " ".join([*sentences(jobs, described), EXPLANATION]))]
+    lines = [[sweep.recipes[job.name], *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
+    return [table_of_texts(titles, lines, HEADING, " ".join([*sentences(jobs, sweep.recipes), EXPLANATION]))]
 
 
 EXPLANATION = (
@@ -133,16 +133,16 @@ EXPLANATION = (
 )
 
 
-def sentences(jobs: Sequence[Job], described: Mapping[str, str]) -> list[str]:
+def sentences(jobs: Sequence[Job], recipes: Mapping[str, str]) -> list[str]:
     """Which recipes lie above the floor, or about at it; a sentence for each way that has any."""
     found = []
     for way in dict.fromkeys(way for job in jobs for way in ways(job.record)):
-        recipes: dict[Place, list[str]] = {place: [] for place in Place}
+        at_place: dict[Place, list[str]] = {place: [] for place in Place}
         for job in jobs:
             if (difference := beyond(job.record, way)) is not None:
-                recipes[place_of(difference)].append(described.get(job.name, job.name))
-        if above := ", ".join(recipes[Place.ABOVE]):
+                at_place[place_of(difference)].append(recipes[job.name])
+        if above := ", ".join(at_place[Place.ABOVE]):
             found.append(f"Cannot be told from full precision computed by {words_of(way)}: {above}.")
-        if at_it := ", ".join(recipes[Place.AT]):
+        if at_it := ", ".join(at_place[Place.AT]):
             found.append(f"About as near as full precision by {words_of(way)}, which more prompts may tell: {at_it}.")
     return found or ["Every recipe differs from full precision by more than its arithmetic."]

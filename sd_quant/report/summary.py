@@ -35,7 +35,7 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
-from sd_quant.report.table import Column, Table, as_markdown, as_text, markdown_text
+from sd_quant.report.table import Column, Table, as_markdown, as_text, knob_value, markdown_text
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -95,6 +95,12 @@ class Job:
         """True for a third-party checkpoint, false for a job of ours."""
         return CANDIDATE in self.varied
 
+    @property
+    def recipe(self) -> str:
+        """The format and the level, ``int8, level 3``; the job's name where its record has no format."""
+        form, level = (at(self.record, "knobs", knob) for knob in ("format", "quant_level"))
+        return f"{form}, level {knob_value(level)}" if form and level is not None else self.name
+
 
 @dataclass(frozen=True)
 class Search:
@@ -127,6 +133,20 @@ class Sweep:
     def own(self) -> list[Job]:
         """The jobs without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
+
+    @property
+    def done(self) -> list[Job]:
+        return [job for job in self.jobs if job.status == DONE]
+
+    @cached_property
+    def recipes(self) -> dict[str, str]:
+        """The recipe of each job by its name: the knobs that vary, as on the command line; a candidate's own name."""
+
+        def recipe(job: Job) -> str:
+            varied = " ".join(f"{knob}={knob_value(job.varied.get(knob))}" for knob in self.varied)
+            return job.varied.get(CANDIDATE) or varied or job.recipe
+
+        return {job.name: recipe(job) for job in self.jobs}
 
     @cached_property
     def rows(self) -> list[Row]:

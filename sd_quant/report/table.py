@@ -21,6 +21,10 @@ def figure(value: float | None, form: str, scale: float = 1.0) -> str:
     return DASH if value is None else form.format(value * scale)
 
 
+def knob_value(value: object) -> str:
+    return DASH if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def between(low: float | None, high: float | None, form: str, level: float | None = None) -> str:
     """`` (1.21 to 1.26)``, with its ``level`` `` (1.21 to 1.26 at 95 %)``; nothing where there is no interval."""
     at_level = "" if level is None else f" at {100 * level:.3g} %"

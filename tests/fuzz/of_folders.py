@@ -361,7 +361,11 @@ def quark() -> tuple[Tensors, dict]:
 
 
 def quark_with_branch() -> tuple[Tensors, dict]:
-    branch = {"correction.l1.weight": some(4, 256), "correction.l2.weight": some(128, 4), "smooth_factor": some(256) + 1}
+    branch = {
+        "correction.l1.weight": some(4, 256),
+        "correction.l2.weight": some(128, 4),
+        "smooth_factor": some(256) + 1,
+    }
     tensors = {f"{OUT}.{end}": tensor for end, tensor in branch.items()}
     return in_words(f"{OUT}.layer") | tensors, by_quark({"weight": {"dtype": "int4"}})
 
