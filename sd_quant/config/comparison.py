@@ -128,8 +128,8 @@ class Metrics:
             named = {knob: path for knob in knobs if (path := getattr(self, knob)) is not None}
             expected = score.weights or "an existing path, or null"
             files = [existing(f"metrics.{knob}", path, expected) for knob, path in named.items()]
-            if files:
-                score.check_files(*files)
+            if files and score.weights:
+                score.opener(*files)
         if self.ocr and not find_spec(OCR_PACKAGE):
             raise ResourceError(
                 f"metrics.ocr needs the package {OCR_PACKAGE}, which is not installed; install it with: "

@@ -35,8 +35,8 @@ def check_rgb(images: Images) -> None:
     for each in arrays(images):
         if not is_rgb(each):
             raise ArtifactError(
-                f"a metric was given {each.dtype} images of shape {list(each.shape)}, expected uint8 "
-                "[N, H, W, 3]; convert them first"
+                f"{each.dtype} images of shape {list(each.shape)} were given, expected uint8 [N, H, W, 3]; convert "
+                "them first"
             )
 
 

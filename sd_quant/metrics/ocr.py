@@ -97,17 +97,9 @@ def best_similarity(asked: str, words: Sequence[str]) -> float:
 
 def similarity(a: str, b: str) -> float:
     """1 - Levenshtein(a, b) / max(len(a), len(b)): 1 for equal texts, 0 for such with nothing in common."""
-    return 1 - levenshtein(a, b) / max(len(a), len(b), 1)
+    from torchmetrics.functional.text import edit_distance  # late: with all metrics of texts
 
-
-def levenshtein(a: str, b: str) -> int:
-    """The fewest letters that are inserted, removed and replaced to make ``b`` of ``a`` (Wagner & Fischer 1974)."""
-    row = list(range(len(b) + 1))
-    for number, letter in enumerate(a, start=1):
-        diagonal, row[0] = row[0], number
-        for place, other in enumerate(b, start=1):
-            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (letter != other))
-    return row[-1]
+    return 1 - edit_distance(a, b, reduction="sum").item() / max(len(a), len(b), 1)
 
 
 @cache

@@ -21,12 +21,11 @@ from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import open_regular, refusing
 from sd_quant.files.checks import bounded_modules
-from sd_quant.files.folders import read_json
 from sd_quant.metrics import SCORES, Score
 from sd_quant.metrics.frechet import frechet_distance, moments
 from sd_quant.metrics.images import check_rgb
 from sd_quant.metrics.inception import inception
-from sd_quant.metrics.network_scores import DAMAGED, Opened, score_images
+from sd_quant.metrics.network_scores import DAMAGED, Opened, Opener, check_folder, config_of
 from sd_quant.progress import progress
 from sd_quant.text import counted, one_line
 
@@ -40,16 +39,15 @@ CLIP_FILES = (  # one file of each line is required
 )
 
 
-def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """The CLIP scores of uint8 [N, H, W, 3] and N prompts, as ``score_images`` returns them, and the ``network``.
+def clip_score(weights: Path) -> Opener:
+    """Opens the CLIP score of images and prompts, which are truncated to the network's length, as in MLPerf.
 
-    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. ``value`` is the mean, but
-    at least 0. Prompts are truncated to the network's length, as in MLPerf. Raises ArtifactError as ``score_images``
-    does.
+    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Raises SdQuantError unless
+    it is whole and of a CLIP; reads no weights.
     """
+    clip_config(weights, SCORES["clip_score"])
 
     def opened() -> Opened:
-        check_clip_weights(weights)
         model, pixels, tokens = open_clip_folder(weights)
         vision = model.config.vision_config
         network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
@@ -57,27 +55,15 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
             model, lambda batch, texts: 100 * cosines(model, pixels(batch), tokens(texts)), {"network": network}
         )
 
-    found = {"network": None} | score_images("CLIP score", images, prompts, opened)
-    return found | {"value": None if found["value"] is None else max(0.0, found["value"])}
+    return opened
 
 
-def check_clip_weights(weights: Path, score: Score = SCORES["clip_score"]) -> Any:
+def clip_config(weights: Path, score: Score) -> Any:
     """The CLIPConfig of a folder; reads no weights. Raises SdQuantError unless it is whole and of a CLIP."""
     from transformers import CLIPConfig
 
-    if not weights.is_dir():
-        raise ConfigError(f"there is no folder {weights} with the weights of {score.title}; name {score.weights}")
-    for names in CLIP_FILES:
-        if not any((weights / name).is_file() for name in names):
-            raise ConfigError(
-                f"the folder {weights} has no {' or '.join(names)}, expected for {score.title}; name {score.weights}"
-            )
-    config = read_json(weights, "config.json")
-    if config.get("model_type") != "clip":
-        raise ArtifactError(
-            f"{weights} holds a model of type {config.get('model_type')}, expected clip, for {score.title}; name "
-            f"{score.weights}"
-        )
+    check_folder(weights, score, *CLIP_FILES)
+    config = config_of(weights, score, "clip")
     with refusing(f"{weights} has a config.json that is no CLIP's", advice=f"name {score.weights}"):
         return CLIPConfig.from_dict(config)
 

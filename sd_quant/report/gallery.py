@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from sd_quant.files import read_regular
-from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.metrics import SCORES, Against, Score, scores_against
 from sd_quant.report.readings import degenerate_of, score_of
 from sd_quant.report.recommendation import are_identical
 from sd_quant.report.record import VARIANTS, at
@@ -125,7 +125,7 @@ def score(job: Job, measure: Score, index: int) -> float | None:
 
 def scores(job: Job, index: int) -> str:
     """The scores of one image, as the text below it."""
-    of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
+    of_images = scores_against(Against.IMAGES)
     values = {each.key: score(job, each, index) for each in of_images}
     if are_identical(values["psnr"], values["ssim"]):
         return "identical"

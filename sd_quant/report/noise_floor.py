@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.metrics import SCORES, Against, scores_against
 from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.report.readings import names, number_at, score_of
 from sd_quant.report.record import at
@@ -82,8 +82,7 @@ def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
 
 def floor_table(record: Any) -> Table:
     """A line for each way: its scores, and where the recipe's images lie; reasons as notes. Without ways no lines."""
-    scores = [score for score in fidelity_scores() if score.against is Against.IMAGES]
-    lines, notes = [], []
+    scores, lines, notes = scores_against(Against.IMAGES), [], []
     for way in ways(record):
         entry = at(record, "noise_floor", way)
         means = [at(entry, score.key, "mean") for score in scores]
@@ -101,8 +100,7 @@ def floor_table(record: Any) -> Table:
         if reason := at(record, "noise_floor", way, PSNR.key, "reason"):
             notes.append(f"noise floor by {words_of(way)}: {reason}")
     titles = ["full precision again, by", PSNR.title, "worst", *(score.title for score in scores[1:]), "the recipe"]
-    table = table_of_texts(titles, lines)
-    return Table(table.columns, table.rows, notes=notes)
+    return table_of_texts(titles, lines, notes=notes)
 
 
 def told(difference: Interval | None) -> str:
@@ -110,7 +108,7 @@ def told(difference: Interval | None) -> str:
     if difference is None:
         return DASH
     place = place_of(difference)
-    reach = f" ± {difference.high - difference.value:.1f}" if difference.known else ""
+    reach = "" if difference.reach is None else f" ± {difference.reach:.1f}"
     return f"{abs(difference.value):.1f}{reach} dB {'from' if place is Place.AT else place.value} it"
 
 

@@ -32,7 +32,7 @@ from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendatio
 from sd_quant.report.recommendation import figures as figures_of
 from sd_quant.report.record import DONE, at, read_object
 from sd_quant.report.shipped import recommendation_of
-from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, machine_of, shown_columns, workload
+from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of, workload
 from sd_quant.report.table import Column, Table, knob_value
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.report.unquantized import unquantized_row
@@ -65,14 +65,10 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
     advice = recommendation_of(sweep)
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
     table = [*([whole] if whole else []), *table]
-    columns = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
     badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
     images, notes = gallery(sweep, badges, advice.best)
-    style, script = (Markup(source(name)) for name in ("page.css", "page.js"))
-    page = ENVIRONMENT.get_template("page.html").render(
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=style,
-        script=script,
+    page = rendered(
+        "page",
         kind=f"{model_name(sweep)} · {kind_of_folder(sweep)}",
         facts=facts(sweep),
         headline=advice.headline if sweep.own else "Which candidate is worth its bits",
@@ -85,7 +81,7 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
         warnings=(warnings := warnings_of(sweep)),
         kinds=", ".join(f"{count} {kind}" for kind, count in Counter(each.split(":")[0] for each in warnings).items()),
         rows=table,
-        columns=columns,
+        columns=known_columns(table),
         plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
         tables=tables,
         image_notes=notes,
@@ -94,8 +90,20 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
         data=htmlsafe_json_dumps(images, allow_nan=False),
     )
     path = sweep.directory / REPORT
-    write_text(path, page.lstrip() + "\n")
+    write_text(path, page)
     return path
+
+
+def rendered(name: str, **content: object) -> str:
+    """The page of a template with its style and its script, the only one that its policy allows."""
+    script = Markup(source(f"{name}.js"))
+    page = ENVIRONMENT.get_template(f"{name}.html").render(
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup(source(f"{name}.css")),
+        script=script,
+        **content,
+    )
+    return page.lstrip() + "\n"
 
 
 def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:

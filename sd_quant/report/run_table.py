@@ -5,20 +5,21 @@ dash, with its reason below the table.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
-from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
     degenerate_images,
+    interval_of,
     latency_of,
     memory_of,
     memory_to_fit,
@@ -27,7 +28,6 @@ from sd_quant.report.readings import (
     psnr_text,
     quotient,
     score_of,
-    seconds_of_job,
     seconds_of_stages,
     slower,
 )
@@ -161,21 +161,14 @@ def baselines_of(record: Mapping[str, Any]) -> list[str]:
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     rows = []
     for score in fidelity_scores():
-        value, worst, values = score_of(record, score)
+        value, worst, _ = score_of(record, score)
         if score.against is Against.IMAGES:
-            rows.append([score.title, _cell(value, _mean(score, values), reasons), _cell(worst, score.text, reasons)])
+            mean = interval_of(record, score)
+            show = partial(score.text, reach=None if mean is None else mean.reach)
+            rows.append([score.title, _cell(value, show, reasons), _cell(worst, score.text, reasons)])
         else:
             rows.append([f"{score.title}, last step", _cell(value, score.text, reasons), ""])
     return as_text(table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows))
-
-
-def _mean(score: Score, values: Sequence[float | None]) -> Callable[[float], str]:
-    """The text of a mean, with the further end of its interval over the images where all have a value."""
-    interval = None if None in values else score.mean(values)
-    if interval is None or not interval.known:
-        return score.text
-    reach = max(interval.high - interval.value, interval.value - interval.low)
-    return lambda value: f"{score.format.format(value)} ± {score.text(reach)}"
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
@@ -255,7 +248,7 @@ def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
 
 def _costs(record: Mapping[str, Any]) -> list[str]:
     peak = number_at(record, "peak_memory_bytes").value
-    whole = seconds_of_job(record)
+    whole = number_at(record, "seconds").value
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
     costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]

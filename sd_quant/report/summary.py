@@ -21,7 +21,7 @@ from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
 from sd_quant.report.csv_files import columns_of, write_csv
-from sd_quant.report.readings import Number, latency_of, number_at, quotient, score_of, seconds_of_job
+from sd_quant.report.readings import Number, interval_of, latency_of, number_at, quotient, score_of
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
@@ -305,7 +305,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         **known,  # no knob of a hostile plan takes their place
         "same_as": " ".join(job.twins) or None,
         **scores_of(record),
-        **interval_columns("psnr_db", psnr_interval(record)),
+        **interval_columns("psnr_db", interval_of(record, SCORES["psnr"])),
         **latencies_of(job, measured_together=timed_on is not None),
         "timed_on": timed_on or machine_of(at(record, "environment", "machine") or {}) or None,
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
@@ -321,7 +321,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "twin_psnr_db": at(record, "levers", "twin", "psnr", "mean"),
         "quantized_layers": at(record, "layers", "quantized"),
         "float_layers": len(at(record, "executed", "fell_back") or ()),
-        "seconds": seconds_of_job(record),
+        "seconds": number_at(record, "seconds").value,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
 
@@ -362,12 +362,6 @@ def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, f
         "image_over_compiled": over.value if over is not None else None,
         **interval_columns("image_over_compiled", over),
     }
-
-
-def psnr_interval(record: Any) -> Interval | None:
-    """The mean PSNR with its interval over prompts; None where some are infinite or there is none."""
-    values = score_of(record, SCORES["psnr"]).values
-    return None if None in values else SCORES["psnr"].mean(values)
 
 
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
@@ -444,32 +438,34 @@ def shown_columns() -> list[Column]:
     ]
 
 
+def known_columns(table: Sequence[Row]) -> list[Column]:
+    """The columns for people of which a row has a figure."""
+    return [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+
+
 def sweep_table(sweep: Sweep) -> str:
     """The closing table of a sweep as plain text: a line for each recipe with what a terminal has room for."""
     table = sweep.rows
-    known = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+    shown = [column for column in known_columns(table) if column.key in IN_A_TERMINAL]
     recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
-    columns = [Column("recipe", "recipe"), *(column for column in known if column.key in IN_A_TERMINAL)]
-    lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return "\n".join([*as_text(Table(columns, lines, notes=notes(table) + searched(sweep))), ""])
+    return "\n".join([*as_text(by_recipe(sweep, "recipe", recipes, shown)), ""])
 
 
 def markdown(sweep: Sweep) -> str:
     """``summary.md``: a line for each recipe, named by its knobs."""
     table = sweep.rows
     recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
-    columns = [Column(" · ".join(sweep.varied) or "job", "recipe"), Column("status", "status"), *shown_columns()]
+    columns = [Column("status", "status"), *shown_columns()]
+    return as_markdown(by_recipe(sweep, " · ".join(sweep.varied) or "job", recipes, columns))
+
+
+def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
+    """A line for each job with its recipe in front; sentences on jobs without figures, twins and a search as notes."""
+    table = sweep.rows
+    notes = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
+    notes += [
+        f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
+    ]
+    notes += [] if sweep.search is None else [f"searched: {sweep.search}"]
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return as_markdown(Table(columns, lines, notes=notes(table) + searched(sweep)))
-
-
-def searched(sweep: Sweep) -> list[str]:
-    """A note on which jobs of the grid stand in a table, where not all do."""
-    return [] if sweep.search is None else [f"searched: {sweep.search}"]
-
-
-def notes(table: Sequence[Row]) -> list[str]:
-    """Sentences on the jobs that have no figures, and on those that another stands for."""
-    reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
-    twins = [(row["same_as"], row["job"]) for row in table if row["same_as"]]
-    return reasons + [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]
+    return Table([Column(title, "recipe"), *columns], lines, notes=notes)

@@ -19,7 +19,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup
 from PIL import Image
 from typing_extensions import TypedDict
 
@@ -27,7 +26,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import digest, read_regular, write_json, write_text
 from sd_quant.knobs import near
 from sd_quant.report.gallery import NOT_AN_IMAGE
-from sd_quant.report.page import ENVIRONMENT, model_name, source
+from sd_quant.report.page import model_name, rendered
 from sd_quant.report.record import VARIANTS, at, read_object
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.text import one_line, printable
@@ -104,11 +103,8 @@ def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_
     data, pairs = embedded(drawn)
     if not any(pair["kind"] == VOTE for pair in pairs.values()):
         return None
-    script = Markup(source("votes.js"))
-    text = ENVIRONMENT.get_template("votes.html").render(
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup(source("votes.css")),
-        script=script,
+    text = rendered(
+        "votes",
         title=model_name(sweep),
         rule=RULE,
         count=len(data),
@@ -122,7 +118,7 @@ def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_
     path = sweep.directory / KEY
     with suppress(ArtifactError, ConfigError):  # there is none, or a damaged one
         path.rename(earlier_key(sweep.directory, read_key(sweep.directory)["page"]))
-    write_text(sweep.directory / PAGE, text.lstrip() + "\n")
+    write_text(sweep.directory / PAGE, text)
     write_json(path, key)
     return sweep.directory / PAGE
 

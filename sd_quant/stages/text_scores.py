@@ -63,7 +63,7 @@ def scores_of(
     ``metrics`` that are true.
     """
     given = {
-        Against.PROMPTS: [images, prompts], Against.REFERENCE: [reference, images], Against.PHOTOGRAPHS: [images]
+        Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
     }  # fmt: skip
     entries: dict[str, dict] = {}
     for score in named_scores():

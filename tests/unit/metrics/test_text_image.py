@@ -10,12 +10,14 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal import CLIPScore
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import network_scores, text_image
-from sd_quant.metrics.text_image import clip_score, fid
+from sd_quant.metrics import SCORES, network_scores, text_image
+from sd_quant.metrics.text_image import fid
 
 from ...text_scores import LONGEST, Means, small_clip
 
 pytestmark = pytest.mark.commit
+
+CLIP_SCORE = SCORES["clip_score"]
 
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 
@@ -87,7 +89,7 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     images = random_images(3)
     expected = by_transformers(tmp_path, images)
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
-    found = clip_score(images, PROMPTS, tmp_path)
+    found = CLIP_SCORE.compute(images, PROMPTS, tmp_path)
     assert found["value"] == pytest.approx(max(0.0, expected.mean().item()), abs=1e-4)
     assert found["value"] == pytest.approx(by_torchmetrics(tmp_path, images), abs=1e-4)
     assert found["values"] == pytest.approx(expected.tolist(), abs=1e-4)
@@ -96,29 +98,29 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
 
 
 def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
-    text_image.check_clip_weights(clip_folder)
+    CLIP_SCORE.opener(clip_folder)
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match="has no model.safetensors or"):
-        text_image.check_clip_weights(tmp_path)
+        CLIP_SCORE.opener(tmp_path)
     for file in clip_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
     monkeypatch.setattr(text_image, "cosines", lambda model, pixels, tokens: torch.full((len(pixels),), torch.nan))
     for folder, reason in (
-        (tmp_path / "absent", "there is no folder"),
+        (tmp_path / "absent", "has no config.json"),
         (tmp_path, "cannot be loaded as a CLIPModel"),
         (clip_folder, "NaN"),
     ):
-        found = clip_score(random_images(3), PROMPTS, folder)
+        found = CLIP_SCORE.compute(random_images(3), PROMPTS, folder)
         assert found["value"] is None and reason in found["reason"]
         json.dumps(found, allow_nan=False)
 
 
 def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
     with pytest.raises(ArtifactError, match="2 images came with 3 prompts"):
-        clip_score(random_images(2), PROMPTS, clip_folder)
+        CLIP_SCORE.compute(random_images(2), PROMPTS, clip_folder)
     with pytest.raises(ArtifactError, match="expected uint8"):
-        clip_score(random_images(3).astype(np.float32), PROMPTS, clip_folder)
-    assert clip_score(random_images(0), [], clip_folder)["reason"] == "there are no images"
+        CLIP_SCORE.compute(random_images(3).astype(np.float32), PROMPTS, clip_folder)
+    assert CLIP_SCORE.compute(random_images(0), [], clip_folder)["reason"] == "there are no images"
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from scipy.stats import ttest_1samp
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import mlperf, ocr, text_image
+from sd_quant.metrics import SCORES, mlperf, network_scores, ocr, text_image
 from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
-from sd_quant.metrics.text_image import clip_score, fid
+from sd_quant.metrics.text_image import fid
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
@@ -93,7 +93,7 @@ def small_protocol(run, monkeypatch):
         "fid_references": git_blob(run.folder / "val2014.npz"),
     }.items():  # fmt: skip
         monkeypatch.setitem(PROTOCOL, name, value)
-    score = clip_score(run.images, run.prompts, run.folder / "clip")["value"]
+    score = SCORES["clip_score"].compute(run.images, run.prompts, run.folder / "clip")["value"]
     distance = fid(run.images, run.folder / "val2014.npz")["value"]
     monkeypatch.setattr(mlperf, "CLIP", (score - 0.1, score + 0.1))
     monkeypatch.setattr(mlperf, "FID", (distance * 0.98, distance * 1.02))
@@ -202,8 +202,8 @@ def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
         ("clip_weights", "no config.json, expected for CLIP score"),
         ("pickscore_weights", "3.94 GB; no licence is stated"),
         ("hps_weights", "is no file.*1.97 GB, Apache-2.0"),
-        ("image_reward_weights", "no ImageReward.pt in .*1.79 GB, Apache-2.0"),
-        ("dino_weights", "no config.json in .* 346 MB; Apache-2.0"),
+        ("image_reward_weights", "no ImageReward.pt, .*1.79 GB, Apache-2.0"),
+        ("dino_weights", "no config.json, .* 346 MB; Apache-2.0"),
     ],
 )
 def test_files_that_are_not_there_are_refused_before_anything_is_computed(tmp_path, knob, named):
@@ -215,10 +215,14 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
     """Two images of one prompt count as one; by scipy's interval of a paired t test."""
     scored = {0: [1.0, 2.0, 3.0, 4.0, None], 9: [1.5, 2.5, 2.0, 4.25, 7.0]}
 
-    def entry(images, prompts, *files):
+    scored_by_network = network_scores.score_images
+
+    def entry(score, images, beside, weights):
+        if score.key != "hps":
+            return scored_by_network(score, images, beside, weights)
         return {"value": 1.0, "reason": None, "values": scored[int(images[0, 0, 0, 0])]}
 
-    monkeypatch.setattr("sd_quant.metrics.preference.hps", entry)
+    monkeypatch.setattr(network_scores, "score_images", entry)
     monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *arguments: {})
     small_dino(tmp_path)
     (tmp_path / "hps.pt").touch()
