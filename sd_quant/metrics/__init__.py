@@ -48,7 +48,6 @@ class Score:
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     undefined: str = "not a finite number"  # why it is None for an image or a step
     files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
-    optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
     weights: str = ""  # of a score by a network: the files that are wanted, and where people get them
     switch: str = ""  # knob of ``metrics`` without which it is not computed
 
@@ -124,7 +123,7 @@ SCORES = {
               "Apache-2.0), or of another DINOv2"),
         Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, switch="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              least=0, files=("fid_references",), optional_files=("fid_weights",)),
+              least=0, files=("fid_references",)),
     )
 }  # fmt: skip
 

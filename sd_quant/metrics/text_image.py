@@ -24,7 +24,7 @@ from sd_quant.files.checks import bounded_modules
 from sd_quant.metrics import SCORES, Score
 from sd_quant.metrics.frechet import frechet_distance, moments
 from sd_quant.metrics.images import check_rgb
-from sd_quant.metrics.inception import inception
+from sd_quant.metrics.inception import NETWORK_NAME, inception
 from sd_quant.metrics.network_scores import DAMAGED, Opened, Opener, check_folder, config_of
 from sd_quant.progress import progress
 from sd_quant.text import counted, one_line
@@ -68,20 +68,19 @@ def clip_config(weights: Path, score: Score) -> Any:
         return CLIPConfig.from_dict(config)
 
 
-def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> dict:
+def fid(images: np.ndarray, references: Path) -> dict:
     """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, images, references, network}``.
 
     ``references``: a folder of 2049 photographs or more, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
-    of their features, as pytorch-fid writes and MLPerf ships it. ``weights`` as in ``inception``. Where something is
-    missing or damaged, or images are too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other
-    images.
+    of their features, as pytorch-fid writes and MLPerf ships it. Where something is missing or damaged, or images are
+    too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
     """
     check_rgb(images)
     entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}
     try:
         _check_number(len(images), "were made")
         check_references(references)
-        network, entry["network"] = inception(weights)
+        network, entry["network"] = inception(), NETWORK_NAME
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:

@@ -70,8 +70,7 @@ def scores_of(
         if not files.keys() >= set(score.files) or (score.switch and score.switch not in switched):
             entries[score.key] = {"value": None, "reason": NOT_ASKED}
             continue
-        named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
-        entries[score.key] = score.compute(*given[score.against], *named)
+        entries[score.key] = score.compute(*given[score.against], *(files[name] for name in score.files))
     clip, fid = entries["clip_score"], entries["fid"]
     judged = {
         "clip_network": clip.get("network"),

@@ -126,7 +126,7 @@ def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
 @pytest.fixture
 def small_inception(monkeypatch):
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), "means"))
+    monkeypatch.setattr(text_image, "inception", Means)
 
 
 @pytest.fixture
@@ -142,13 +142,13 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     for seed, number, real in ((1, 30, True), (0, 24, False)):
         theirs.update(torch.tensor(random_images(number, seed)).permute(0, 3, 1, 2), real=real)
     expected = theirs.compute().item()
-    found = fid(random_images(24), folder, tmp_path / "weights.pth")
+    found = fid(random_images(24), folder)
     assert found["value"] == pytest.approx(expected, rel=1e-4)
-    assert (found["reason"], found["images"], found["network"]) == (None, 24, "means")
+    assert (found["reason"], found["images"], found["network"]) == (None, 24, "inception-2015-12-05")
 
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
-    again = fid(random_images(24), tmp_path / "val.npz", tmp_path / "weights.pth")
+    again = fid(random_images(24), tmp_path / "val.npz")
     assert again["value"] == pytest.approx(found["value"], rel=1e-6)
     assert again["references"] == "val.npz"
 
@@ -166,23 +166,23 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
 )
 def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
     np.savez(tmp_path / "broken.npz", **stored)
-    found = fid(random_images(24), tmp_path / "broken.npz", tmp_path)
+    found = fid(random_images(24), tmp_path / "broken.npz")
     assert found["value"] is None and "broken.npz" in found["reason"]
     assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
 def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, folder):
     (folder / "07.png").write_bytes(b"no image")
-    assert "07.png cannot be read" in fid(random_images(24), folder, folder)["reason"]
+    assert "07.png cannot be read" in fid(random_images(24), folder)["reason"]
     (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz", folder)["reason"]
+    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz")["reason"]
 
 
 def test_too_few_images_give_a_reason(small_inception, folder):
-    assert "19 images were made" in fid(random_images(19), folder, folder)["reason"]
+    assert "19 images were made" in fid(random_images(19), folder)["reason"]
     for path in list(folder.glob("1*.png")) + list(folder.glob("2*.png")):
         path.unlink()
-    assert f"10 images are in {folder}" in fid(random_images(24), folder, folder)["reason"]
+    assert f"10 images are in {folder}" in fid(random_images(24), folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         text_image.check_references(folder / "absent.npz")
 
