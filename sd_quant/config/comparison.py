@@ -116,11 +116,10 @@ class Metrics:
 
     def check_files(self) -> None:
         for score in SCORES.values():
-            named = {knob: path for knob in score.files if (path := getattr(self, knob)) is not None}
-            expected = score.weights or "an existing path, or null"
-            files = [existing(f"metrics.{knob}", path, expected) for knob, path in named.items()]
-            if files and score.weights:
-                score.opener(*files)
+            if isinstance(given := getattr(self, score.knob, None), str):
+                path = existing(f"metrics.{score.knob}", given, score.weights or "an existing path, or null")
+                if score.weights:
+                    score.opener(path)
         if self.ocr and not find_spec(OCR_PACKAGE):
             raise ResourceError(
                 f"metrics.ocr needs the package {OCR_PACKAGE}, which is not installed; install it with: "

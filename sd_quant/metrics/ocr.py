@@ -21,9 +21,9 @@ from statistics import fmean
 import numpy as np
 
 from sd_quant.devices import threads
-from sd_quant.errors import ArtifactError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.metrics import OCR_PACKAGE
-from sd_quant.metrics.images import Images, check_rgb
+from sd_quant.metrics.images import Images, check_beside
 from sd_quant.progress import progress
 
 # A single mark opens behind no letter and closes before none, which leaves out apostrophes: dog's, Don't, kids'
@@ -42,9 +42,7 @@ def ocr(images: Images, prompts: Sequence[str]) -> dict:
     read exactly. Where no prompt asks for words, or the reader is not installed, ``value`` is None and ``reason`` says
     so. Raises ArtifactError for other images and when the numbers differ.
     """
-    check_rgb(images)
-    if len(images) != len(prompts):
-        raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
+    check_beside(images, prompts)
     asked = list(map(asked_texts, prompts))
     entry = {"value": None, "reason": None, "values": [None] * len(asked), "exact": None, "texts": sum(map(len, asked))}
     if not entry["texts"]:

@@ -6,7 +6,6 @@ frechet.py has the formula). Neither is about quantization: they compare with pu
 precision. Nothing is downloaded.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,8 @@ def fid(images: np.ndarray, references: Path) -> dict:
     if of_references[1].shape != of_images[1].shape:
         shapes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
         return entry | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
-    return entry | _number(frechet_distance(*of_references, *of_images))
+    distance = frechet_distance(*of_references, *of_images)
+    return entry | ({"reason": DAMAGED} if distance is None else {"value": distance})
 
 
 def check_references(references: Path) -> None:
@@ -182,10 +182,3 @@ def _check_number(number: int, where: str) -> None:
 def _pixels(images: np.ndarray) -> Tensor:
     """[N, H, W, 3] -> [N, 3, H, W], uint8."""
     return torch.tensor(images).permute(0, 3, 1, 2)
-
-
-def _number(value: float | None) -> dict:
-    """``value`` as ``{value, reason}``; None for NaN and infinity."""
-    if value is None or not math.isfinite(value):
-        return {"value": None, "reason": DAMAGED}
-    return {"value": value, "reason": None}

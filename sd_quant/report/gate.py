@@ -383,12 +383,12 @@ def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> 
 def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
     """The outcome of an estimated criterion by its interval at this level."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
+    without_figure = Verdict(
+        estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
+        {"bar": estimate.bar, "count": estimate.count}, estimate.note, worst=estimate.worst, form=estimate.form,
+    )  # fmt: skip
     if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
-        outcome = FAILED if estimate.unit == PROMPTS else UNTOLD
-        return Verdict(
-            estimate.knob, estimate.title, DASH, bar, outcome, {"bar": estimate.bar, "count": 0}, estimate.note,
-            worst=estimate.worst, form=estimate.form,
-        )  # fmt: skip
+        return without_figure
     interval, alone = estimate.at(level), estimate.at(confidence)
     told = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else None
     outcome = told or (LIKELY if estimate.bad(alone) else UNTOLD)
@@ -399,14 +399,12 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
         hint = f"{guess} {more} more {estimate.unit} would tell" if more else "it lies too near the bar to be told"
         single = f"alone it fails{between(alone.low, alone.high, form, confidence)}" if outcome == LIKELY else ""
         reason = "; ".join(filter(None, (single, hint, reason)))
-    ends = (interval.low, interval.high) if interval.known else (None, None)
-    value = estimate.form.format(interval.value) + between(*ends, form, level)
-    figures = dict(zip(("value", "low", "high"), (interval.value, *ends), strict=True))
-    figures |= {"level": level, "bar": estimate.bar, "count": estimate.count}
-    return Verdict(
-        estimate.knob, estimate.title, value, bar, outcome, figures, reason, more, estimate.unit, estimate.worst,
-        estimate.form,
-    )  # fmt: skip
+    low, high = interval.ends
+    value = estimate.form.format(interval.value) + between(low, high, form, level)
+    figures = {"value": interval.value, "low": low, "high": high, "level": level, **without_figure.figures}
+    return replace(
+        without_figure, value=value, verdict=outcome, figures=figures, reason=reason, more=more, unit=estimate.unit
+    )
 
 
 def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:

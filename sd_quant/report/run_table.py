@@ -99,21 +99,16 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
 
 def _memory(record: Mapping[str, Any]) -> list[str]:
     """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
-    parts, rows = names(record, "memory"), []
-
-    def row(title: str, figures: list[float | None]) -> list[str]:
-        full, quantized = map(Number, figures)
-        smaller = quotient(full, quantized).value
-        cells = [DASH if each.value is None else _bytes(each.value) for each in (full, quantized)]
-        return [title, *cells, "" if smaller is None else _times(smaller)]
-
-    for part in parts:
-        both = [memory_of(record, part, variant) for variant in VARIANTS]
-        rows.append(row(part, [None if each is None else each.peak for each in both]))
-    if parts:
+    known = {part: [memory_of(record, part, variant) for variant in VARIANTS] for part in names(record, "memory")}
+    figures = {part: [each and each.peak for each in both] for part, both in known.items()}
+    if figures:
         fit = [memory_to_fit(record, variant) for variant in VARIANTS]
-        rows.append(row("all parts open at once, derived", [None if each is None else each.together for each in fit]))
-        rows.append(row("one at a time, derived", [None if each is None else each.alone for each in fit]))
+        figures["all parts open at once, derived"] = [each and each.together for each in fit]
+        figures["one at a time, derived"] = [each and each.alone for each in fit]
+    rows = []
+    for title, (full, quantized) in figures.items():
+        cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
+        rows.append([title, *cells, _times(full / quantized) if full is not None and quantized else ""])
     return as_text(table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows))
 
 

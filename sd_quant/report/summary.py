@@ -183,8 +183,7 @@ def read_sweep(directory: Path) -> Sweep:
                 continue
             job = read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]})
             twins = tuple(other["name"] for other in planned if other.get("same_as") == job.name)
-            timed = together.get(job.name) or timed_alone(job.name, job.record)
-            jobs.append(replace(job, twins=twins, timed=timed))
+            jobs.append(replace(job, twins=twins, timed=together.get(job.name) or job.timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
         search = None if content.get("search") is None else search_of(content["search"], planned)
@@ -207,7 +206,6 @@ def run_as_sweep(directory: Path) -> Sweep:
     record = job.record or {}
     ours = "overrides" in record and not record.get("judged")
     command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
-    job = replace(job, timed=timed_alone(job.name, job.record))
     return Sweep(directory, command, [], [job], None, at(record, "knobs", "verdict"), names=(job.name,))
 
 
@@ -234,7 +232,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     try:
         record = known_record(directory, *state_of(directory / RECORD))
         if record is not None:
-            return Job(name, directory, varied, DONE, None, record)
+            return Job(name, directory, varied, DONE, None, record, timed=timed_alone(name, record))
         failure = read_object(directory / FAILURE)
     except (OSError, ValueError) as error:
         return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {why(error)}")
@@ -366,8 +364,8 @@ def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, f
 
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
     """The ends of an interval at 95 %, None where there is no finite one."""
-    known = interval is not None and interval.known
-    return {f"{column}_low": interval.low if known else None, f"{column}_high": interval.high if known else None}
+    low, high = (None, None) if interval is None else interval.ends
+    return {f"{column}_low": low, f"{column}_high": high}
 
 
 def machine_of(machine: Any) -> str:
