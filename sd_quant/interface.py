@@ -405,9 +405,8 @@ class Comparison:
     def grid(self, path: str | Path, number: int = -1) -> Path:
         """Draw the images of the ``number``-th recipe below those in full precision, as a run's ``images/grid.png``."""
         result = self.results[number]
-        labels = ("full precision", result.quantized.label)
         return comparison_grid(
-            self.full_precision, result.images, output_path(path), captions=self.prompts, labels=labels
+            self.full_precision, result.images, output_path(path), self.prompts, result.quantized.label
         )
 
     def __str__(self) -> str:

@@ -6,10 +6,9 @@ from pathlib import Path
 from sd_quant.errors import UNDECIDED, ConfigError
 from sd_quant.places import existing, shown, url
 from sd_quant.report.ballots import count_votes, notes, votes_table, write_count
-from sd_quant.report.page import described
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.table import as_text
-from sd_quant.report.votes import MOST_PAIRS, draw_votes, finished, named
+from sd_quant.report.votes import MOST_PAIRS, draw_votes, named
 
 MOST_DRAWN = 1000
 KNOBS = ("against", "pairs")
@@ -54,9 +53,8 @@ def redraw(folder: Path, knobs: dict[str, str]) -> None:
     """Write the folder's page with other pairs and print where it is."""
     most = pairs_of(knobs.get("pairs", str(MOST_PAIRS)))
     sweep = read_sweep(folder)
-    names = {row["job"]: described(row, sweep) for row in sweep.rows}
-    against = named(knobs["against"], finished(sweep), names) if "against" in knobs else None
-    page = draw_votes(sweep, names, against, most)
+    against = named(knobs["against"], sweep) if "against" in knobs else None
+    page = draw_votes(sweep, against, most)
     if page is None:
         raise ConfigError(
             f"{folder} has no pairs of images to vote on, expected images of a finished job; run it again"

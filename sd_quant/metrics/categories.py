@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.intervals import Interval, mean_interval, t_beyond
+from sd_quant.metrics.intervals import Interval, differences_of, holm, mean_interval, means_of_groups, t_beyond
 
 LEVEL = 0.05  # of error, for all categories of a score together
 Values = Sequence[float | None]
@@ -39,9 +39,10 @@ def by_category(
                 if reference is not None:
                     pairs = of_prompts(prompts, places, differences_of(values, reference))
                     found[key][category] |= difference_entry(pairs)
-        tested = [entry for entry in found[key].values() if entry.get("p") is not None]
-        for entry, p in zip(tested, holm([entry["p"] for entry in tested]), strict=True):
-            entry |= {"p": p, "differs": p <= LEVEL}
+        entries = found[key].values()
+        for entry, p in zip(entries, holm([entry.get("p") for entry in entries]), strict=True):
+            if p is not None:
+                entry |= {"p": p, "differs": p <= LEVEL}
     return {key: entries for key, entries in found.items() if entries}
 
 
@@ -55,15 +56,7 @@ def difference_entry(differences: Sequence[float]) -> dict:
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
     """The mean value of each different prompt among the images at these ``places``, without None."""
-    groups: dict[str, list[float]] = {}
-    for place in places:
-        if (value := values[place]) is not None:
-            groups.setdefault(prompts[place], []).append(value)
-    return [fmean(group) for group in groups.values()]
-
-
-def differences_of(values: Values, reference: Values) -> list[float | None]:
-    return [None if x is None or y is None else x - y for x, y in zip(values, reference, strict=True)]
+    return means_of_groups([values[place] for place in places], [prompts[place] for place in places])
 
 
 def ends(interval: Interval) -> list[float] | None:
@@ -84,13 +77,3 @@ def p_value(differences: Sequence[float]) -> float | None:
     if deviation <= 1e-12 * max(map(abs, differences)):
         return 2.0 ** (1 - count) if mean else 1.0
     return t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """p-values corrected so that none of all is wrongly at most LEVEL, but in LEVEL of the cases."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    corrected, largest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        corrected[place] = largest
-    return corrected

@@ -11,31 +11,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
-from sd_quant.files.folders import read_json
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.images import Images, check_rgb
-from sd_quant.metrics.network_scores import Opened, score_images
+from sd_quant.metrics.network_scores import Opened, Opener, check_folder, config_of
 
 MOST_LAYERS = 100  # dinov2-giant has 40; transformers makes a name for each, whatever their number
 KINDS = ("dinov2", "dinov2_with_registers")  # ``model_type`` in config.json
-FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
+FILES = (("config.json",), ("model.safetensors",), ("preprocessor_config.json",))
 
 
-def dino_distance(reference: Images, images: Images, weights: Path) -> dict:
-    """1 - cosine, 0 to 2, of the pooled features of each of two uint8 [N, H, W, 3], as ``score_images`` returns it.
+def dino_distance(weights: Path) -> Opener:
+    """Opens what gives 1 - cosine, 0 to 2, of the pooled features of each of two images.
 
     ``weights``: a folder of transformers' Dinov2Model with its image processor. The pooled feature is the class token's
-    behind the last norm. Raises ArtifactError as ``score_images`` does.
+    behind the last norm. Raises SdQuantError unless the folder is complete and DINOv2's; reads no weights.
     """
-    check_rgb(reference)
+    score = SCORES["dino_distance"]
+    check_folder(weights, score, *FILES)
+    layers = config_of(weights, score, *KINDS).get("num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        raise ArtifactError(
+            f"{weights} holds a DINOv2 with {layers} layers, expected at most {MOST_LAYERS}; name {score.weights}"
+        )
 
     def opened() -> Opened:
         from transformers import AutoImageProcessor, AutoModel
 
-        check_dino(weights)
-        advice = f"name {SCORES['dino_distance'].weights}"
+        advice = f"name {score.weights}"
         with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=advice, folder=weights):
             model = AutoModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
             processor = AutoImageProcessor.from_pretrained(weights, local_files_only=True)
@@ -50,19 +53,4 @@ def dino_distance(reference: Images, images: Images, weights: Path) -> dict:
             {"weights": weights.name},
         )
 
-    return score_images("DINOv2 distance", images, list(reference), opened)
-
-
-def check_dino(weights: Path) -> None:
-    """Raise SdQuantError unless the folder is complete and DINOv2's; reads no weights."""
-    wanted = SCORES["dino_distance"].weights
-    for name in FILES:
-        if not (weights / name).is_file():
-            raise ConfigError(f"there is no {name} in {weights}, expected in the folder of DINOv2; name {wanted}")
-    config = read_json(weights, "config.json")
-    kind, layers = config.get("model_type"), config.get("num_hidden_layers", 0)
-    if kind not in KINDS or not isinstance(layers, int) or layers > MOST_LAYERS:
-        raise ArtifactError(
-            f"{weights} holds a model of type {kind} with {layers} layers, expected one of {', '.join(KINDS)} with at "
-            f"most {MOST_LAYERS}; name {wanted}"
-        )
+    return opened

@@ -18,7 +18,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError
-from sd_quant.metrics import IDENTICAL, Against, fidelity_scores
+from sd_quant.metrics import IDENTICAL, Against, scores_against
 from sd_quant.metrics.images import Images, check_pairs, score_pairs, shapes_of
 from sd_quant.numbers import finite
 
@@ -97,8 +97,7 @@ def image_scores(reference: Images, images: Images) -> dict:
     """Every score of single images against a ``reference`` of the same prompts and seeds, by its key."""
     return {
         score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
-        for score in fidelity_scores()
-        if score.against is Against.IMAGES
+        for score in scores_against(Against.IMAGES)
     }
 
 
@@ -113,12 +112,11 @@ def fidelity(
     Images have H, W >= 64.
     """
     entries = image_scores(reference_images, images)
-    for score in fidelity_scores():
-        if score.against is Against.LATENTS:
-            values = entries[score.key] = score.compute(reference_latents, latents)
-            broken = not all(torch.isfinite(each).all() for each in (*reference_latents, *latents))
-            reason = NOT_FINITE if broken else score.undefined
-            entries[score.reason_key] = reason if None in values else None
+    for score in scores_against(Against.LATENTS):
+        values = entries[score.key] = score.compute(reference_latents, latents)
+        broken = not all(torch.isfinite(each).all() for each in (*reference_latents, *latents))
+        reason = NOT_FINITE if broken else score.undefined
+        entries[score.reason_key] = reason if None in values else None
     return entries
 
 

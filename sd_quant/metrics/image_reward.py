@@ -14,13 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError
 from sd_quant.files import read_regular, refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.images import Images
-from sd_quant.metrics.network_scores import Opened, normalized, reader_of, score_images
+from sd_quant.metrics.network_scores import Opened, Opener, check_folder, normalized, reader_of
 from sd_quant.models.empty import Read, with_weights, without_weights
 from sd_quant.names.blip import blip_vision_name
 from sd_quant.names.nemo import Location
@@ -61,17 +60,19 @@ class ImageReward(nn.Module):
         return (self.head(read[:, 0])[:, 0] - MEAN) / STD
 
 
-def image_reward(images: Images, prompts: Sequence[str], weights: Path) -> dict:
-    """ImageReward of uint8 images [N, H, W, 3] and N prompts, as ``score_images`` returns it.
+def image_reward(weights: Path) -> Opener:
+    """Opens ImageReward, of images and prompts.
 
     ``weights``: a folder with ``ImageReward.pt`` and BERT's ``vocab.txt``. Prompts are truncated to 35 tokens, the last
-    of which stays the separator. Raises ArtifactError as ``score_images`` does.
+    of which stays the separator. Raises SdQuantError unless the folder has the tensors in their shapes and the
+    vocabulary; reads no weights.
     """
+    check_folder(weights, SCORES["image_reward"], (WEIGHTS,), (VOCABULARY,))
+    network, read = empty_image_reward(weights / WEIGHTS)
+    tokenizer = bert_tokenizer(weights / VOCABULARY)
 
     def opened() -> Opened:
-        network, read = empty_image_reward(weights)
         with_weights(network, read)
-        tokenizer = bert_tokenizer(weights / VOCABULARY)
 
         def score(batch: Sequence[np.ndarray], texts: Sequence[str]) -> Tensor:
             device = next(network.parameters()).device
@@ -83,27 +84,17 @@ def image_reward(images: Images, prompts: Sequence[str], weights: Path) -> dict:
 
         return Opened(network, score, {"weights": WEIGHTS})
 
-    return score_images("ImageReward", images, prompts, opened)
+    return opened
 
 
-def check_image_reward(weights: Path) -> None:
-    """Raise SdQuantError unless the folder has the tensors in their shapes and the vocabulary; reads no weights."""
-    empty_image_reward(weights)
-    bert_tokenizer(weights / VOCABULARY)
-
-
-def empty_image_reward(weights: Path) -> tuple[ImageReward, Read]:
-    """The network without weights, and what reads them. Raises SdQuantError for a folder without them."""
-    wanted = SCORES["image_reward"].weights
-    for name in (WEIGHTS, VOCABULARY):
-        if not (weights / name).is_file():
-            raise ConfigError(f"there is no {name} in {weights}, expected in the folder of ImageReward; name {wanted}")
+def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
+    """The network without weights, and what reads them from its file. Raises ArtifactError for another file."""
     with without_weights():
         network = ImageReward()
-    tensors = stored_tensors(whole_file(weights / WEIGHTS))
+    tensors = stored_tensors(whole_file(path))
     places = {name: Location(authors_name(name)) for name, _ in network.named_parameters()}
     unused = [name for name in tensors if name.startswith(UNUSED)]
-    return network, reader_of(network, weights / WEIGHTS, tensors, places, wanted, unused)
+    return network, reader_of(network, path, tensors, places, SCORES["image_reward"].weights, unused)
 
 
 def authors_name(name: str) -> str:

@@ -35,9 +35,16 @@ def check_rgb(images: Images) -> None:
     for each in arrays(images):
         if not is_rgb(each):
             raise ArtifactError(
-                f"a metric was given {each.dtype} images of shape {list(each.shape)}, expected uint8 "
-                "[N, H, W, 3]; convert them first"
+                f"{each.dtype} images of shape {list(each.shape)} were given, expected uint8 [N, H, W, 3]; convert "
+                "them first"
             )
+
+
+def check_beside(images: Images, beside: Sequence[Any]) -> None:
+    """Raise ArtifactError unless the images are uint8 [N, H, W, 3] and a prompt, or another image, is beside each."""
+    check_rgb(images)
+    if len(images) != len(beside):
+        raise ArtifactError(f"{len(images)} images came with {len(beside)} prompts, expected a prompt for each")
 
 
 def check_pairs(reference: np.ndarray, images: np.ndarray, smallest: int = 1) -> None:

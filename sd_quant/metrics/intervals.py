@@ -19,7 +19,7 @@
 
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -41,16 +41,32 @@ class Interval(NamedTuple):
     def known(self) -> bool:
         return math.isfinite(self.low) and math.isfinite(self.high)
 
+    @property
+    def reach(self) -> float | None:
+        """The distance to the further end; None where nothing is known."""
+        return max(self.high - self.value, self.value - self.low) if self.known else None
+
+    @property
+    def ends(self) -> tuple[float, float] | tuple[None, None]:
+        """Both ends as a record has them, None where nothing is known; the inverse of ``recorded``."""
+        return (self.low, self.high) if self.known else (None, None)
+
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 
     def within(self, share: float) -> bool:
         """Whether both ends are within this share of the value."""
-        return max(self.high - self.value, self.value - self.low) <= share * abs(self.value)
+        return self.reach is not None and self.reach <= share * abs(self.value)
 
 
 def exactly(value: float) -> Interval:
     return Interval(value, value, value)
+
+
+def recorded(value: float, ends: Sequence[float | None] | Mapping | None) -> Interval:
+    """A figure with its ends as a record has them, which may lack them or say why."""
+    known = isinstance(ends, list | tuple) and len(ends) == 2 and None not in ends
+    return Interval(value, *ends) if known else Interval(value, -math.inf, math.inf)
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -69,11 +85,31 @@ def paired_interval(
 
     None without such a pair. Raises ValueError unless all three are of one length.
     """
+    differences = means_of_groups(differences_of(a, b), groups)
+    return mean_interval(differences) if differences else None
+
+
+def differences_of(a: Sequence[float | None], b: Sequence[float | None]) -> list[float | None]:
+    return [None if x is None or y is None else x - y for x, y in zip(a, b, strict=True)]
+
+
+def means_of_groups(values: Iterable[float | None], groups: Iterable[Hashable]) -> list[float]:
+    """The mean over each different group, such as a prompt's images, of the values that are not None."""
     found: dict[Hashable, list[float]] = {}
-    for x, y, group in zip(a, b, groups, strict=True):
-        if x is not None and y is not None:
-            found.setdefault(group, []).append(x - y)
-    return mean_interval(list(map(statistics.fmean, found.values()))) if found else None
+    for value, group in zip(values, groups, strict=True):
+        if value is not None:
+            found.setdefault(group, []).append(value)
+    return list(map(statistics.fmean, found.values()))
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """p-values of several claims, corrected by Holm, in their order; None stays None and does not count."""
+    adjusted: list[float | None] = [None] * len(values)
+    known = sorted((value, place) for place, value in enumerate(values) if value is not None)
+    most = 0.0
+    for rank, (value, place) in enumerate(known):
+        adjusted[place] = most = max(most, min(1.0, value * (len(known) - rank)))
+    return adjusted
 
 
 def ratio_interval(

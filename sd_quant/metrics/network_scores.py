@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.devices import full_precision
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import refusing
 from sd_quant.files.checks import check_tensors
+from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import Readable
-from sd_quant.metrics.images import Images, check_rgb
+from sd_quant.metrics import Score
+from sd_quant.metrics.images import Images, check_beside
 from sd_quant.models.empty import Read
 from sd_quant.names.nemo import Location
 from sd_quant.progress import progress
@@ -35,35 +37,56 @@ class Opened(NamedTuple):
     facts: Mapping[str, Any]  # for the record
 
 
-def score_images(title: str, images: Images, beside: Sequence[Any], open_network: Callable[[], Opened]) -> dict:
-    """The scores of uint8 images as ``{value, reason, values, images}`` and the network's facts.
+Opener = Callable[[], Opened]
 
-    ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean. Where the
-    network cannot be opened or computed, or there are no images, or a number is not finite, it is None and ``reason``
-    says why. Raises ArtifactError for other images and when the numbers differ.
+
+def score_images(score: Score, images: Images, beside: Sequence[Any], weights: Path) -> dict:
+    """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
+
+    ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean, at least
+    the score's smallest number. Where the network cannot be opened or computed, or there are no images, or a number is
+    not finite, it is None and ``reason`` says why. Raises ArtifactError for other images and when the numbers differ.
     """
-    check_rgb(images)
-    if len(images) != len(beside):
-        raise ArtifactError(f"{len(images)} images came with {len(beside)} prompts, expected a prompt for each")
+    check_beside(images, beside)
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
     if not len(images):
         return entry | {"reason": "there are no images"}
     starts, values = range(0, len(images), BATCH), list[float]()
     try:
-        opened = open_network()
-        with full_precision() as device, torch.inference_mode(), progress(len(starts), title) as advance:
+        opened = score.opener(weights)()
+        with full_precision() as device, torch.inference_mode(), progress(len(starts), score.title) as advance:
             opened.network.to(device)
             for start in starts:
                 batch = slice(start, start + BATCH)
-                with refusing(f"{title} cannot be computed"):  # a folder's processor may be anybody's
+                with refusing(f"{score.title} cannot be computed"):  # a folder's processor may be anybody's
                     values += opened.score(list(images[batch]), list(beside[batch])).flatten().tolist()
                 advance()
     except SdQuantError as error:
         return entry | {"reason": str(error)}
     entry |= opened.facts
     known = [value if math.isfinite(value) else None for value in values]
-    outcome = {"reason": DAMAGED} if None in known else {"value": fmean(values)}
+    outcome = {"reason": DAMAGED} if None in known else {"value": max(score.least, fmean(values))}
     return entry | outcome | {"values": known}
+
+
+def check_folder(weights: Path, score: Score, *files: Sequence[str]) -> None:
+    """Raise ConfigError unless the folder has one file of each of ``files``."""
+    for names in files:
+        if not any((weights / name).is_file() for name in names):
+            raise ConfigError(
+                f"the folder {weights} has no {' or '.join(names)}, expected for {score.title}; name {score.weights}"
+            )
+
+
+def config_of(weights: Path, score: Score, *kinds: str) -> dict:
+    """The folder's config.json. Raises ArtifactError unless it is of a model of one of these ``kinds``."""
+    config = read_json(weights, "config.json")
+    if (kind := config.get("model_type")) not in kinds:
+        raise ArtifactError(
+            f"{weights} holds a model of type {kind}, expected {' or '.join(kinds)}, for {score.title}; name "
+            f"{score.weights}"
+        )
+    return config
 
 
 def reader_of(

@@ -21,9 +21,9 @@ from statistics import fmean
 import numpy as np
 
 from sd_quant.devices import threads
-from sd_quant.errors import ArtifactError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.metrics import OCR_PACKAGE
-from sd_quant.metrics.images import Images, check_rgb
+from sd_quant.metrics.images import Images, check_beside
 from sd_quant.progress import progress
 
 # A single mark opens behind no letter and closes before none, which leaves out apostrophes: dog's, Don't, kids'
@@ -42,9 +42,7 @@ def ocr(images: Images, prompts: Sequence[str]) -> dict:
     read exactly. Where no prompt asks for words, or the reader is not installed, ``value`` is None and ``reason`` says
     so. Raises ArtifactError for other images and when the numbers differ.
     """
-    check_rgb(images)
-    if len(images) != len(prompts):
-        raise ArtifactError(f"{len(images)} images came with {len(prompts)} prompts, expected a prompt for each")
+    check_beside(images, prompts)
     asked = list(map(asked_texts, prompts))
     entry = {"value": None, "reason": None, "values": [None] * len(asked), "exact": None, "texts": sum(map(len, asked))}
     if not entry["texts"]:
@@ -97,17 +95,9 @@ def best_similarity(asked: str, words: Sequence[str]) -> float:
 
 def similarity(a: str, b: str) -> float:
     """1 - Levenshtein(a, b) / max(len(a), len(b)): 1 for equal texts, 0 for such with nothing in common."""
-    return 1 - levenshtein(a, b) / max(len(a), len(b), 1)
+    from torchmetrics.functional.text import edit_distance  # late: with all metrics of texts
 
-
-def levenshtein(a: str, b: str) -> int:
-    """The fewest letters that are inserted, removed and replaced to make ``b`` of ``a`` (Wagner & Fischer 1974)."""
-    row = list(range(len(b) + 1))
-    for number, letter in enumerate(a, start=1):
-        diagonal, row[0] = row[0], number
-        for place, other in enumerate(b, start=1):
-            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (letter != other))
-    return row[-1]
+    return 1 - edit_distance(a, b, reduction="sum").item() / max(len(a), len(b), 1)
 
 
 @cache

@@ -24,9 +24,8 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.images import Images
-from sd_quant.metrics.network_scores import Opened, normalized, reader_of, score_images
-from sd_quant.metrics.text_image import check_clip_weights, cosines, open_clip_folder
+from sd_quant.metrics.network_scores import Opened, Opener, normalized, reader_of
+from sd_quant.metrics.text_image import clip_config, cosines, open_clip_folder
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.empty import Read, with_weights, without_weights
 from sd_quant.names.open_clip import open_clip_locations
@@ -46,28 +45,14 @@ VIT_H_14: dict[str, dict[str, Any]] = {  # in CLIPConfig's words
 WIDTH = 1024  # of the features that are compared
 
 
-def pick_score(images: Images, prompts: Sequence[str], weights: Path) -> dict:
-    """PickScore of uint8 images [N, H, W, 3] and N prompts, as ``score_images`` returns it.
+def pick_score(weights: Path) -> Opener:
+    """Opens PickScore, of images and prompts.
 
     ``weights``: a folder with PickScore_v1, of transformers' CLIPModel with its tokenizer and image processor. Prompts
-    are truncated to 77 tokens, the last of which stays the end marker. Raises ArtifactError as ``score_images`` does.
+    are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError unless the folder is
+    complete and its configuration is PickScore's; reads no weights.
     """
-
-    def opened() -> Opened:
-        check_pick_score(weights)
-        model, pixels, tokens = open_clip_folder(weights)
-        return Opened(
-            model,
-            lambda batch, texts: model.logit_scale.exp() * cosines(model, pixels(batch), tokens(texts)),
-            {"weights": weights.name},
-        )
-
-    return score_images("PickScore", images, prompts, opened)
-
-
-def check_pick_score(weights: Path) -> None:
-    """Raise SdQuantError unless the folder is complete and its configuration is PickScore's; reads no weights."""
-    vision = check_clip_weights(weights, SCORES["pickscore"]).vision_config
+    vision = clip_config(weights, SCORES["pickscore"]).vision_config
     names = {"num_hidden_layers": "layers", "hidden_size": "width", "patch_size": "patch"}
     found, expected = (
         ", ".join(f"{title} {values[name]}" for name, title in names.items())
@@ -79,16 +64,26 @@ def check_pick_score(weights: Path) -> None:
             f"{SCORES['pickscore'].weights}"
         )
 
+    def opened() -> Opened:
+        model, pixels, tokens = open_clip_folder(weights)
+        return Opened(
+            model,
+            lambda batch, texts: model.logit_scale.exp() * cosines(model, pixels(batch), tokens(texts)),
+            {"weights": weights.name},
+        )
 
-def hps(images: Images, prompts: Sequence[str], weights: Path) -> dict:
-    """HPSv2 or HPSv2.1, by the file ``weights``, of uint8 images [N, H, W, 3] and N prompts: ``score_images``' entry.
+    return opened
 
-    Prompts are truncated to 77 tokens, the last of which stays the end marker. The two versions cannot be compared.
-    Raises ArtifactError as ``score_images`` does.
+
+def hps(weights: Path) -> Opener:
+    """Opens HPSv2 or HPSv2.1, by the file ``weights``, of images and prompts. The two versions cannot be compared.
+
+    Prompts are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError unless the file has
+    the tensors of HPSv2 in their shapes; reads no weights.
     """
+    model, read = empty_hps(weights)
 
     def opened() -> Opened:
-        model, read = empty_hps(weights)
         with_weights(model, read)
         tokenizer = clip_tokenizer()
 
@@ -101,12 +96,7 @@ def hps(images: Images, prompts: Sequence[str], weights: Path) -> dict:
 
         return Opened(model, score, {"weights": weights.name})
 
-    return score_images("HPSv2", images, prompts, opened)
-
-
-def check_hps(weights: Path) -> None:
-    """Raise SdQuantError unless the file has the tensors of HPSv2 in their shapes; reads no weights."""
-    empty_hps(weights)
+    return opened
 
 
 def empty_hps(weights: Path) -> tuple[Any, Read]:

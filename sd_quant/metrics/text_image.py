@@ -6,7 +6,6 @@ frechet.py has the formula). Neither is about quantization: they compare with pu
 precision. Nothing is downloaded.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import open_regular, refusing
 from sd_quant.files.checks import bounded_modules
-from sd_quant.files.folders import read_json
 from sd_quant.metrics import SCORES, Score
 from sd_quant.metrics.frechet import frechet_distance, moments
 from sd_quant.metrics.images import check_rgb
-from sd_quant.metrics.inception import inception
-from sd_quant.metrics.network_scores import DAMAGED, Opened, score_images
+from sd_quant.metrics.inception import NETWORK_NAME, inception
+from sd_quant.metrics.network_scores import DAMAGED, Opened, Opener, check_folder, config_of
 from sd_quant.progress import progress
 from sd_quant.text import counted, one_line
 
@@ -40,16 +38,15 @@ CLIP_FILES = (  # one file of each line is required
 )
 
 
-def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dict:
-    """The CLIP scores of uint8 [N, H, W, 3] and N prompts, as ``score_images`` returns them, and the ``network``.
+def clip_score(weights: Path) -> Opener:
+    """Opens the CLIP score of images and prompts, which are truncated to the network's length, as in MLPerf.
 
-    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. ``value`` is the mean, but
-    at least 0. Prompts are truncated to the network's length, as in MLPerf. Raises ArtifactError as ``score_images``
-    does.
+    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Raises SdQuantError unless
+    it is whole and of a CLIP; reads no weights.
     """
+    clip_config(weights, SCORES["clip_score"])
 
     def opened() -> Opened:
-        check_clip_weights(weights)
         model, pixels, tokens = open_clip_folder(weights)
         vision = model.config.vision_config
         network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
@@ -57,45 +54,32 @@ def clip_score(images: np.ndarray, prompts: Sequence[str], weights: Path) -> dic
             model, lambda batch, texts: 100 * cosines(model, pixels(batch), tokens(texts)), {"network": network}
         )
 
-    found = {"network": None} | score_images("CLIP score", images, prompts, opened)
-    return found | {"value": None if found["value"] is None else max(0.0, found["value"])}
+    return opened
 
 
-def check_clip_weights(weights: Path, score: Score = SCORES["clip_score"]) -> Any:
+def clip_config(weights: Path, score: Score) -> Any:
     """The CLIPConfig of a folder; reads no weights. Raises SdQuantError unless it is whole and of a CLIP."""
     from transformers import CLIPConfig
 
-    if not weights.is_dir():
-        raise ConfigError(f"there is no folder {weights} with the weights of {score.title}; name {score.weights}")
-    for names in CLIP_FILES:
-        if not any((weights / name).is_file() for name in names):
-            raise ConfigError(
-                f"the folder {weights} has no {' or '.join(names)}, expected for {score.title}; name {score.weights}"
-            )
-    config = read_json(weights, "config.json")
-    if config.get("model_type") != "clip":
-        raise ArtifactError(
-            f"{weights} holds a model of type {config.get('model_type')}, expected clip, for {score.title}; name "
-            f"{score.weights}"
-        )
+    check_folder(weights, score, *CLIP_FILES)
+    config = config_of(weights, score, "clip")
     with refusing(f"{weights} has a config.json that is no CLIP's", advice=f"name {score.weights}"):
         return CLIPConfig.from_dict(config)
 
 
-def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> dict:
+def fid(images: np.ndarray, references: Path) -> dict:
     """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, images, references, network}``.
 
     ``references``: a folder of 2049 photographs or more, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
-    of their features, as pytorch-fid writes and MLPerf ships it. ``weights`` as in ``inception``. Where something is
-    missing or damaged, or images are too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other
-    images.
+    of their features, as pytorch-fid writes and MLPerf ships it. Where something is missing or damaged, or images are
+    too few, ``value`` is None and ``reason`` says why. Raises ArtifactError for other images.
     """
     check_rgb(images)
     entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}
     try:
         _check_number(len(images), "were made")
         check_references(references)
-        network, entry["network"] = inception(weights)
+        network, entry["network"] = inception(), NETWORK_NAME
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:
@@ -103,7 +87,8 @@ def fid(images: np.ndarray, references: Path, weights: Path | None = None) -> di
     if of_references[1].shape != of_images[1].shape:
         shapes = f"{list(of_references[1].shape)}, expected {list(of_images[1].shape)}"
         return entry | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
-    return entry | _number(frechet_distance(*of_references, *of_images))
+    distance = frechet_distance(*of_references, *of_images)
+    return entry | ({"reason": DAMAGED} if distance is None else {"value": distance})
 
 
 def check_references(references: Path) -> None:
@@ -197,10 +182,3 @@ def _check_number(number: int, where: str) -> None:
 def _pixels(images: np.ndarray) -> Tensor:
     """[N, H, W, 3] -> [N, 3, H, W], uint8."""
     return torch.tensor(images).permute(0, 3, 1, 2)
-
-
-def _number(value: float | None) -> dict:
-    """``value`` as ``{value, reason}``; None for NaN and infinity."""
-    if value is None or not math.isfinite(value):
-        return {"value": None, "reason": DAMAGED}
-    return {"value": value, "reason": None}

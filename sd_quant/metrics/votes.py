@@ -94,16 +94,6 @@ def resampled(votes: Sequence[Vote], confidence: float = 0.95) -> tuple[Interval
     return Interval(float(won.sum() / cast.sum()), float(low), float(high)), p
 
 
-def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Adjusted p of several claims in their order; None stays None and does not count."""
-    adjusted: list[float | None] = [None] * len(values)
-    known = sorted((value, place) for place, value in enumerate(values) if value is not None)
-    most = 0.0
-    for rank, (value, place) in enumerate(known):
-        adjusted[place] = most = max(most, min(1.0, value * (len(known) - rank)))
-    return adjusted
-
-
 class Agreement(NamedTuple):
     items: int  # that all voters have answered
     share: float | None  # of pairs of voters that gave the same answer

@@ -19,7 +19,8 @@ from typing_extensions import TypedDict
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_replaceable, read_regular, write_json
-from sd_quant.metrics.votes import Agreement, Preference, Vote, agreement, holm, preference, votes_needed
+from sd_quant.metrics.intervals import holm
+from sd_quant.metrics.votes import Agreement, Preference, Vote, agreement, preference, votes_needed
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.table import Table, between, figure, table_of_texts
 from sd_quant.report.votes import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file

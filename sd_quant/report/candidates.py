@@ -73,7 +73,7 @@ def standings(sweep: Sweep) -> list[Standing]:
         if row["status"] == DONE and images and row["denoiser_bits"]:
             judged = at(job.record, "judged")
             kind = tuple(frozenset(at(judged, name) or {}) for name in ("formats", "inputs"))
-            name, loras = row.get(CANDIDATE) or row["job"], at(judged, "loras")
+            name, loras = name_of(job), at(judged, "loras")
             found.append(Standing(name, row["denoiser_bits"], images, loras, kind))
     return sorted(found, key=lambda each: (each.bits, -each.fidelity))
 
@@ -186,16 +186,14 @@ def name_of(job: Job) -> str:
 
 
 def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
-    formats, runtime = at(entry, "formats") or {}, at(entry, "runtime") or {}
-    quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
-    inputs = [f"{count} {name}" for name, count in (at(entry, "inputs") or {}).items() if name != HIGH_PRECISION]
+    runtime = at(entry, "runtime") or {}
     agreement = at(runtime, "agreement", "values") or []
     known = [value for value in agreement if value is not None]
     agrees = DASH if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
     ends = at(runtime, "speedup_interval") or []
     low, high = ends if len(ends) == 2 else (None, None)
     name, reason = at(runtime, "name") or DASH, at(runtime, "reason")
-    layers = [f"{', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}"]
+    parts = [f"{part} {quantized_of(each)}" for part, each in (at(entry, "parts") or {}).items()]
     loras = [f"LoRAs {at(entry, 'loras')}"] if at(entry, "loras") else []
     return [
         name_of(job),
@@ -203,8 +201,8 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         verdicts.get(name_of(job), DASH),
         figure(at(entry, "bits"), "{:.2f}"),
         figure(at(entry, "stored_bytes"), "{:,.1f}", 2**-20),
-        "; ".join([*layers, *parts_of(entry), *loras]),
-        ", ".join(inputs) or HIGH_PRECISION,
+        "; ".join([quantized_of(entry), *parts, *loras]),
+        lowered(at(entry, "inputs")) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),
         f"{DASH} ({reason})" if reason else name,
         agrees,
@@ -214,14 +212,15 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     ]
 
 
-def parts_of(entry: Mapping[str, Any]) -> list[str]:
-    """In words what is quantized of each other part than the denoiser."""
-    found = []
-    for part in at(entry, "parts") or {}:
-        formats = at(entry, "parts", part, "formats") or {}
-        quantized = [f"{count} {name}" for name, count in formats.items() if name != HIGH_PRECISION]
-        found.append(f"{part} {', '.join(quantized) or 'none'} of {sum(filter(None, formats.values()))}")
-    return found
+def quantized_of(entry: Any) -> str:
+    """What is quantized of the denoiser, or of another part, in words: ``90 Q4_0 of 100``."""
+    formats = at(entry, "formats") or {}
+    return f"{lowered(formats) or 'none'} of {sum(filter(None, formats.values()))}"
+
+
+def lowered(counts: Mapping[str, int] | None) -> str:
+    """The numbers of layers by format, without high precision."""
+    return ", ".join(f"{count} {name}" for name, count in (counts or {}).items() if name != HIGH_PRECISION)
 
 
 def hurting_of(job: Job, entry: Mapping[str, Any]) -> list[list[str]]:

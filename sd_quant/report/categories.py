@@ -1,12 +1,12 @@
 """Tables of scores by the category of prompts: what a mean over all prompts hides."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from sd_quant.metrics import SCORES, Score
+from sd_quant.metrics.intervals import recorded
 from sd_quant.report.record import at
 from sd_quant.report.summary import Sweep
-from sd_quant.report.table import DASH, Table, table_of_texts
+from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
 
 CAPTION = (
     "Mean over the prompts of each category, with its interval at 95 %. In brackets the paired difference to full "
@@ -15,8 +15,8 @@ CAPTION = (
 )
 
 
-def category_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
-    """A table for each score that has categories, a column a recipe; ``described`` are the recipes by job."""
+def category_tables(sweep: Sweep) -> list[Table]:
+    """A table for each score that has categories, a column a recipe."""
     tables = []
     for score in SCORES.values():
         found = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
@@ -30,7 +30,7 @@ def category_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
                 [category, str(counts[category]), *(cell(score, entries.get(category)) for entries in found.values())]
                 for category in sorted(counts)
             ]
-            titles = ["category", "prompts", *(described.get(name, name) for name in found)]
+            titles = ["category", "prompts", *(sweep.recipes[name] for name in found)]
             tables.append(table_of_texts(titles, lines, f"{score.heading}, by category", CAPTION))
     return tables
 
@@ -39,15 +39,11 @@ def cell(score: Score, entry: Any) -> str:
     """``33.41 ± 1.20``, and where full precision has the score too ``0.71 ± 0.10 (-0.05 ± 0.02, worse)``."""
     if not entry:
         return DASH
-    text = with_reach(score, entry["mean"], entry.get("interval"))
+    text = plus_minus(recorded(entry["mean"], entry.get("interval")), score.format)
     if (difference := entry.get("difference")) is None:
         return text
     told = ""
     if entry.get("differs"):
         told = ", better" if (difference > 0) == score.more_is_better else ", worse"
-    return f"{text} ({with_reach(score, difference, entry.get('difference_interval'))}{told})"
-
-
-def with_reach(score: Score, value: float, interval: list[float] | None) -> str:
-    text = score.format.format(value)
-    return f"{text} ± {score.format.format(max(interval[1] - value, value - interval[0]))}" if interval else text
+    differs_by = plus_minus(recorded(difference, entry.get("difference_interval")), score.format)
+    return f"{text} ({differs_by}{told})"

@@ -10,10 +10,10 @@ from pathlib import Path
 from PIL import Image
 
 from sd_quant.files import read_regular
-from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.metrics import SCORES, Against, Score, scores_against
 from sd_quant.report.readings import degenerate_of, score_of
 from sd_quant.report.recommendation import are_identical
-from sd_quant.report.record import DONE, VARIANTS, at
+from sd_quant.report.record import VARIANTS, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH
 from sd_quant.text import printable
@@ -25,16 +25,14 @@ MOST_BYTES = 40e6  # of images; a browser opens a page with more of them slowly
 NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # that PIL raises for a damaged file
 
 
-def gallery(
-    sweep: Sweep, names: Mapping[str, str], badges: Mapping[str | None, str], best: str | None
-) -> tuple[dict, list[str]]:
+def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) -> tuple[dict, list[str]]:
     """The images as data of the page's script, and sentences on images that are left out.
 
     A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
     embedded once. Of many prompts, those with the worst pairs are taken. ``badges`` are words on jobs; the page opens
     with the job ``best``.
     """
-    done = [job for job in sweep.jobs if job.status == DONE]
+    done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
     for recipe, job in enumerate(done):
         for index, prompt in enumerate(at(job.record, "prompts") or []):
@@ -127,7 +125,7 @@ def score(job: Job, measure: Score, index: int) -> float | None:
 
 def scores(job: Job, index: int) -> str:
     """The scores of one image, as the text below it."""
-    of_images = [each for each in fidelity_scores() if each.against is Against.IMAGES]
+    of_images = scores_against(Against.IMAGES)
     values = {each.key: score(job, each, index) for each in of_images}
     if are_identical(values["psnr"], values["ssim"]):
         return "identical"

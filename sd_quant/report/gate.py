@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, Against, Score
-from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, t_quantile
+from sd_quant.metrics import SCORES, Against, Score, scores_against
+from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, means_of_groups, t_quantile
 from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, score_of
 from sd_quant.report.recommendation import are_identical
 from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
@@ -48,7 +48,7 @@ PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be
 OPEN = (LIKELY, UNTOLD)
 SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds; who would draw more
-OF_IMAGES = {key: score for key, score in SCORES.items() if score.against is Against.IMAGES}
+OF_IMAGES = {score.key: score for score in scores_against(Against.IMAGES)}
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
     "infer": "width height sizes steps scale seed num_samples negative_prompt strength precision".split(),
     "model": ("arguments", "max_sequence_length"),
@@ -207,14 +207,6 @@ def check_comparable(run: Run, baseline: Run) -> None:
 # Statistics
 
 
-def by_prompt(prompts: Sequence[str], values: Sequence[float]) -> list[float]:
-    """The mean over the images of each different prompt."""
-    groups: dict[str, list[float]] = {}
-    for prompt, value in zip(prompts, values, strict=True):
-        groups.setdefault(prompt, []).append(value)
-    return [statistics.fmean(group) for group in groups.values()]
-
-
 def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
     """The mean of independent values with Hall's interval. The ends are infinite for a single one."""
     count, mean = len(values), statistics.fmean(values)
@@ -277,7 +269,7 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
     counted = [best if value == math.inf else value for value in known(values)]
     identical = sum(value == math.inf for value in known(values))
     note = f"{identical} of {len(values)} images are identical to full precision and count as {score.text(best)}"
-    means = by_prompt(run.record["prompts"], counted) if len(counted) == len(values) else []
+    means = means_of_groups(counted, run.record["prompts"]) if len(counted) == len(values) else []
     return Estimate(
         knob, f"mean {score.title}", bar, score.more_is_better,
         lambda confidence: score.inside(mean_of_skewed(means, confidence)), len(means), PROMPTS, form_of(score),
@@ -291,7 +283,7 @@ def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float)
     own, others = (image_values(each, score, knob) for each in (run, baseline))
     best = max([0.0, *filter(math.isfinite, known([*own, *others]))])
     pairs = [None if a is None or b is None else min(a, best) - min(b, best) for a, b in zip(own, others, strict=True)]
-    differences = by_prompt(run.record["prompts"], known(pairs)) if None not in pairs else []
+    differences = means_of_groups(pairs, run.record["prompts"]) if None not in pairs else []
     bar, form = 0.0 - margin if score.more_is_better else margin, form_of(score).replace("{:", "{:+")
     return Estimate(
         knob, f"{score.title} over the baseline's", bar, score.more_is_better,
@@ -391,12 +383,12 @@ def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> 
 def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
     """The outcome of an estimated criterion by its interval at this level."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
+    without_figure = Verdict(
+        estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
+        {"bar": estimate.bar, "count": estimate.count}, estimate.note, worst=estimate.worst, form=estimate.form,
+    )  # fmt: skip
     if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
-        outcome = FAILED if estimate.unit == PROMPTS else UNTOLD
-        return Verdict(
-            estimate.knob, estimate.title, DASH, bar, outcome, {"bar": estimate.bar, "count": 0}, estimate.note,
-            worst=estimate.worst, form=estimate.form,
-        )  # fmt: skip
+        return without_figure
     interval, alone = estimate.at(level), estimate.at(confidence)
     told = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else None
     outcome = told or (LIKELY if estimate.bad(alone) else UNTOLD)
@@ -407,14 +399,12 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
         hint = f"{guess} {more} more {estimate.unit} would tell" if more else "it lies too near the bar to be told"
         single = f"alone it fails{between(alone.low, alone.high, form, confidence)}" if outcome == LIKELY else ""
         reason = "; ".join(filter(None, (single, hint, reason)))
-    ends = (interval.low, interval.high) if interval.known else (None, None)
-    value = estimate.form.format(interval.value) + between(*ends, form, level)
-    figures = dict(zip(("value", "low", "high"), (interval.value, *ends), strict=True))
-    figures |= {"level": level, "bar": estimate.bar, "count": estimate.count}
-    return Verdict(
-        estimate.knob, estimate.title, value, bar, outcome, figures, reason, more, estimate.unit, estimate.worst,
-        estimate.form,
-    )  # fmt: skip
+    low, high = interval.ends
+    value = estimate.form.format(interval.value) + between(low, high, form, level)
+    figures = {"value": interval.value, "low": low, "high": high, "level": level, **without_figure.figures}
+    return replace(
+        without_figure, value=value, verdict=outcome, figures=figures, reason=reason, more=more, unit=estimate.unit
+    )
 
 
 def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:

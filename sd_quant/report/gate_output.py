@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from sd_quant.files import write_json, write_text
 from sd_quant.places import shown as shown_path
 from sd_quant.report.gate import FAILED, OPEN, Gate, Shown, Verdict
-from sd_quant.report.table import Table, as_text, table_of_texts
+from sd_quant.report.table import as_text, table_of_texts
 from sd_quant.text import one_line, printable
 
 KINDS = {".json": rb'\{\s*"schema_version": \d+,\s*"run": ', ".xml": rb"<\?xml[^>]*>\s*<testsuites"}  # begin so
@@ -26,7 +26,7 @@ def text_of(gate: Gate) -> str:
     titles = ["criterion", "value", "bar", "verdict"]
     rows = [[each.criterion, each.value, each.bar, each.verdict] for each in gate.verdicts]
     notes = [f"{each.criterion}: {each.reason}" for each in gate.verdicts if each.reason]
-    table = Table(table_of_texts(titles, rows).columns, rows, notes=notes)
+    table = table_of_texts(titles, rows, notes=notes)
     images = as_text(table_of_texts(["worst images", "value", "file"], list(image_rows(gate))))
     return "\n".join([*as_text(table), "", *images, *([""] if images else []), printable(gate.sentence)])
 

@@ -14,10 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
-from sd_quant.metrics.images import Images, arrays, shapes_of
+from sd_quant.metrics.images import Images, check_rgb, shapes_of
 from sd_quant.text import printable
 
 LONGEST_EDGE = 256  # of an image in the grid
+SCALE, COLUMNS = 2, 8
 MOST_PAIRS = 64  # a grid of thousands is a file that nothing opens
 FRAME_MS = 125  # of an animation
 GAP, BLOCK_GAP, MARGIN = 4, 16, 16
@@ -31,7 +32,7 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
     ``names`` are file names of our own making, never prompts. Raises ArtifactError for another shape or type and for
     names that are not N different plain ones, ResourceError when the disk is full.
     """
-    _check(images)
+    check_rgb(images)
     plain = {name for name in names if name and Path(name).name == name}
     if not len(plain) == len(names) == len(images):
         raise ArtifactError(
@@ -49,7 +50,7 @@ def save_animations(strips: Images, width: int, folder: Path, names: Sequence[st
 
     Without loss, so that a frame is as it was made. Raises what ``save_images`` raises.
     """
-    _check(strips)
+    check_rgb(strips)
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
@@ -60,38 +61,31 @@ def save_animations(strips: Images, width: int, folder: Path, names: Sequence[st
 
 
 def comparison_grid(
-    reference: Images,
-    quantized: Images,
-    path: Path,
-    captions: Sequence[str] | None = None,
-    columns: int = 8,
-    scale: int = 2,
-    labels: tuple[str, str] = ("full precision", "quantized"),
+    reference: Images, quantized: Images, path: Path, captions: Sequence[str], label: str = "quantized"
 ) -> Path:
-    """Draw ``reference`` above ``quantized``, both uint8 images, ``columns`` pairs a row, into the PNG ``path``.
+    """Draw ``reference`` above ``quantized``, both uint8 images, the latter with its ``label``, into the PNG ``path``.
 
-    Images are enlarged ``scale`` times, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted,
-    only drawn) stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
+    Images are enlarged twice, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted, only drawn)
+    stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
     Raises ArtifactError when the two differ in shape or type.
     """
-    _check(reference)
-    _check(quantized)
+    check_rgb(reference)
+    check_rgb(quantized)
     if shapes_of(reference) != shapes_of(quantized) or not len(reference):
         raise ArtifactError(
             f"images of shape {shapes_of(quantized)} were to be drawn below {shapes_of(reference)}, expected the "
             "same shape twice and at least one image; run both with the same prompts and size"
         )
     count = min(len(reference), MOST_PAIRS)
-    columns = min(columns, count)
-    drawn = [[_scaled(image, scale) for image in images[:count]] for images in (reference, quantized)]
+    columns, labels = min(COLUMNS, count), ("full precision", label)
+    drawn = [[_scaled(image) for image in images[:count]] for images in (reference, quantized)]
     width, height = (max(image.size[axis] for image in drawn[0]) for axis in (0, 1))
 
     font = ImageFont.load_default(size=15)
     caption_font: Any = ImageFont.load_default(size=12)
     line = sum(caption_font.getmetrics())
-    gutter = max(round(font.getlength(label)) for label in labels) + 12
-    caption_height = CAPTION_LINES * line + 4 if captions else 0
-    block = 2 * height + GAP + caption_height
+    gutter = max(round(font.getlength(name)) for name in labels) + 12
+    block = 2 * height + GAP + CAPTION_LINES * line + 4
     blocks = -(-count // columns)
     note = f"the first {count} of {len(reference)}" if len(reference) > count else ""
     canvas = Image.new(
@@ -106,34 +100,25 @@ def comparison_grid(
     for index in range(count):
         row, column = divmod(index, columns)
         left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
-        for place, (label, images) in enumerate(zip(labels, drawn, strict=True)):
+        for place, (name, images) in enumerate(zip(labels, drawn, strict=True)):
             y = top + place * (height + GAP)
             image = images[index]
             canvas.paste(image, (left + (width - image.width) // 2, y + (height - image.height) // 2))
             if column == 0:
-                draw.text((MARGIN + gutter - 12, y + height // 2), label, INK, font, anchor="rm")
-        if captions:
-            for number, text in enumerate(_wrap(captions[index], caption_font, width)):
-                y = top + 2 * height + GAP + 4 + number * line
-                draw.text((left + width // 2, y), text, SOFT_INK, caption_font, anchor="ma")
+                draw.text((MARGIN + gutter - 12, y + height // 2), name, INK, font, anchor="rm")
+        for number, text in enumerate(_wrap(captions[index], caption_font, width)):
+            y = top + 2 * height + GAP + 4 + number * line
+            draw.text((left + width // 2, y), text, SOFT_INK, caption_font, anchor="ma")
     if note:
         draw.text((MARGIN + gutter, canvas.height - MARGIN), note, SOFT_INK, caption_font, anchor="ls")
     _save(canvas, path)
     return path
 
 
-def _check(images: Images) -> None:
-    for each in arrays(images):
-        if each.dtype != np.uint8 or each.ndim != 4 or each.shape[-1] != 3:
-            raise ArtifactError(
-                f"images are {each.dtype} {list(each.shape)}, expected uint8 [N, H, W, 3]; convert them before saving"
-            )
-
-
-def _scaled(image: np.ndarray, scale: int) -> Image.Image:
-    """The image ``scale`` times as large, or less so that no edge exceeds LONGEST_EDGE."""
+def _scaled(image: np.ndarray) -> Image.Image:
+    """The image SCALE times as large, or less so that no edge exceeds LONGEST_EDGE."""
     height, width = image.shape[:2]
-    factor = min(scale, LONGEST_EDGE / max(height, width))
+    factor = min(SCALE, LONGEST_EDGE / max(height, width))
     size = max(1, round(width * factor)), max(1, round(height * factor))
     return Image.fromarray(image).resize(size, Image.Resampling.LANCZOS)
 

@@ -16,7 +16,7 @@ from sd_quant.report.candidates import IDENTICAL_DB
 from sd_quant.report.recommendation import capped
 from sd_quant.report.record import DONE, at
 from sd_quant.report.summary import Job, Sweep
-from sd_quant.report.table import DASH, Table, table_of_texts
+from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
 
 BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
 CAPTION = (
@@ -79,12 +79,9 @@ def speedups_alone(job: Job) -> tuple[float | None, float | None]:
     return None if whole is None else whole.value, calls
 
 
-def plus_minus(values: Sequence[float] | Interval | None, form: str = "{:.1f}") -> str:
-    """The mean with half the width of its interval at 95 %."""
-    interval = values if isinstance(values, Interval) else mean_interval(values) if values else None
-    if interval is None:
-        return DASH
-    return form.format(interval.value) + (f" ± {interval.high - interval.value:.1f}" if interval.known else "")
+def mean_text(values: Sequence[float] | None) -> str:
+    """The mean with its interval at 95 %."""
+    return plus_minus(mean_interval(values) if values else None, "{:.1f}")
 
 
 def schedule_text(levers: Any) -> str:
@@ -100,7 +97,7 @@ def control_cells(record: Any) -> list[str]:
     if judged is None:
         return [str(at(record, "levers", "reason") or DASH)] * 2
     verdict, gain, control = judged
-    psnr, sampler = plus_minus(decibels(control["fidelity"])), control.get("sampler")
+    psnr, sampler = mean_text(decibels(control["fidelity"])), control.get("sampler")
     named = f"{control['steps']} steps{f', {sampler}' if sampler else ''}: {psnr} dB"
     return [named, f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)"]
 
@@ -118,12 +115,12 @@ def lever_cells(job: Job) -> list[str]:
         schedule_text(levers),
         DASH if speedup is None else f"{speedup.value:.2f}x",
         *alone,
-        plus_minus(decibels(at(record, "fidelity"))),
-        plus_minus(decibels(at(levers, "twin"))),
+        mean_text(decibels(at(record, "fidelity"))),
+        mean_text(decibels(at(levers, "twin"))),
         *control_cells(record),
-        plus_minus(bits),
-        plus_minus(calls),
-        plus_minus(expected_of_both(bits, calls) if len(bits) == len(calls) else None),
+        mean_text(bits),
+        mean_text(calls),
+        mean_text(expected_of_both(bits, calls) if len(bits) == len(calls) else None),
         plus_minus(interaction(record), "{:+.1f}"),
     ]
 

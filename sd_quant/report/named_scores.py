@@ -4,7 +4,6 @@ What decides is the difference from full precision on the same prompts, with its
 than a recipe moves the score of one.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from sd_quant.metrics import NOT_ASKED, Score, named_scores
@@ -36,8 +35,8 @@ def difference_text(score: Score, record: Any) -> str:
     return f"{score.format.format(mean)}{ends}"
 
 
-def score_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
-    """A line for each recipe, named by ``described``, if any was scored."""
+def score_tables(sweep: Sweep) -> list[Table]:
+    """A line for each recipe, if any was scored."""
     scored = [(job, asked(job.record)) for job in sweep.jobs]
     scores = [score for score in named_scores() if any(score in found for _, found in scored)]
     if not scores:
@@ -47,6 +46,6 @@ def score_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
         value = at(record, "text_scores", QUANTIZED, score.key, "value")
         return difference_text(score, record) or (DASH if value is None else score.text(value))
 
-    lines = [[described.get(job.name, job.name), *(cell(score, job.record) for score in scores)]
+    lines = [[sweep.recipes[job.name], *(cell(score, job.record) for score in scores)]
              for job, found in scored if found]  # fmt: skip
     return [table_of_texts(["recipe", *(score.title for score in scores)], lines, HEADING, CAPTION)]

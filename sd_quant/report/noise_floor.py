@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from sd_quant.metrics import SCORES, Against, fidelity_scores
+from sd_quant.metrics import SCORES, Against, scores_against
 from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.report.readings import names, number_at, score_of
 from sd_quant.report.record import at
@@ -82,8 +82,7 @@ def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
 
 def floor_table(record: Any) -> Table:
     """A line for each way: its scores, and where the recipe's images lie; reasons as notes. Without ways no lines."""
-    scores = [score for score in fidelity_scores() if score.against is Against.IMAGES]
-    lines, notes = [], []
+    scores, lines, notes = scores_against(Against.IMAGES), [], []
     for way in ways(record):
         entry = at(record, "noise_floor", way)
         means = [at(entry, score.key, "mean") for score in scores]
@@ -101,8 +100,7 @@ def floor_table(record: Any) -> Table:
         if reason := at(record, "noise_floor", way, PSNR.key, "reason"):
             notes.append(f"noise floor by {words_of(way)}: {reason}")
     titles = ["full precision again, by", PSNR.title, "worst", *(score.title for score in scores[1:]), "the recipe"]
-    table = table_of_texts(titles, lines)
-    return Table(table.columns, table.rows, notes=notes)
+    return table_of_texts(titles, lines, notes=notes)
 
 
 def told(difference: Interval | None) -> str:
@@ -110,12 +108,12 @@ def told(difference: Interval | None) -> str:
     if difference is None:
         return DASH
     place = place_of(difference)
-    reach = f" ± {difference.high - difference.value:.1f}" if difference.known else ""
+    reach = "" if difference.reach is None else f" ± {difference.reach:.1f}"
     return f"{abs(difference.value):.1f}{reach} dB {'from' if place is Place.AT else place.value} it"
 
 
-def floor_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
-    """A table of the sweep's recipes against each way, if it has a floor; ``described`` are the recipes by job."""
+def floor_tables(sweep: Sweep) -> list[Table]:
+    """A table of the sweep's recipes against each way, if it has a floor."""
     jobs = [job for job in sweep.jobs if ways(job.record)]
     if not jobs:
         return []
@@ -123,8 +121,8 @@ def floor_tables(sweep: Sweep, described: Mapping[str, str]) -> list[Table]:
     means = floor_lines(jobs)
     titles = ["recipe", *(f"{words_of(way)}, {means[way]:.1f} dB" if way in means else f"{words_of(way)}, identical"
                           for way in columns)]  # fmt: skip
-    lines = [[described.get(job.name, job.name), *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
-    return [table_of_texts(titles, lines, HEADING, " ".join([*sentences(jobs, described), EXPLANATION]))]
+    lines = [[sweep.recipes[job.name], *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
+    return [table_of_texts(titles, lines, HEADING, " ".join([*sentences(jobs, sweep.recipes), EXPLANATION]))]
 
 
 EXPLANATION = (
@@ -133,16 +131,16 @@ EXPLANATION = (
 )
 
 
-def sentences(jobs: Sequence[Job], described: Mapping[str, str]) -> list[str]:
+def sentences(jobs: Sequence[Job], recipes: Mapping[str, str]) -> list[str]:
     """Which recipes lie above the floor, or about at it; a sentence for each way that has any."""
     found = []
     for way in dict.fromkeys(way for job in jobs for way in ways(job.record)):
-        recipes: dict[Place, list[str]] = {place: [] for place in Place}
+        at_place: dict[Place, list[str]] = {place: [] for place in Place}
         for job in jobs:
             if (difference := beyond(job.record, way)) is not None:
-                recipes[place_of(difference)].append(described.get(job.name, job.name))
-        if above := ", ".join(recipes[Place.ABOVE]):
+                at_place[place_of(difference)].append(recipes[job.name])
+        if above := ", ".join(at_place[Place.ABOVE]):
             found.append(f"Cannot be told from full precision computed by {words_of(way)}: {above}.")
-        if at_it := ", ".join(recipes[Place.AT]):
+        if at_it := ", ".join(at_place[Place.AT]):
             found.append(f"About as near as full precision by {words_of(way)}, which more prompts may tell: {at_it}.")
     return found or ["Every recipe differs from full precision by more than its arithmetic."]

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from sd_quant.places import shown
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.drawing import fitted, svg
 from sd_quant.report.gallery import gallery
-from sd_quant.report.plots import figures, knob_value, much_the_worst, recipe_of
+from sd_quant.report.plots import figures, much_the_worst
 from sd_quant.report.readings import degenerate_images, slower
 from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, rule_of
 from sd_quant.report.recommendation import figures as figures_of
-from sd_quant.report.record import CANDIDATE, DONE, at, read_object
+from sd_quant.report.record import DONE, at, read_object
 from sd_quant.report.shipped import recommendation_of
-from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, machine_of, shown_columns, workload
-from sd_quant.report.table import Column, Table
+from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of, workload
+from sd_quant.report.table import Column, Table, knob_value
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.report.unquantized import unquantized_row
 from sd_quant.text import printable
@@ -62,31 +62,26 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
     is full.
     """
     table, whole = sweep.rows, unquantized_row(sweep)
-    names = {row["job"]: described(row, sweep) for row in table}
-    advice = recommendation_of(sweep, names)
+    advice = recommendation_of(sweep)
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
     table = [*([whole] if whole else []), *table]
-    columns = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
     badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
-    images, notes = gallery(sweep, names, badges, advice.best)
-    style, script = (Markup(source(name)) for name in ("page.css", "page.js"))
-    page = ENVIRONMENT.get_template("page.html").render(
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=style,
-        script=script,
+    images, notes = gallery(sweep, badges, advice.best)
+    page = rendered(
+        "page",
         kind=f"{model_name(sweep)} · {kind_of_folder(sweep)}",
         facts=facts(sweep),
         headline=advice.headline if sweep.own else "Which candidate is worth its bits",
-        figures=figures_in_words(advice, sweep, names),
+        figures=figures_in_words(advice, sweep),
         advice=advice,
         suggestions=suggestions(sweep, advice),
         badges=badges,
-        names=names | {UNQUANTIZED: UNQUANTIZED},
+        names=sweep.recipes | {UNQUANTIZED: UNQUANTIZED},
         rule=rule[0].upper() + rule[1:],
-        warnings=(warnings := warnings_of(sweep, names)),
+        warnings=(warnings := warnings_of(sweep)),
         kinds=", ".join(f"{count} {kind}" for kind, count in Counter(each.split(":")[0] for each in warnings).items()),
         rows=table,
-        columns=columns,
+        columns=known_columns(table),
         plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
         tables=tables,
         image_notes=notes,
@@ -95,16 +90,28 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
         data=htmlsafe_json_dumps(images, allow_nan=False),
     )
     path = sweep.directory / REPORT
-    write_text(path, page.lstrip() + "\n")
+    write_text(path, page)
     return path
 
 
-def figures_in_words(advice: Recommendation, sweep: Sweep, names: Mapping[str, str]) -> str:
+def rendered(name: str, **content: object) -> str:
+    """The page of a template with its style and its script, the only one that its policy allows."""
+    script = Markup(source(f"{name}.js"))
+    page = ENVIRONMENT.get_template(f"{name}.html").render(
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup(source(f"{name}.css")),
+        script=script,
+        **content,
+    )
+    return page.lstrip() + "\n"
+
+
+def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
     """The second line of the title: the figures of the recipe to ship, else of the best, or why there is none."""
     best = next((row for row in sweep.rows if row["job"] == advice.best), None)
     if best is None or advice.ship == UNDECIDED:
         return advice.sentence
-    return figures_of(best) if advice.job else f"The best recipe, {names[best['job']]}, is {figures_of(best)}"
+    return figures_of(best) if advice.job else f"The best recipe, {sweep.recipes[advice.best]}, is {figures_of(best)}"
 
 
 def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
@@ -134,12 +141,6 @@ def source(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8").strip()
 
 
-def described(row: Row, sweep: Sweep) -> str:
-    """A recipe as on the command line, by the knobs that vary; a single run by its format and level."""
-    varied = " ".join(f"{knob}={knob_value(row.get(knob))}" for knob in sweep.varied)
-    return row.get(CANDIDATE) or varied or recipe_of(next(job for job in sweep.jobs if job.name == row["job"]))
-
-
 def distinct(values: Iterable[Any]) -> str:
     """All different values in one text, without absent ones."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
@@ -152,7 +153,7 @@ def model_name(sweep: Sweep) -> str:
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Facts of the jobs by name; where jobs differ, all values."""
-    done = [job.record for job in sweep.jobs if job.status == DONE]
+    done = [job.record for job in sweep.done]
     calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
     return [
         ("checkpoint", distinct(map(weights_of, done))),
@@ -207,10 +208,11 @@ def started(sweep: Sweep) -> str:
     return f"{first.day} {first:%B %Y, %H:%M %Z}"
 
 
-def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
+def warnings_of(sweep: Sweep) -> list[str]:
     """A sentence for each recipe that is slower quantized, each job without figures and each busy or unlike machine."""
-    sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep, names)]
-    sentences += [f"UNLIKE: {sentence}" for sentence in unlike_most(sweep, names)]
+    names = sweep.recipes
+    sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep)]
+    sentences += [f"UNLIKE: {sentence}" for sentence in unlike_most(sweep)]
     sentences += [
         f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
         for each in at(sweep.timing, "left_out") or []
@@ -241,7 +243,7 @@ def warnings_of(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
     ]
 
 
-def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
+def busy_while_timing(sweep: Sweep) -> list[str]:
     """Sentences on other processes that used the machine while engines were timed."""
     timed = blocks_by_job(sweep.timing)
     reasons = (busy_because(block["rounds"]) for block in timed.values())
@@ -250,13 +252,13 @@ def busy_while_timing(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         engine, part, samples, _ = workload(job.record)
         conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
         if job.name not in timed and (reason := busy_because(conditions)):
-            found[reason] = f"while {names[job.name]} was timed"
+            found[reason] = f"while {sweep.recipes[job.name]} was timed"
     again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
     how = f": {again}" if timed else "."  # no full stop behind a command
     return [f"{when}, {reason}; time again when the machine is quiet{how}" for reason, when in found.items()]
 
 
-def unlike_most(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
+def unlike_most(sweep: Sweep) -> list[str]:
     """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
     ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
     for job in sweep.own:
@@ -265,7 +267,7 @@ def unlike_most(sweep: Sweep, names: Mapping[str, str]) -> list[str]:
         known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
         if job.record is not None:
             for fact, value in ({**(at(job.record, "environment", "versions") or {})} | known).items():
-                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(names[job.name])
+                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
     sentences = []
     for fact, jobs in ran_with.items():
         usual = max(jobs, key=lambda value: len(jobs[value]))

@@ -25,9 +25,10 @@ from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, recommend
-from sd_quant.report.record import CANDIDATE, DONE, VARIANTS, at
+from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
+from sd_quant.report.table import knob_value
 from sd_quant.report.unquantized import unquantized_row
 
 PIXELS_PER_INCH = 300
@@ -48,8 +49,8 @@ SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 def figures(sweep: Sweep) -> dict[str, Figure]:
     """The plots by name, of which those that show nothing are left out."""
-    advice = recommend(sweep, lambda row: row["job"])
-    done = sorted((job for job in sweep.jobs if job.status == DONE), key=lambda job: job.name != advice.best)
+    advice = recommend(sweep)
+    done = sorted(sweep.done, key=lambda job: job.name != advice.best)
     labels = {job.name: short_name(job, sweep.varied) for job in sweep.jobs} | {UNQUANTIZED: UNQUANTIZED}
     table, whole, floors = sweep.rows, unquantized_row(sweep), floor_lines(done)
     with style():
@@ -78,17 +79,7 @@ def write_plots(sweep: Sweep) -> None:
 def short_name(job: Job, varied: Sequence[str]) -> str:
     """A job's name in a plot: a candidate's own, the values of the varied knobs, or else its recipe."""
     values = " · ".join(knob_value(job.varied.get(knob)) for knob in varied)
-    return fitted(job.varied.get(CANDIDATE) or values or recipe_of(job))
-
-
-def recipe_of(job: Job) -> str:
-    """The format and the level of a job, ``int8, level 3``; its name where the record has no format."""
-    form, level = (at(job.record, "knobs", knob) for knob in ("format", "quant_level"))
-    return f"{form}, level {knob_value(level)}" if form and level is not None else job.name
-
-
-def knob_value(value: object) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return fitted(job.varied.get(CANDIDATE) or values or job.recipe)
 
 
 def pareto(

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sd_quant.metrics import SCORES, Against, Score, fidelity_scores
+from sd_quant.metrics import SCORES, Against, Score
+from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.report.record import ABSENT, VARIANTS, at
-from sd_quant.report.table import DASH
+from sd_quant.report.table import DASH, plus_minus
 
 
 class Number(NamedTuple):
@@ -47,13 +48,11 @@ def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Latency
     """The latency of ``engine`` for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
     place = ("latency", engine, part, str(batch))
     full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
-    recorded = number_at(record, *place, "speedup")
-    speedup = quotient(full_precision, quantized) if recorded.value is None else recorded
+    own = number_at(record, *place, "speedup")
+    speedup = quotient(full_precision, quantized) if own.value is None else own
     ends = at(record, *place, "speedup_interval")
-    known = isinstance(ends, list) and len(ends) == 2 and recorded.value is not None
-    return LatencyPair(
-        full_precision, quantized, speedup, max(abs(end - recorded.value) for end in ends) if known else None
-    )
+    reach = None if own.value is None else recorded(own.value, ends).reach
+    return LatencyPair(full_precision, quantized, speedup, reach)
 
 
 def degenerate_of(record: Any) -> dict[Any, str]:
@@ -132,21 +131,16 @@ def score_of(record: Any, score: Score) -> Scored:
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
 
 
-def seconds_of_job(record: Any) -> float | None:
-    """The seconds of a job; where its record has none, its stages did not overlap and add up to it."""
-    stages = seconds_of_stages(record)
-    return number_at(record, "seconds").value or (sum(stages.values()) if stages else None)
+def interval_of(record: Any, score: Score) -> Interval | None:
+    """The mean of a score with its interval over the images; None where some have no value, or none has one."""
+    values = score_of(record, score).values
+    return None if None in values else score.mean(values)
 
 
 def seconds_of_stages(record: Any) -> dict[str, float]:
     """The seconds of each stage, in the order in which they ended."""
     seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
     return {name: value for name, value in seconds.items() if value is not None}
-
-
-def keys_of_steps() -> list[str]:
-    """The keys of ``fidelity`` under which there is a value for each denoising step."""
-    return [score.key for score in fidelity_scores() if score.against is Against.LATENTS]
 
 
 def names(record: Any, *keys: str) -> list[str]:
@@ -157,5 +151,4 @@ def names(record: Any, *keys: str) -> list[str]:
 def psnr_text(entry: Any, key: str) -> str:
     """The mean PSNR of the scores at ``key`` with the further end of its interval at 95 %, or a dash."""
     mean = SCORES["psnr"].mean(at(entry, key, "psnr", "values") or [])
-    reach = f" ± {mean.high - mean.value:.1f}" if mean and mean.known else ""
-    return f"{mean.value:.1f}{reach} dB" if mean else DASH
+    return f"{plus_minus(mean, '{:.1f}')} dB" if mean else DASH

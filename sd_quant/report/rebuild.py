@@ -8,7 +8,7 @@ from sd_quant.report.categories import category_tables
 from sd_quant.report.levers import lever_tables
 from sd_quant.report.named_scores import score_tables
 from sd_quant.report.noise_floor import floor_tables
-from sd_quant.report.page import described, write_report
+from sd_quant.report.page import write_report
 from sd_quant.report.plots import write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
@@ -25,17 +25,16 @@ def rebuild(directory: Path) -> Path:
     Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
     """
     sweep = read_sweep(directory)
-    recipes = {row["job"]: described(row, sweep) for row in sweep.rows}
-    advice = recommendation_of(sweep, recipes)
+    advice = recommendation_of(sweep)
     write_summary(sweep, dict.fromkeys(advice.tied, "tied") | {advice.job: "yes"}, advice.sentence)
     write_recommendation(sweep, advice)
     write_plots(sweep)
     published = published_tables(sweep)
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
-    by_recipe = score_tables(sweep, recipes) + floor_tables(sweep, recipes) + category_tables(sweep, recipes)
+    by_recipe = score_tables(sweep) + floor_tables(sweep) + category_tables(sweep)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
-    return write_report(sweep, tables, write_votes(sweep, recipes))
+    return write_report(sweep, tables, write_votes(sweep))
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

@@ -22,7 +22,7 @@ Pareto front, which moves when an unrelated job joins the sweep.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,6 +111,7 @@ class Option:
     speedup: float
     psnr: tuple[float, ...] = ()  # of each image that is not identical to full precision's, in dB
     degenerate: str = ""  # the images that are, in words
+    name: str = ""  # of the recipe, in sentences
 
     @property
     def fidelity(self) -> float:
@@ -134,10 +135,10 @@ class Recommendation:
     command: str | None = None  # that makes images with what is shipped
 
 
-def recipe(row: Row, name: str, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
+def recipe(chosen: Option, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
     """The recommendation of a recipe, with what speaks for it and against it."""
-    headline = f"Ship {name}"
-    return Recommendation(row["job"], f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, row["job"])
+    headline, job = f"Ship {chosen.name}", chosen.row["job"]
+    return Recommendation(job, f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, job)
 
 
 def unquantized(why: str, measured: Sequence[Option], rule: Rule, tied: Sequence[str] = ()) -> Recommendation:
@@ -153,8 +154,8 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
         images = capped(job.record, rule.enough_db)
         if row["status"] == DONE and images and row["image_speedup"] and fidelity_db(row) is not None:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
-            psnr = tuple(filter(math.isfinite, capped(job.record, math.inf)))
-            found.append(Option(row, images, timed, row["image_speedup"], psnr, degenerate_images(job.record)))
+            psnr, broken = tuple(filter(math.isfinite, capped(job.record, math.inf))), degenerate_images(job.record)
+            found.append(Option(row, images, timed, row["image_speedup"], psnr, broken, sweep.recipes[job.name]))
     return found
 
 
@@ -241,7 +242,7 @@ def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, 
     return best, [option for option in everyone if is_tied(option)]
 
 
-def recommend(sweep: Sweep, describe: Callable[[Row], str]) -> Recommendation:
+def recommend(sweep: Sweep) -> Recommendation:
     """The recipe to ship with its figures, and what the fastest and the most faithful other would gain and lose."""
     rule = rule_of(sweep.verdict)
     measured = options_of(sweep, rule)
@@ -254,14 +255,14 @@ def recommend(sweep: Sweep, describe: Callable[[Row], str]) -> Recommendation:
     machines = list(dict.fromkeys(each.row["timed_on"] for each in measured))
     if len(machines) > 1:
         on = {machine: [each for each in measured if each.row["timed_on"] == machine] for machine in machines}
-        told = [f"On {machine}: {verdict(on[machine], rule, describe).sentence}" for machine in machines]
+        told = [f"On {machine}: {verdict(on[machine], rule).sentence}" for machine in machines]
         return Recommendation(
             None, f"The jobs were timed on {len(machines)} machines and are compared within each. {' '.join(told)}"
         )
-    return verdict(measured, rule, describe)
+    return verdict(measured, rule)
 
 
-def verdict(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
+def verdict(measured: Sequence[Option], rule: Rule) -> Recommendation:
     """The recommendation among recipes of one checkpoint that were timed on one machine."""
     failing = {option: why for option in measured if (why := below_floor(option, rule))}
     passing = [option for option in measured if option not in failing]
@@ -270,21 +271,21 @@ def verdict(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], st
     elif not passing:
         found = unquantized("no recipe here passes the floor.", measured, rule)
     else:
-        found = (of_target if rule.target else of_worth)(passing, rule, describe)
-    return replace(found, sentence=found.sentence + told_of(failing, describe))
+        found = (of_target if rule.target else of_worth)(passing, rule)
+    return replace(found, sentence=found.sentence + told_of(failing))
 
 
-def told_of(failing: Mapping[Option, str], describe: Callable[[Row], str]) -> str:
+def told_of(failing: Mapping[Option, str]) -> str:
     """A sentence on the fastest recipe that fails the floor, and how many others do; empty where none does."""
     if not failing:
         return ""
     fastest, others = max(failing, key=lambda option: option.speedup), len(failing) - 1
     more = f"; {others} more {'fails' if others == 1 else 'fail'} it" if others else ""
     speed = f"is {fastest.speedup:.2f}x as fast as the unquantized engine and fails the floor"
-    return f" {describe(fastest.row)} {speed}: {failing[fastest]}{more}."
+    return f" {fastest.name} {speed}: {failing[fastest]}{more}."
 
 
-def of_target(passing: Sequence[Option], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
+def of_target(passing: Sequence[Option], rule: Rule) -> Recommendation:
     """The most faithful of the recipes that surely reach the target, or how near the fastest comes to it."""
     reaching = [option for option in passing if reaches(option, rule)]
     if not reaching:
@@ -294,7 +295,7 @@ def of_target(passing: Sequence[Option], rule: Rule, describe: Callable[[Row], s
         known = {False: "does not reach it", None: f"reaches it in the mean, {more}" if in_the_mean else f"may, {more}"}
         return Recommendation(
             None,
-            f"No recipe that passes the floor surely reaches {rule.target}. The fastest, {describe(fastest.row)}, is "
+            f"No recipe that passes the floor surely reaches {rule.target}. The fastest, {fastest.name}, is "
             f"{figures(fastest.row)}{time_of(fastest, rule)}: it {known[reaches(fastest, rule)]}.",
             best=fastest.row["job"],
         )
@@ -302,8 +303,7 @@ def of_target(passing: Sequence[Option], rule: Rule, describe: Callable[[Row], s
     number = len(reaching)
     among = "only recipe that surely reaches" if number == 1 else f"most faithful of {number} recipes that surely reach"
     clauses = [figures(chosen.row) + time_of(chosen, rule), f"the {among} {rule.target}"]
-    clauses += beside(chosen, passing, describe)
-    return recipe(chosen.row, describe(chosen.row), clauses)
+    return recipe(chosen, clauses + beside(chosen, passing))
 
 
 def time_of(option: Option, rule: Rule) -> str:
@@ -315,35 +315,33 @@ def time_of(option: Option, rule: Rule) -> str:
     return f", {value:,.0f} ms{between(high or None, low, '{:,.0f}')} for an image"
 
 
-def of_worth(measured: Sequence[Option], rule: Rule, describe: Callable[[Row], str]) -> Recommendation:
+def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
     """The most faithful of the recipes that cannot be told apart from the one of most worth."""
     best, tied = tied_with_the_best(measured, rule)
     chosen = max(tied, key=lambda option: (option.fidelity, option.speedup))
-    rivals = [describe(each.row) for each in tied if each.row and each is not chosen]
-    names = tuple(each.row["job"] for each in tied if each.row and each is not chosen)
+    others = [each for each in tied if each.row and each is not chosen]
+    rivals, jobs = [each.name for each in others], [each.row["job"] for each in others]
     if not chosen.row:
-        row = most_worth(measured, rule).row
+        best = most_worth(measured, rule)
         judged, hint = ("cannot be told to be", " More prompts may tell.") if rivals else ("is not", "")
-        why = f"the best recipe here, {describe(row)}, is {figures(row)}, which {judged} worth what it loses."
-        return unquantized(f"{why}{hint}{share(row)}", measured, rule, names)
+        why = f"the best recipe here, {best.name}, is {figures(best.row)}, which {judged} worth what it loses."
+        return unquantized(f"{why}{hint}{share(best.row)}", measured, rule, jobs)
     clauses = [figures(chosen.row)]
     if rivals:
         told = rivals if len(rivals) <= MOST_TIES else [*rivals[: MOST_TIES - 1], f"{len(rivals) - MOST_TIES + 1} more"]
         clauses.append(
             f"it cannot be told apart from {joined(told)}, and is the most faithful of the {len(rivals) + 1}"
         )
-    clauses += beside(chosen, measured, describe)
-    return recipe(chosen.row, describe(chosen.row), clauses, names)
+    return recipe(chosen, clauses + beside(chosen, measured), jobs)
 
 
-def beside(chosen: Option, everyone: Sequence[Option], describe: Callable[[Row], str]) -> list[str]:
+def beside(chosen: Option, everyone: Sequence[Option]) -> list[str]:
     """Clauses on what the fastest and the most faithful other recipe would gain and lose."""
-    others = [each.row for each in everyone if each is not chosen]
+    others = [each for each in everyone if each is not chosen]
     if not others:
         return []
-    fastest, closest = max(others, key=lambda row: row["image_speedup"]), max(others, key=fidelity_db)
-    two = [fastest] if fastest is closest else [fastest, closest]
-    return [f"{describe(row)} {changes(row, chosen.row)}" for row in two]
+    two = max(others, key=lambda each: each.speedup), max(others, key=lambda each: fidelity_db(each.row))
+    return [f"{each.name} {changes(each.row, chosen.row)}" for each in dict.fromkeys(two)]
 
 
 def joined(texts: Sequence[str]) -> str:

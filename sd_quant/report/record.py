@@ -498,8 +498,6 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     """The record in ``directory``, None where there is none. Raises ValueError when it is damaged, OSError."""
     record = read_object(directory / RECORD)
     if record is not None:
-        if at(record, "denoiser", "samples_a_picture") is not None:  # its name in version 1
-            record["denoiser"]["samples_per_image"] = record["denoiser"].pop("samples_a_picture")
         check_shape(record, Record, RECORD)
     return record
 

@@ -5,20 +5,21 @@ dash, with its reason below the table.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
-from sd_quant.metrics import Against, Score, fidelity_scores
+from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
     degenerate_images,
+    interval_of,
     latency_of,
     memory_of,
     memory_to_fit,
@@ -27,7 +28,6 @@ from sd_quant.report.readings import (
     psnr_text,
     quotient,
     score_of,
-    seconds_of_job,
     seconds_of_stages,
     slower,
 )
@@ -99,21 +99,16 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
 
 def _memory(record: Mapping[str, Any]) -> list[str]:
     """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
-    parts, rows = names(record, "memory"), []
-
-    def row(title: str, figures: list[float | None]) -> list[str]:
-        full, quantized = map(Number, figures)
-        smaller = quotient(full, quantized).value
-        cells = [DASH if each.value is None else _bytes(each.value) for each in (full, quantized)]
-        return [title, *cells, "" if smaller is None else _times(smaller)]
-
-    for part in parts:
-        both = [memory_of(record, part, variant) for variant in VARIANTS]
-        rows.append(row(part, [None if each is None else each.peak for each in both]))
-    if parts:
+    known = {part: [memory_of(record, part, variant) for variant in VARIANTS] for part in names(record, "memory")}
+    figures = {part: [each and each.peak for each in both] for part, both in known.items()}
+    if figures:
         fit = [memory_to_fit(record, variant) for variant in VARIANTS]
-        rows.append(row("all parts open at once, derived", [None if each is None else each.together for each in fit]))
-        rows.append(row("one at a time, derived", [None if each is None else each.alone for each in fit]))
+        figures["all parts open at once, derived"] = [each and each.together for each in fit]
+        figures["one at a time, derived"] = [each and each.alone for each in fit]
+    rows = []
+    for title, (full, quantized) in figures.items():
+        cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
+        rows.append([title, *cells, _times(full / quantized) if full is not None and quantized else ""])
     return as_text(table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows))
 
 
@@ -161,21 +156,14 @@ def baselines_of(record: Mapping[str, Any]) -> list[str]:
 def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     rows = []
     for score in fidelity_scores():
-        value, worst, values = score_of(record, score)
+        value, worst, _ = score_of(record, score)
         if score.against is Against.IMAGES:
-            rows.append([score.title, _cell(value, _mean(score, values), reasons), _cell(worst, score.text, reasons)])
+            mean = interval_of(record, score)
+            show = partial(score.text, reach=None if mean is None else mean.reach)
+            rows.append([score.title, _cell(value, show, reasons), _cell(worst, score.text, reasons)])
         else:
             rows.append([f"{score.title}, last step", _cell(value, score.text, reasons), ""])
     return as_text(table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows))
-
-
-def _mean(score: Score, values: Sequence[float | None]) -> Callable[[float], str]:
-    """The text of a mean, with the further end of its interval over the images where all have a value."""
-    interval = None if None in values else score.mean(values)
-    if interval is None or not interval.known:
-        return score.text
-    reach = max(interval.high - interval.value, interval.value - interval.low)
-    return lambda value: f"{score.format.format(value)} ± {score.text(reach)}"
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
@@ -258,7 +246,7 @@ def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
 
 def _costs(record: Mapping[str, Any]) -> list[str]:
     peak = number_at(record, "peak_memory_bytes").value
-    whole = seconds_of_job(record)
+    whole = number_at(record, "seconds").value
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
     costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]

@@ -5,7 +5,6 @@ the report and removed when a folder is worked on again, so it never speaks of o
 road not taken is a link to the winner, which a copied folder would lose.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ LEVERS = ("sampler", "sampler_steps", "schedule", "guidance_until")  # of the re
 STEPS = 20  # of infer.py, where a model recommends none
 
 
-def recommendation_of(sweep: Sweep, names: Mapping[str, str]) -> Recommendation:
-    """The recommendation of a folder with all that it ships; ``names`` are the recipes by job."""
+def recommendation_of(sweep: Sweep) -> Recommendation:
+    """The recommendation of a folder with all that it ships."""
     if not sweep.own:  # candidates alone, which have no latency in common and no plans
         return Recommendation(None, judgement(sweep))
-    advice = recommend(sweep, lambda row: names[row["job"]])
+    advice = recommend(sweep)
     found = [(job, row) for job, row in zip(sweep.jobs, sweep.rows, strict=True) if job.name == advice.best]
     for job, row in found:
         advice = replace(advice, figures={column: row[column] for column in FIGURES})

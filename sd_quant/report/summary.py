@@ -21,7 +21,7 @@ from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
 from sd_quant.report.csv_files import columns_of, write_csv
-from sd_quant.report.readings import Number, latency_of, number_at, quotient, score_of, seconds_of_job
+from sd_quant.report.readings import Number, interval_of, latency_of, number_at, quotient, score_of
 from sd_quant.report.record import (
     CANDIDATE,
     DONE,
@@ -35,7 +35,7 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
-from sd_quant.report.table import Column, Table, as_markdown, as_text, markdown_text
+from sd_quant.report.table import Column, Table, as_markdown, as_text, knob_value, markdown_text
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -95,6 +95,12 @@ class Job:
         """True for a third-party checkpoint, false for a job of ours."""
         return CANDIDATE in self.varied
 
+    @property
+    def recipe(self) -> str:
+        """The format and the level, ``int8, level 3``; the job's name where its record has no format."""
+        form, level = (at(self.record, "knobs", knob) for knob in ("format", "quant_level"))
+        return f"{form}, level {knob_value(level)}" if form and level is not None else self.name
+
 
 @dataclass(frozen=True)
 class Search:
@@ -127,6 +133,20 @@ class Sweep:
     def own(self) -> list[Job]:
         """The jobs without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
+
+    @property
+    def done(self) -> list[Job]:
+        return [job for job in self.jobs if job.status == DONE]
+
+    @cached_property
+    def recipes(self) -> dict[str, str]:
+        """The recipe of each job by its name: the knobs that vary, as on the command line; a candidate's own name."""
+
+        def recipe(job: Job) -> str:
+            varied = " ".join(f"{knob}={knob_value(job.varied.get(knob))}" for knob in self.varied)
+            return job.varied.get(CANDIDATE) or varied or job.recipe
+
+        return {job.name: recipe(job) for job in self.jobs}
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -163,8 +183,7 @@ def read_sweep(directory: Path) -> Sweep:
                 continue
             job = read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]})
             twins = tuple(other["name"] for other in planned if other.get("same_as") == job.name)
-            timed = together.get(job.name) or timed_alone(job.name, job.record)
-            jobs.append(replace(job, twins=twins, timed=timed))
+            jobs.append(replace(job, twins=twins, timed=together.get(job.name) or job.timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
         search = None if content.get("search") is None else search_of(content["search"], planned)
@@ -187,7 +206,6 @@ def run_as_sweep(directory: Path) -> Sweep:
     record = job.record or {}
     ours = "overrides" in record and not record.get("judged")
     command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
-    job = replace(job, timed=timed_alone(job.name, job.record))
     return Sweep(directory, command, [], [job], None, at(record, "knobs", "verdict"), names=(job.name,))
 
 
@@ -214,7 +232,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
     try:
         record = known_record(directory, *state_of(directory / RECORD))
         if record is not None:
-            return Job(name, directory, varied, DONE, None, record)
+            return Job(name, directory, varied, DONE, None, record, timed=timed_alone(name, record))
         failure = read_object(directory / FAILURE)
     except (OSError, ValueError) as error:
         return Job(name, directory, varied, UNFINISHED, f"its record cannot be read: {why(error)}")
@@ -285,7 +303,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         **known,  # no knob of a hostile plan takes their place
         "same_as": " ".join(job.twins) or None,
         **scores_of(record),
-        **interval_columns("psnr_db", psnr_interval(record)),
+        **interval_columns("psnr_db", interval_of(record, SCORES["psnr"])),
         **latencies_of(job, measured_together=timed_on is not None),
         "timed_on": timed_on or machine_of(at(record, "environment", "machine") or {}) or None,
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
@@ -301,7 +319,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
         "twin_psnr_db": at(record, "levers", "twin", "psnr", "mean"),
         "quantized_layers": at(record, "layers", "quantized"),
         "float_layers": len(at(record, "executed", "fell_back") or ()),
-        "seconds": seconds_of_job(record),
+        "seconds": number_at(record, "seconds").value,
         "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
     }
 
@@ -344,16 +362,10 @@ def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, f
     }
 
 
-def psnr_interval(record: Any) -> Interval | None:
-    """The mean PSNR with its interval over prompts; None where some are infinite or there is none."""
-    values = score_of(record, SCORES["psnr"]).values
-    return None if None in values else SCORES["psnr"].mean(values)
-
-
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
     """The ends of an interval at 95 %, None where there is no finite one."""
-    known = interval is not None and interval.known
-    return {f"{column}_low": interval.low if known else None, f"{column}_high": interval.high if known else None}
+    low, high = (None, None) if interval is None else interval.ends
+    return {f"{column}_low": low, f"{column}_high": high}
 
 
 def machine_of(machine: Any) -> str:
@@ -424,32 +436,34 @@ def shown_columns() -> list[Column]:
     ]
 
 
+def known_columns(table: Sequence[Row]) -> list[Column]:
+    """The columns for people of which a row has a figure."""
+    return [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+
+
 def sweep_table(sweep: Sweep) -> str:
     """The closing table of a sweep as plain text: a line for each recipe with what a terminal has room for."""
     table = sweep.rows
-    known = [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
+    shown = [column for column in known_columns(table) if column.key in IN_A_TERMINAL]
     recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
-    columns = [Column("recipe", "recipe"), *(column for column in known if column.key in IN_A_TERMINAL)]
-    lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return "\n".join([*as_text(Table(columns, lines, notes=notes(table) + searched(sweep))), ""])
+    return "\n".join([*as_text(by_recipe(sweep, "recipe", recipes, shown)), ""])
 
 
 def markdown(sweep: Sweep) -> str:
     """``summary.md``: a line for each recipe, named by its knobs."""
     table = sweep.rows
     recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
-    columns = [Column(" · ".join(sweep.varied) or "job", "recipe"), Column("status", "status"), *shown_columns()]
+    columns = [Column("status", "status"), *shown_columns()]
+    return as_markdown(by_recipe(sweep, " · ".join(sweep.varied) or "job", recipes, columns))
+
+
+def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
+    """A line for each job with its recipe in front; sentences on jobs without figures, twins and a search as notes."""
+    table = sweep.rows
+    notes = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
+    notes += [
+        f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
+    ]
+    notes += [] if sweep.search is None else [f"searched: {sweep.search}"]
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
-    return as_markdown(Table(columns, lines, notes=notes(table) + searched(sweep)))
-
-
-def searched(sweep: Sweep) -> list[str]:
-    """A note on which jobs of the grid stand in a table, where not all do."""
-    return [] if sweep.search is None else [f"searched: {sweep.search}"]
-
-
-def notes(table: Sequence[Row]) -> list[str]:
-    """Sentences on the jobs that have no figures, and on those that another stands for."""
-    reasons = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
-    twins = [(row["same_as"], row["job"]) for row in table if row["same_as"]]
-    return reasons + [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]
+    return Table([Column(title, "recipe"), *columns], lines, notes=notes)

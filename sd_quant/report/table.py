@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.text import printable
 
 DASH = "–"  # stands for a figure that does not exist
@@ -19,6 +20,18 @@ WORDS, CLAUSES = r"[^ ,/]*[ ,/]+|[^ ,/]+", r".+?(?:[,;] |$)"  # between which a 
 
 def figure(value: float | None, form: str, scale: float = 1.0) -> str:
     return DASH if value is None else form.format(value * scale)
+
+
+def plus_minus(interval: Interval | None, form: str, scale: float = 1.0) -> str:
+    """``34.8 ± 1.2``: a figure with the further end of its interval, where that is known; a dash for none."""
+    if interval is None:
+        return DASH
+    reach = "" if interval.reach is None else f" ± {figure(interval.reach, form.replace('+', '').rstrip('x'), scale)}"
+    return figure(interval.value, form, scale) + reach
+
+
+def knob_value(value: object) -> str:
+    return DASH if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def between(low: float | None, high: float | None, form: str, level: float | None = None) -> str:
@@ -37,15 +50,12 @@ class Column:
     is_text: bool = True
 
     def text(self, row: Any) -> str:
-        """The cell of a row; a figure stands with the further end of its interval, where it has one: ``34.8 ± 1.2``."""
+        """The cell of a row; a figure stands with its interval, where it has one."""
         value = row[self.key]
         if self.is_text:
             return DASH if value is None else str(value)
-        low, high = (row.get(f"{self.key}_{end}") for end in ("low", "high"))
-        text = figure(value, self.form, self.scale)
-        if value is None or low is None or high is None:
-            return text
-        return f"{text} ± {figure(max(high - value, value - low), self.form.rstrip('x'), self.scale)}"
+        ends = [row.get(f"{self.key}_{end}") for end in ("low", "high")]
+        return plus_minus(None if value is None else recorded(value, ends), self.form, self.scale)
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,14 @@ class Table:
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
 
-def table_of_texts(titles: Sequence[str], rows: Sequence[Sequence[str]], heading: str = "", caption: str = "") -> Table:
-    return Table([Column(title, place) for place, title in enumerate(titles)], rows, heading, caption)
+def table_of_texts(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    heading: str = "",
+    caption: str = "",
+    notes: Sequence[str] = (),
+) -> Table:
+    return Table([Column(title, place) for place, title in enumerate(titles)], rows, heading, caption, notes)
 
 
 def as_text(table: Table) -> list[str]:

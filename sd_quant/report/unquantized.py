@@ -3,9 +3,11 @@
 import statistics
 from collections.abc import Iterable
 
+from sd_quant.metrics import SCORES
+from sd_quant.report.readings import interval_of
 from sd_quant.report.recommendation import UNQUANTIZED
 from sd_quant.report.record import DONE, at
-from sd_quant.report.summary import Row, Sweep, interval_columns, psnr_interval, scores_of
+from sd_quant.report.summary import Row, Sweep, interval_columns, scores_of
 
 
 def unquantized_row(sweep: Sweep) -> Row | None:
@@ -28,7 +30,7 @@ def unquantized_row(sweep: Sweep) -> Row | None:
         "job": UNQUANTIZED,
         "status": DONE,
         **scores_of(images),
-        **interval_columns("psnr_db", psnr_interval(images)),
+        **interval_columns("psnr_db", interval_of(images, SCORES["psnr"])),
         "denoiser_ms": denoiser_ms,
         "image_ms": image_ms,
         "denoiser_speedup": denoiser_ms and 1.0,

@@ -12,14 +12,13 @@ import hashlib
 import io
 import random
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup
 from PIL import Image
 from typing_extensions import TypedDict
 
@@ -27,8 +26,8 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import digest, read_regular, write_json, write_text
 from sd_quant.knobs import near
 from sd_quant.report.gallery import NOT_AN_IMAGE
-from sd_quant.report.page import ENVIRONMENT, model_name, source
-from sd_quant.report.record import DONE, VARIANTS, at, read_object
+from sd_quant.report.page import model_name, rendered
+from sd_quant.report.record import VARIANTS, at, read_object
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.text import one_line, printable
 
@@ -77,40 +76,35 @@ class Key(TypedDict):
     pairs: dict[str, Shown]
 
 
-def write_votes(sweep: Sweep, names: Mapping[str, str]) -> Path | None:
+def write_votes(sweep: Sweep) -> Path | None:
     """Write the page and its key into the sweep's folder, unless there is one of the same images.
 
-    Returns the page's path, None where there is nothing to vote on. ``names`` are the recipes by job. Of an earlier
-    page the number of pairs and what is compared are kept. Raises ResourceError when the disk is full.
+    Returns the page's path, None where there is nothing to vote on. Of an earlier page the number of pairs and what is
+    compared are kept. Raises ResourceError when the disk is full.
     """
     try:
         earlier = read_key(sweep.directory)
     except (ArtifactError, ConfigError):
-        return draw_votes(sweep, names)
-    against = next((job for job in finished(sweep) if job.name == earlier["against"]), None)
-    drawn = draw(finished(sweep), names, against, earlier["most_pairs"], earlier["seed"])
+        return draw_votes(sweep)
+    against = next((job for job in sweep.done if job.name == earlier["against"]), None)
+    drawn = draw(sweep, against, earlier["most_pairs"], earlier["seed"])
     if drawn.page == earlier["page"] and (sweep.directory / PAGE).is_file():
         return sweep.directory / PAGE
-    return draw_votes(sweep, names, against, earlier["most_pairs"])
+    return draw_votes(sweep, against, earlier["most_pairs"])
 
 
-def draw_votes(
-    sweep: Sweep, names: Mapping[str, str], against: Job | None = None, most_pairs: int = MOST_PAIRS
-) -> Path | None:
+def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_PAIRS) -> Path | None:
     """Draw pairs anew and write the page and its key; returns the page's path, None where there is nothing to vote on.
 
     The images of all recipes are compared with full precision's, or with those of the job ``against``. An earlier
     page's key is kept beside the new one. Raises ResourceError when the disk is full.
     """
-    drawn = draw(finished(sweep), names, against, most_pairs, secrets.randbits(63))
+    drawn = draw(sweep, against, most_pairs, secrets.randbits(63))
     data, pairs = embedded(drawn)
     if not any(pair["kind"] == VOTE for pair in pairs.values()):
         return None
-    script = Markup(source("votes.js"))
-    text = ENVIRONMENT.get_template("votes.html").render(
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup(source("votes.css")),
-        script=script,
+    text = rendered(
+        "votes",
         title=model_name(sweep),
         rule=RULE,
         count=len(data),
@@ -124,13 +118,9 @@ def draw_votes(
     path = sweep.directory / KEY
     with suppress(ArtifactError, ConfigError):  # there is none, or a damaged one
         path.rename(earlier_key(sweep.directory, read_key(sweep.directory)["page"]))
-    write_text(sweep.directory / PAGE, text.lstrip() + "\n")
+    write_text(sweep.directory / PAGE, text)
     write_json(path, key)
     return sweep.directory / PAGE
-
-
-def finished(sweep: Sweep) -> list[Job]:
-    return [job for job in sweep.jobs if job.status == DONE]
 
 
 def earlier_key(folder: Path, page: str) -> Path:
@@ -189,19 +179,19 @@ class Drawn:
     pairs: list[Pair]  # those that test the voter first
 
 
-def named(against: str, jobs: Sequence[Job], names: Mapping[str, str]) -> Job:
-    """The job of this name, of its folder or as the report shows it. Raises ConfigError when there is none."""
-    for job in jobs:
-        if against in (job.name, names[job.name]):
+def named(against: str, sweep: Sweep) -> Job:
+    """The finished job of this name, of its folder or as the report shows it. Raises ConfigError when there is none."""
+    for job in sweep.done:
+        if against in (job.name, sweep.recipes[job.name]):
             return job
-    known = [names[job.name] for job in jobs]
+    known = [sweep.recipes[job.name] for job in sweep.done]
     raise ConfigError(f"against is {against}, which is no recipe of this report; {near(against, known)}")
 
 
-def draw(jobs: Sequence[Job], names: Mapping[str, str], against: Job | None, most: int, seed: int) -> Drawn:
+def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> Drawn:
     """Draw the pairs of the page: random prompts, as many for each comparison, and pairs that test the voter."""
-    chance = random.Random(seed)
-    others = [job for job in jobs if job is not against][:most]
+    chance, names = random.Random(seed), sweep.recipes
+    others = [job for job in sweep.done if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
     found: dict[Path, tuple[str, tuple[int, int]]] = {}
     columns = []

@@ -309,4 +309,4 @@ def save_pairs(
         if frame is not None:
             save_animations(images, frame, directory / "images" / name, image_names(prompts))
     grid = directory / "images" / "grid.png"
-    comparison_grid(full, quantized, grid, captions=prompts, labels=("full precision", label))
+    comparison_grid(full, quantized, grid, prompts, label)

@@ -1,6 +1,6 @@
 """Scores of a run's images that the knobs ``metrics`` ask for, and MLPerf's verdict on two of them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,12 +23,13 @@ def text_scores(
     ``variants`` has images by variant, one for each of the ``prompts``, full precision's first. Each of the others has
     its ``difference`` from that with an interval at 95 %, prompt by prompt, for every score that has ``values``.
     """
-    files = {name: input_path(path) for name, path in asdict(metrics).items() if isinstance(path, str)}
-    switched = {name for name, on in asdict(metrics).items() if on is True}
-    if not files and not switched:
+    asked = {
+        knob: [input_path(given)] if isinstance(given, str) else [] for knob, given in asdict(metrics).items() if given
+    }
+    if not asked:
         return {"value": None, "reason": "no weights were named in metrics"}
     made, reference = how_made(infer, checkpoint, prompts), next(iter(variants.values()))
-    found = {name: scores_of(reference, images, prompts, files, made, switched) for name, images in variants.items()}
+    found = {name: scores_of(reference, images, prompts, asked, made) for name, images in variants.items()}
     first, *others = found
     for variant in others:
         for key, entry in found[variant].items():
@@ -40,8 +41,7 @@ def text_scores(
 
 def described(interval: Interval) -> dict[str, float | None]:
     """An interval for the record; ends that are infinite, as of a single prompt, are None."""
-    ends = (interval.low, interval.high) if interval.known else (None, None)
-    return dict(zip(("mean", "low", "high"), (interval.value, *ends), strict=True))
+    return dict(zip(("mean", "low", "high"), (interval.value, *interval.ends), strict=True))
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
@@ -54,28 +54,26 @@ def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
 
 
 def scores_of(
-    reference: Images, images: Images, prompts: list[str], files: Mapping[str, Path], made: Mapping,
-    switched: Collection[str] = (),
-) -> dict[str, dict]:  # fmt: skip
+    reference: Images, images: Images, prompts: list[str], asked: Mapping[str, Sequence[Path]], made: Mapping
+) -> dict[str, dict]:
     """Each score of one variant's images, with the reason where nobody asked for it, and MLPerf's verdict.
 
-    ``reference`` are full precision's images, which some scores compare them with; ``switched`` are the knobs of
-    ``metrics`` that are true.
+    ``reference`` are full precision's images, which some scores compare them with; ``asked`` has the knobs of
+    ``metrics`` that are given, each with its file or without one.
     """
     given = {
-        Against.PROMPTS: [images, prompts], Against.REFERENCE: [reference, images], Against.PHOTOGRAPHS: [images]
+        Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
     }  # fmt: skip
     entries: dict[str, dict] = {}
     for score in named_scores():
-        if not files.keys() >= set(score.files) or (score.switch and score.switch not in switched):
+        if score.knob not in asked:
             entries[score.key] = {"value": None, "reason": NOT_ASKED}
             continue
-        named = [files[name] for name in score.files] + [files.get(name) for name in score.optional_files]
-        entries[score.key] = score.compute(*given[score.against], *named)
+        entries[score.key] = score.compute(*given[score.against], *asked[score.knob])
     clip, fid = entries["clip_score"], entries["fid"]
     judged = {
         "clip_network": clip.get("network"),
         "fid_network": fid.get("network"),
-        "fid_references": git_blob(files["fid_references"]) if "fid_references" in files else None,
+        "fid_references": git_blob(*asked["fid_references"]) if "fid_references" in asked else None,
     }
     return {**entries, "mlperf": mlperf_window(clip["value"], fid["value"], {**made, **judged})}

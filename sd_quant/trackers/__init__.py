@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_quant.report.readings import keys_of_steps
+from sd_quant.metrics import Against, scores_against
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
@@ -57,11 +57,12 @@ def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -
 def read_run(record: Mapping, directory: Path) -> Run:
     """The run in ``directory``, named by this folder and the one around it: every sweep calls its jobs 0, 1, 2."""
     fidelity, image = record.get("fidelity") or {}, directory / IMAGE
+    steps = [score.key for score in scores_against(Against.LATENTS)]
     return Run(
         name="/".join(directory.absolute().parts[-2:]),
         knobs=dict(_knobs(record.get("knobs") or {})),
         metrics={name: value for key in RESULTS for name, value in _numbers(record.get(key), key)},
-        series={f"fidelity/{key}": fidelity[key] for key in keys_of_steps() if fidelity.get(key)},
+        series={f"fidelity/{key}": fidelity[key] for key in steps if fidelity.get(key)},
         image=image if image.is_file() else None,
     )
 

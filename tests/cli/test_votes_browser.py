@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
     chance = np.random.default_rng(0)
     for path in (folder / "int8/images").rglob("*.png"):
         Image.fromarray(chance.integers(0, 255, PORTRAIT, np.uint8)).save(path)
-    write_votes(write_plan(folder, {"int8": {"quantize": "int8"}}), {"int8": "int8"})
+    write_votes(write_plan(folder, {"int8": {"quantize": "int8"}}))
     return folder
 
 

@@ -114,7 +114,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.attention", "quantize.alpha"),
     "quantize.keep",
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
-    *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights", "metrics.fid_weights"),
+    *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights"),
     *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),
     *("metrics.fid_references", "metrics.ocr", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),

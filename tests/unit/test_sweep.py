@@ -112,7 +112,7 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         assert sweep.job_line(read_sweep(tmp_path), 0) == "job 1 of 3: quant_level=1"
         for job in (first, second):
             job.mkdir()
-        write_json(first / RECORD, {"stages": {"a": {"seconds": 40}, "b": {"seconds": 2.5}}})
+        write_json(first / RECORD, {"seconds": 42.5})
         write_json(second / FAILURE, {"reason": "no memory"})
         found = read_sweep(tmp_path)
         assert sweep.start_line(found).endswith(": 1 done before, 1 failed before and tried again")

@@ -22,7 +22,6 @@ from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.inference.latents import read_latents
 from sd_quant.interchange import format_of, gguf
 from sd_quant.metrics.image_reward import bert_tokenizer
-from sd_quant.metrics.inception import served
 from sd_quant.metrics.text_image import open_clip_folder
 
 pytestmark = pytest.mark.commit
@@ -60,7 +59,7 @@ READERS = {  # the reader of a file, by its name in a folder
     "prompts.txt": lambda path: read_prompts(path), "prompts.json": lambda path: read_prompts(path),
     "config.yaml": lambda path: read_regular(path), "vocab.txt": lambda path: bert_tokenizer(path),
     "merges.txt": lambda path: read_tokenizer(path.parent, CLIPTokenizer, 77),
-    "pytorch_model.bin": lambda path: open_clip_folder(path.parent), "inception.pth": lambda path: served(path),
+    "pytorch_model.bin": lambda path: open_clip_folder(path.parent),
 }  # fmt: skip
 
 

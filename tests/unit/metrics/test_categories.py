@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sd_quant.metrics.categories import by_category, holm, p_value
+from sd_quant.metrics.categories import by_category, p_value
 
 pytestmark = pytest.mark.commit
 
@@ -21,19 +21,6 @@ def test_p_values_are_scipys():
 def test_differences_without_a_deviation_have_the_sign_tests_p():
     assert p_value([0.5] * 5) == stats.binomtest(0, 5).pvalue == 2**-4
     assert p_value([0.0] * 5) == 1 and p_value([0.3]) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "corrected"),
-    [
-        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # Wikipedia, "Holm-Bonferroni method"
-        ([0.01, 0.02, 0.03, 0.04, 0.05], [0.05, 0.08, 0.09, 0.09, 0.09]),  # as R's p.adjust
-        ([0.6, 0.7], [1, 1]),
-        ([], []),
-    ],
-)
-def test_holms_correction(values, corrected):
-    assert holm(values) == pytest.approx(corrected)
 
 
 PROMPTS = [f"prompt {number}" for number in range(40)]

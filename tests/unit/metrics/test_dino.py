@@ -8,12 +8,13 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import network_scores
-from sd_quant.metrics.dino import check_dino, dino_distance
+from sd_quant.metrics import SCORES, network_scores
 
 from ...preference_networks import small_dino
 
 pytestmark = pytest.mark.commit
+
+DINO = SCORES["dino_distance"]
 
 
 def images(seed: int) -> list[np.ndarray]:
@@ -40,23 +41,23 @@ def test_it_is_one_less_the_cosine_of_transformers_pooled_features(folder, monke
     expected = [
         1 - torch.cosine_similarity(feature(a), feature(b)).item() for a, b in zip(images(0), images(1), strict=True)
     ]
-    found = dino_distance(images(0), images(1), folder)
+    found = DINO.compute(images(0), images(1), folder)
     assert found["values"] == pytest.approx(expected, abs=1e-5) and min(expected) > 1e-3
     assert found["value"] == pytest.approx(np.mean(expected), abs=1e-5) and found["reason"] is None
-    assert dino_distance(images(0), images(0), folder)["values"] == pytest.approx([0] * 3, abs=1e-6)
+    assert DINO.compute(images(0), images(0), folder)["values"] == pytest.approx([0] * 3, abs=1e-6)
 
 
 def test_another_network_is_refused_with_what_is_wanted(folder, tmp_path):
-    check_dino(shutil.copytree(folder, tmp_path, dirs_exist_ok=True))
+    DINO.opener(shutil.copytree(folder, tmp_path, dirs_exist_ok=True))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "clip"}))
     wanted = r"name a folder with the files of facebook/dinov2-base .*346 MB; Apache-2.0"
-    with pytest.raises(ArtifactError, match=f"holds a model of type clip with .* expected one of dinov2, .*; {wanted}"):
-        check_dino(tmp_path)
+    with pytest.raises(ArtifactError, match=f"holds a model of type clip, expected dinov2 or .*; {wanted}"):
+        DINO.opener(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=f"there is no model.safetensors in .*; {wanted}"):
-        check_dino(tmp_path)
-    assert "there is no model.safetensors" in dino_distance(images(0), images(1), tmp_path)["reason"]
+    with pytest.raises(ConfigError, match=f"has no model.safetensors, expected .*; {wanted}"):
+        DINO.opener(tmp_path)
+    assert "has no model.safetensors" in DINO.compute(images(0), images(1), tmp_path)["reason"]
 
 
 @pytest.mark.parametrize(("name", "junk", "reason"), [
@@ -66,4 +67,4 @@ def test_another_network_is_refused_with_what_is_wanted(folder, tmp_path):
 def test_junk_in_a_folder_is_the_reason_why_there_is_no_score(folder, tmp_path, name, junk, reason):
     changed = shutil.copytree(folder, tmp_path / "changed") / name
     changed.write_text(json.dumps(json.loads(changed.read_text()) | junk))
-    assert re.search(reason, dino_distance(images(0), images(1), changed.parent)["reason"])
+    assert re.search(reason, DINO.compute(images(0), images(1), changed.parent)["reason"])

@@ -9,11 +9,13 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import image_reward, network_scores
+from sd_quant.metrics import SCORES, image_reward, network_scores
 
 from ...preference_networks import TEXT, VISION, VOCABULARY, image_reward_by_formula, small_image_reward
 
 pytestmark = pytest.mark.commit
+
+REWARD = SCORES["image_reward"]
 
 IMAGES = [
     np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
@@ -49,7 +51,7 @@ def tokens(words: list[str]) -> torch.Tensor:
 
 def test_it_is_the_formula_on_the_authors_weights(folder, monkeypatch):
     monkeypatch.setattr(network_scores, "BATCH", 2)
-    found = image_reward.image_reward(IMAGES, PROMPTS, folder)
+    found = REWARD.compute(IMAGES, PROMPTS, folder)
     state = torch.load(folder / "ImageReward.pt")
     words = [["a", "b", "##e", "[SEP]"], ["c"] * 33, ["z", "##e"]]
     expected = image_reward_by_formula(
@@ -61,17 +63,17 @@ def test_it_is_the_formula_on_the_authors_weights(folder, monkeypatch):
 
 
 def test_a_folder_of_another_network_is_refused_with_what_is_wanted(folder, monkeypatch):
-    image_reward.check_image_reward(folder)
+    REWARD.opener(folder)
     wanted = r"name a folder with ImageReward.pt of THUDM/ImageReward \(1.79 GB, Apache-2.0\) and vocab.txt .*"
     monkeypatch.setattr(image_reward, "VISION", VISION | {"num_hidden_layers": 3})
     with pytest.raises(ArtifactError, match=rf"12 missing: blip.visual_encoder.blocks.2.*; {wanted}"):
-        image_reward.check_image_reward(folder)
+        REWARD.opener(folder)
     monkeypatch.setattr(image_reward, "VISION", VISION)
     (folder / "vocab.txt").write_text("[PAD]\n")
     with pytest.raises(ArtifactError, match=rf"has 1 tokens, expected the {len(VOCABULARY)} of bert-.*; {wanted}"):
-        image_reward.check_image_reward(folder)
+        REWARD.opener(folder)
     (folder / "vocab.txt").unlink()
-    with pytest.raises(ConfigError, match=f"there is no vocab.txt in .*; {wanted}"):
-        image_reward.check_image_reward(folder)
-    found = image_reward.image_reward(IMAGES, PROMPTS, folder)
-    assert found["value"] is None and "there is no vocab.txt" in found["reason"]
+    with pytest.raises(ConfigError, match=f"has no vocab.txt, expected .*; {wanted}"):
+        REWARD.opener(folder)
+    found = REWARD.compute(IMAGES, PROMPTS, folder)
+    assert found["value"] is None and "has no vocab.txt" in found["reason"]

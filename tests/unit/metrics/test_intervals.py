@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.intervals import OPENING, Interval, mean_interval, ratio_interval, sum_of
+from sd_quant.metrics.intervals import OPENING, Interval, holm, mean_interval, ratio_interval, sum_of
 from sd_quant.metrics.latency import ROUNDS_OF_AN_OPENING as ROUNDS
 from sd_quant.metrics.latency import Stopping, enough
 
@@ -137,3 +137,17 @@ def test_a_sum_takes_from_each_figure_the_side_that_counts():
     )
     value, low, high = sum_of(Interval(1, 0, 2), Interval(2, -math.inf, math.inf))
     assert (value, low, high) == (3, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("values", "corrected"),
+    [
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # Wikipedia, "Holm-Bonferroni method"
+        ([0.01, 0.02, 0.03, 0.04, 0.05], [0.05, 0.08, 0.09, 0.09, 0.09]),  # as R's p.adjust
+        ([0.01, 0.04, None, 0.03], [0.03, 0.06, None, 0.06]),
+        ([0.6, 0.7], [1, 1]),
+        ([], []),
+    ],
+)
+def test_holms_correction(values, corrected):
+    assert holm(values) == pytest.approx(corrected)

@@ -4,14 +4,11 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
-from torchmetrics.functional.text import edit_distance
 
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.metrics import OCR_PACKAGE, ocr
-from sd_quant.metrics.ocr import NO_WORDS, asked_texts, best_similarity, levenshtein, similarity
+from sd_quant.metrics.ocr import NO_WORDS, asked_texts, best_similarity, similarity
 
 pytestmark = pytest.mark.commit
 
@@ -36,11 +33,6 @@ BLANK = np.full((2, 64, 96, 3), 200, np.uint8)
 )
 def test_words_in_quotes_are_asked_for_and_apostrophes_are_none(prompt, texts):
     assert asked_texts(prompt) == texts
-
-
-@given(st.text("abc ", max_size=8), st.text("abcd", max_size=8))
-def test_the_distance_is_torchmetrics(a, b):
-    assert levenshtein(a, b) == edit_distance(a, b, reduction="sum").item()
 
 
 @pytest.mark.parametrize(

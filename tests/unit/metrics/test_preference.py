@@ -1,7 +1,6 @@
 """PickScore against its authors' example code, HPSv2 against OpenCLIP's network as written in torch's own layers."""
 
 import gc
-import json
 import weakref
 
 import numpy as np
@@ -10,12 +9,14 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import network_scores, preference
+from sd_quant.metrics import SCORES, network_scores, preference
 
 from ...preference_networks import CLIP_SIZES, CLIP_WIDTH, small_hps
 from ...text_scores import LONGEST, small_clip
 
 pytestmark = pytest.mark.commit
+
+PICK_SCORE, HPS = SCORES["pickscore"], SCORES["hps"]
 
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 SIZES = ((64, 48), (300, 200), (224, 224))
@@ -74,7 +75,7 @@ def by_their_example(folder) -> list[float]:
 @pytest.mark.parametrize("batch", [2, 16])
 def test_pick_score_is_the_scaled_cosine_of_its_authors_example(pick_folder, small_pick, monkeypatch, batch):
     monkeypatch.setattr(network_scores, "BATCH", batch)
-    found = preference.pick_score(images(), PROMPTS, pick_folder)
+    found = PICK_SCORE.compute(images(), PROMPTS, pick_folder)
     expected = by_their_example(pick_folder)
     assert found["values"] == pytest.approx(expected, abs=1e-5) and max(map(abs, expected)) > 0.5
     assert found["value"] == pytest.approx(np.mean(expected), abs=1e-5)
@@ -98,7 +99,7 @@ def test_hps_is_a_hundred_times_the_cosine_of_open_clips_network(small, tmp_path
     monkeypatch.setattr(network_scores, "BATCH", 2)
     network = small_hps(tmp_path / "HPS_v2_compressed.pt")
     prompts = [*PROMPTS[:2], "a cat " * 60]
-    found = preference.hps(images(), prompts, tmp_path / "HPS_v2_compressed.pt")
+    found = HPS.compute(images(), prompts, tmp_path / "HPS_v2_compressed.pt")
     tokenizer, expected = preference.clip_tokenizer(), []
     for image, prompt in zip(images(), prompts, strict=True):
         tokens = tokenizer(prompt)["input_ids"]
@@ -128,7 +129,7 @@ def test_each_network_is_let_go_before_the_next(small, tmp_path, monkeypatch):
     small_hps(tmp_path / "hps.pt")
     gc.disable()
     try:
-        assert preference.hps(images(), PROMPTS, tmp_path / "hps.pt")["reason"] is None
+        assert HPS.compute(images(), PROMPTS, tmp_path / "hps.pt")["reason"] is None
         assert made[0]() is None
     finally:
         gc.enable()
@@ -138,30 +139,17 @@ def test_other_files_are_refused_with_what_is_wanted(small, tmp_path, pick_folde
     wanted = r"name HPS_v2.1_compressed.pt or .* \(1.97 GB, Apache-2.0\)$"
     small_hps(tmp_path / "wide.pt", hidden_size=48)
     with pytest.raises(ArtifactError, match=rf"misshapen: visual.class_embedding \[48\] instead of \[24\].*; {wanted}"):
-        preference.check_hps(tmp_path / "wide.pt")
+        HPS.opener(tmp_path / "wide.pt")
     small_hps(tmp_path / "deep.pt", num_hidden_layers=3)
     with pytest.raises(ArtifactError, match=rf"12 unknown: visual.transformer.resblocks.2.*; {wanted}"):
-        preference.check_hps(tmp_path / "deep.pt")
+        HPS.opener(tmp_path / "deep.pt")
     with pytest.raises(ConfigError, match=f"is no file, expected HPSv2's weights; {wanted}"):
-        preference.check_hps(tmp_path)
+        HPS.opener(tmp_path)
     (tmp_path / "text.pt").write_text("no weights")
     with pytest.raises(ArtifactError, match="expected the zip format of torch.save"):
-        preference.check_hps(tmp_path / "text.pt")
+        HPS.opener(tmp_path / "text.pt")
     with pytest.raises(ArtifactError, match=r"layers 1, width 16, patch 16, expected PickScore's .* 3.94 GB"):
-        preference.check_pick_score(pick_folder)
+        PICK_SCORE.opener(pick_folder)
     with pytest.raises(ConfigError, match=r"no model.safetensors or .* for PickScore; name a folder .*PickScore_v1"):
         (tmp_path / "config.json").touch()
-        preference.check_pick_score(tmp_path)
-
-
-def test_what_cannot_be_scored_has_a_reason(small, tmp_path):
-    found = preference.hps(images(), PROMPTS, tmp_path / "absent.pt")
-    assert found["value"] is None and found["values"] == [None] * 3 and "is no file" in found["reason"]
-    network = small_hps(tmp_path / "hps.pt")
-    network.visual.proj.data.fill_(torch.nan)
-    torch.save({"state_dict": network.state_dict()}, tmp_path / "hps.pt")
-    found = preference.hps(images(), PROMPTS, tmp_path / "hps.pt")
-    assert found["value"] is None and found["values"] == [None] * 3 and "NaN" in found["reason"]
-    json.dumps(found, allow_nan=False)
-    with pytest.raises(ArtifactError, match="3 images came with 2 prompts"):
-        preference.hps(images(), PROMPTS[:2], tmp_path / "hps.pt")
+        PICK_SCORE.opener(tmp_path)

@@ -10,12 +10,14 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal import CLIPScore
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import network_scores, text_image
-from sd_quant.metrics.text_image import clip_score, fid
+from sd_quant.metrics import SCORES, network_scores, text_image
+from sd_quant.metrics.text_image import fid
 
 from ...text_scores import LONGEST, Means, small_clip
 
 pytestmark = pytest.mark.commit
+
+CLIP_SCORE = SCORES["clip_score"]
 
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 
@@ -87,7 +89,7 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     images = random_images(3)
     expected = by_transformers(tmp_path, images)
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
-    found = clip_score(images, PROMPTS, tmp_path)
+    found = CLIP_SCORE.compute(images, PROMPTS, tmp_path)
     assert found["value"] == pytest.approx(max(0.0, expected.mean().item()), abs=1e-4)
     assert found["value"] == pytest.approx(by_torchmetrics(tmp_path, images), abs=1e-4)
     assert found["values"] == pytest.approx(expected.tolist(), abs=1e-4)
@@ -96,35 +98,35 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
 
 
 def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
-    text_image.check_clip_weights(clip_folder)
+    CLIP_SCORE.opener(clip_folder)
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match="has no model.safetensors or"):
-        text_image.check_clip_weights(tmp_path)
+        CLIP_SCORE.opener(tmp_path)
     for file in clip_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
     monkeypatch.setattr(text_image, "cosines", lambda model, pixels, tokens: torch.full((len(pixels),), torch.nan))
     for folder, reason in (
-        (tmp_path / "absent", "there is no folder"),
+        (tmp_path / "absent", "has no config.json"),
         (tmp_path, "cannot be loaded as a CLIPModel"),
         (clip_folder, "NaN"),
     ):
-        found = clip_score(random_images(3), PROMPTS, folder)
-        assert found["value"] is None and reason in found["reason"]
+        found = CLIP_SCORE.compute(random_images(3), PROMPTS, folder)
+        assert found["value"] is None and found["values"] == [None] * 3 and reason in found["reason"]
         json.dumps(found, allow_nan=False)
 
 
 def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
     with pytest.raises(ArtifactError, match="2 images came with 3 prompts"):
-        clip_score(random_images(2), PROMPTS, clip_folder)
+        CLIP_SCORE.compute(random_images(2), PROMPTS, clip_folder)
     with pytest.raises(ArtifactError, match="expected uint8"):
-        clip_score(random_images(3).astype(np.float32), PROMPTS, clip_folder)
-    assert clip_score(random_images(0), [], clip_folder)["reason"] == "there are no images"
+        CLIP_SCORE.compute(random_images(3).astype(np.float32), PROMPTS, clip_folder)
+    assert CLIP_SCORE.compute(random_images(0), [], clip_folder)["reason"] == "there are no images"
 
 
 @pytest.fixture
 def small_inception(monkeypatch):
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), "means"))
+    monkeypatch.setattr(text_image, "inception", Means)
 
 
 @pytest.fixture
@@ -140,13 +142,13 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     for seed, number, real in ((1, 30, True), (0, 24, False)):
         theirs.update(torch.tensor(random_images(number, seed)).permute(0, 3, 1, 2), real=real)
     expected = theirs.compute().item()
-    found = fid(random_images(24), folder, tmp_path / "weights.pth")
+    found = fid(random_images(24), folder)
     assert found["value"] == pytest.approx(expected, rel=1e-4)
-    assert (found["reason"], found["images"], found["network"]) == (None, 24, "means")
+    assert (found["reason"], found["images"], found["network"]) == (None, 24, "inception-2015-12-05")
 
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
-    again = fid(random_images(24), tmp_path / "val.npz", tmp_path / "weights.pth")
+    again = fid(random_images(24), tmp_path / "val.npz")
     assert again["value"] == pytest.approx(found["value"], rel=1e-6)
     assert again["references"] == "val.npz"
 
@@ -164,23 +166,23 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
 )
 def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
     np.savez(tmp_path / "broken.npz", **stored)
-    found = fid(random_images(24), tmp_path / "broken.npz", tmp_path)
+    found = fid(random_images(24), tmp_path / "broken.npz")
     assert found["value"] is None and "broken.npz" in found["reason"]
     assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
 def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, folder):
     (folder / "07.png").write_bytes(b"no image")
-    assert "07.png cannot be read" in fid(random_images(24), folder, folder)["reason"]
+    assert "07.png cannot be read" in fid(random_images(24), folder)["reason"]
     (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz", folder)["reason"]
+    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz")["reason"]
 
 
 def test_too_few_images_give_a_reason(small_inception, folder):
-    assert "19 images were made" in fid(random_images(19), folder, folder)["reason"]
+    assert "19 images were made" in fid(random_images(19), folder)["reason"]
     for path in list(folder.glob("1*.png")) + list(folder.glob("2*.png")):
         path.unlink()
-    assert f"10 images are in {folder}" in fid(random_images(24), folder, folder)["reason"]
+    assert f"10 images are in {folder}" in fid(random_images(24), folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         text_image.check_references(folder / "absent.npz")
 

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from sd_quant.metrics import votes as votes_module
-from sd_quant.metrics.votes import Vote, agreement, exact, holm, preference, votes_needed
+from sd_quant.metrics.votes import Vote, agreement, exact, preference, votes_needed
 
 pytestmark = pytest.mark.commit
 
@@ -83,11 +83,6 @@ def test_the_crossed_interval_holds_the_truth(monkeypatch):
         ]
         held += preference(votes).share.holds(stats.norm.cdf(0.5 / 1.5**0.5))
     assert held >= 184  # 92 %; nominally 190, with a standard deviation of 3
-
-
-def test_holm_by_hand():
-    assert holm([0.01, 0.04, None, 0.03]) == pytest.approx([0.03, 0.06, None, 0.06])
-    assert holm([0.6, 0.7]) == [1, 1] and holm([0.04]) == [0.04] and holm([]) == []
 
 
 def test_two_voters_have_cohens_kappa():

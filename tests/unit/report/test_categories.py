@@ -35,9 +35,13 @@ def test_each_score_with_categories_has_a_table_with_a_column_a_recipe(tmp_path)
         found = BY_CATEGORY if name == "a" else {"psnr": BY_CATEGORY["psnr"]}
         change_record(tmp_path / name, {"by_category": found})
     sweep = write_plan(tmp_path, {name: {"alpha": name} for name in "abc"})
-    psnr, ocr = category_tables(sweep, {"a": "alpha=a"})
+    psnr, ocr = category_tables(sweep)
     assert (psnr.heading, ocr.heading) == ("PSNR, dB, by category", "text read, by category")
-    assert psnr.titles == ["category", "prompts", "alpha=a", "b"] and ocr.titles == ["category", "prompts", "alpha=a"]
+    assert psnr.titles == ["category", "prompts", "alpha=a", "alpha=b"] and ocr.titles == [
+        "category",
+        "prompts",
+        "alpha=a",
+    ]
     assert psnr.cells == [["faces", "8", *["33.41 ± 1.41"] * 2], ["text <b>", "1", "30.00", "30.00"]]
     page = rebuild.rebuild(tmp_path).read_text()
     assert "PSNR, dB, by category" in page and "text &lt;b&gt;" in page and "Holm" in page

@@ -3,6 +3,7 @@ import pytest
 from PIL import Image, ImageFont
 
 from sd_quant.errors import ArtifactError
+from sd_quant.report import images
 from sd_quant.report.images import _wrap, comparison_grid, save_animations, save_images
 
 pytestmark = pytest.mark.commit
@@ -24,9 +25,9 @@ def test_images_of_another_type_or_that_do_not_match_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match="float64"):
         save_images(np.zeros((1, 8, 8, 3)), tmp_path, ["a"])
     with pytest.raises(ArtifactError, match="same prompts and size"):
-        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png")
+        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png", ["a", "b"])
     with pytest.raises(ArtifactError, match="expected the same shape twice"):
-        comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png")
+        comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png", ["a", "b"])
 
 
 def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
@@ -56,19 +57,20 @@ def test_hostile_captions_are_only_drawn(tmp_path):
 
 
 def test_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
-    path = comparison_grid(gradient(1000, 16), gradient(1000, 16), tmp_path / "grid.png")
+    path = comparison_grid(gradient(1000, 16), gradient(1000, 16), tmp_path / "grid.png", [""] * 1000)
     with Image.open(path) as image:
         width, height = image.size
     assert 8 * 2 * 16 < width < 1000 and 8 * 2 * 32 < height < 1000
 
 
-def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path):
+def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "SCALE", 1)
     black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
     for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):
         with Image.open(path) as saved:
             assert np.array_equal(np.asarray(saved), image)
     white = [255 - image for image in black]
-    with Image.open(comparison_grid(white, black, tmp_path / "grid.png", scale=1)) as image:
+    with Image.open(comparison_grid(white, black, tmp_path / "grid.png", [""] * 3)) as image:
         grid = np.asarray(image)
     edges = [grid.shape[1] - 16 - (3 - index) * 72 + 8 for index in range(3)]  # the left edges of the pairs
     for left, (height, width, _) in zip(edges, (image.shape for image in black), strict=True):

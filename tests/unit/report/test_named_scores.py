@@ -54,9 +54,9 @@ def test_a_difference_is_one_text(difference, text):
 
 
 def test_a_sweep_has_a_line_for_each_recipe_that_was_scored(tmp_path):
-    assert score_tables(write_sweep(tmp_path), {}) == []
+    assert score_tables(write_sweep(tmp_path)) == []
     change_record(tmp_path / "level=1", {"text_scores": SCORED})
-    (table,) = score_tables(read_sweep(tmp_path), {"level=1": "quant_level=1"})
+    (table,) = score_tables(read_sweep(tmp_path))
     assert table.titles == ["recipe", "HPSv2", "ImageReward", "FID"]
     assert table.cells == [["quant_level=1", "-0.02 [-0.05, 0.01]", "–", "23.94"]]
     assert "Scores that were asked for" in rebuild(tmp_path).read_text()

@@ -68,7 +68,7 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     for name, decibels in (("a", 49.0), ("b", 48.0), ("c", 42.0)):
         change_record(write_job(tmp_path / name, decibels, prompts=PROMPTS), {"noise_floor": FLOOR})
     sweep = write_plan(tmp_path, {name: {"alpha": name} for name in "abc"})
-    (table,) = noise_floor.floor_tables(sweep, {"a": "alpha=a"})
+    (table,) = noise_floor.floor_tables(sweep)
     assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
     assert table.caption.startswith("Cannot be told from full precision computed by bf16: alpha=a. About as near")
     monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
@@ -84,10 +84,10 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     assert "noise floor by bf16, 48.0 dB: above it a difference is the arithmetic's" in texts
     assert "further up: another batch, 85.0 dB" in texts
     plain = write_job(tmp_path / "d")
-    assert noise_floor.floor_tables(read_sweep(plain), {}) == []
+    assert noise_floor.floor_tables(read_sweep(plain)) == []
 
 
 def test_where_no_recipe_reaches_the_floor_the_report_says_so(tmp_path):
     folder = change_record(write_job(tmp_path / "a", 40.0, prompts=PROMPTS), {"noise_floor": FLOOR})
-    (table,) = noise_floor.floor_tables(read_sweep(folder), {})
+    (table,) = noise_floor.floor_tables(read_sweep(folder))
     assert table.caption.startswith("Every recipe differs from full precision by more than its arithmetic.")

@@ -43,8 +43,7 @@ def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0",
 
 
 def recommended(*jobs: Job, **verdict):
-    sweep = Sweep(None, [], [], list(jobs), verdict=verdict)
-    return recommend(sweep, lambda row: row["job"])
+    return recommend(Sweep(None, [], [], list(jobs), verdict=verdict))
 
 
 def test_the_sentence_of_a_clear_case():

@@ -87,14 +87,6 @@ def test_nulls_with_reasons_and_what_others_know_are_read(tmp_path, way, value):
     assert read_record(tmp_path) == nested(way, value)
 
 
-def test_a_name_of_version_1_is_read(tmp_path):
-    write_json(tmp_path / RECORD, {"schema_version": 1, "denoiser": {"part": "unet", "samples_a_picture": 2}})
-    assert read_record(tmp_path)["denoiser"] == {"part": "unet", "samples_per_image": 2}
-    write_json(tmp_path / RECORD, {"schema_version": 1, "denoiser": {"samples_a_picture": "2"}})
-    with pytest.raises(ValueError, match="samples_per_image"):
-        read_record(tmp_path)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100000])
 def test_what_is_no_record_is_a_value_error(tmp_path, text):
     (tmp_path / RECORD).write_text(text)

