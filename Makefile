@@ -71,9 +71,8 @@ mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutati
 fuzz: $(VENV)/.sd-quant-test ## Give every reader of files many damaged and hostile inputs
 	$(PYTHON) -m tests.run fuzz
 
-kills: $(VENV)/.sd-quant-test ## Kill, starve and race the main job and every command
+kills: $(VENV)/.sd-quant-test ## Kill, starve and race every command, and put it into hard places
 	$(PYTHON) -m tests.run faults
-	$(PYTHON) -m tests.run commands
 
 pairs: $(VENV)/.sd-quant-test ## Run every knob at the ends of its range, in all pairs
 	$(PYTHON) -m tests.run pairs

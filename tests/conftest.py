@@ -8,28 +8,25 @@ import resource
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 from sd_quant import process
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.models.sdxl import NemoUnetPart
-from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.models.unet import layer_roles, shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 
+from . import small_nemo
 from .cadence.marks import pytest_addoption, pytest_collection_modifyitems, skip_if_late  # noqa: F401  hooks
 
-MINI_CONFIG = Path(__file__).parents[1] / "examples/sdxl_mini/model_config.yaml"
-POOLED, SIZE_FEATURES = 32, 8
-PROMPTS = 2
+POOLED, PROMPTS = 32, 2
 
 # SDNQ reads these when it is imported, by whichever test is first: it would compile for each shape, for seconds, and
 # with OpenVINO multiply FP8 as 256 numbers at even distances.
@@ -86,47 +83,17 @@ def int8_kernels():
 @pytest.fixture(scope="session")
 def small_config() -> dict:
     """NeMo's ``model:`` section; the pooled text is 32 wide and a size id has 8 features."""
-    config = yaml.safe_load(MINI_CONFIG.read_text())
-    config["unet_config"] |= {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": 32, "channel_mult": [1, 2],
-        "attention_resolutions": [2], "transformer_depth": [1, 1], "context_dim": 48,
-    }  # fmt: skip
-    for index in (2, 3, 4):
-        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
-    return config
+    return small_nemo.config(POOLED, context_dim=48)
 
 
 @pytest.fixture(scope="session")
 def build_unet(small_config) -> Callable[[], nn.Module]:
-    """Always the same fp32 weights. Norms have uneven gains and biases: channels differ, so smoothing matters."""
-    from diffusers import UNet2DConditionModel  # seconds, which tests without a UNet need not wait
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        unet = UNet2DConditionModel(**unet_config(small_config)).eval().requires_grad_(False)
-        for module in unet.modules():
-            if isinstance(module, nn.LayerNorm | nn.GroupNorm):
-                module.weight.uniform_(0.1, 4.0)
-                module.bias.uniform_(-1, 1)
-        return unet
-
-    return build
+    return partial(small_nemo.unet, small_config)
 
 
 @pytest.fixture(scope="session")
-def unet_inputs() -> Callable[..., dict[str, Tensor]]:
-    """The contract's inputs of the UNet for a batch, different for every seed."""
-
-    def draw(batch: int, seed: int = 0) -> dict[str, Tensor]:
-        random = torch.Generator().manual_seed(seed)
-        return {
-            "x": torch.randn(batch, 4, 8, 8, generator=random),
-            "timesteps": torch.full((batch,), 500.0),
-            "context": torch.randn(batch, 80, 48, generator=random),
-            "y": torch.randn(batch, POOLED + 6 * SIZE_FEATURES, generator=random),
-        }
-
-    return draw
+def unet_inputs(small_config) -> Callable[..., dict[str, Tensor]]:
+    return partial(small_nemo.inputs, small_config)
 
 
 @dataclass(frozen=True)

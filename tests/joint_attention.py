@@ -1,5 +1,5 @@
-"""Small transformers whose attention shows every fault: large biases, uneven norms, dual attention in 3.5's, positions
-far apart in Flux and half of the text masked in PixArt."""
+"""Small transformers whose attention or modulations show every fault: large biases, uneven norms, dual attention in
+3.5's, positions far apart in Flux and half of the text masked in PixArt."""
 
 import copy
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from sd_quant.models import flux, pixart, sd3
 from sd_quant.models.family import Family
 from sd_quant.models.parts import Contract, axes
+from sd_quant.models.roles import MODULATIONS
 from sd_quant.models.transformer import TransformerPart
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 
-from .modulated import linear_statistics
+from .layers import sample_of
 from .zoo.families import redraw
 
 CHANNELS, WIDTH, TEXT_TOKENS, CALLS = 16, 64, 20, 2
@@ -82,15 +83,20 @@ class Joint:
         return inputs_of(self.contract, seed)
 
     def rows(self, fmt: str, level: float = 4.0) -> dict[str, LayerAssignment]:
-        family, parameters, pair = self.family, self.network.state_dict(), Pair(fmt, fmt)
+        pair = Pair(fmt, fmt)
+        return self.derived(Recipe(level, 0.8, enable=Enable(pair, pair, fmt), per_channel=fmt == "int8"))
+
+    def derived(self, recipe: Recipe, **options: Any) -> dict[str, LayerAssignment]:
+        """By ``derive``, whose further arguments are ``options``."""
+        family, parameters = self.family, self.network.state_dict()
         roles = family.layer_roles(self.network)
-        recipe = Recipe(level, 0.8, enable=Enable(pair, pair, fmt), per_channel=fmt == "int8")
-        return derive(
-            roles, lambda name: parameters[f"{name}.weight"], self.statistics, recipe,
-            family.shared_inputs([name for name, role in roles.items() if role != "conv"]),
-            attentions=family.attentions(self.network), bias_of=lambda name: parameters.get(f"{name}.bias"),
-            gain_of=lambda name: parameters.get(f"{name}.weight"),
-        )  # fmt: skip
+        given = {
+            "attentions": family.attentions(self.network), "bias_of": lambda name: parameters.get(f"{name}.bias"),
+            "gain_of": lambda name: parameters.get(f"{name}.weight"),
+        }  # fmt: skip
+        inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+        weight_of = lambda name: parameters[f"{name}.weight"]  # noqa: E731
+        return derive(roles, weight_of, self.statistics, recipe, inputs, **given | options)
 
 
 def inputs_of(contract: Contract, seed: int) -> dict[str, Tensor]:
@@ -118,10 +124,13 @@ MADE: dict[str, tuple[Callable[[], nn.Module], Family, Callable[[nn.Module], nn.
 
 
 @cache
-def calibrated(name: str) -> Joint:
-    """A network of ``MADE``."""
+def calibrated(name: str, modulated: bool = False) -> Joint:
+    """A network of ``MADE``; ``modulated``: its modulations make some channels larger than others."""
     make, family, wrap = MADE[name]
     network = make()
+    for layer, module in network.named_modules():
+        if modulated and layer.endswith(MODULATIONS):
+            module.bias.normal_(std=2.0)
     configs = {"transformer": network.config, "vae": {"latent_channels": CHANNELS}}
     contract = family.parts(configs, TEXT_TOKENS, "diffusers")["transformer"].contract
     fewer = dict(contract.inputs) | {"encoder_hidden_states": ("batch", TEXT_TOKENS, WIDTH)}
@@ -131,3 +140,21 @@ def calibrated(name: str) -> Joint:
     calls = (inputs_of(contract, seed) for seed in range(CALLS))
     run = lambda: [part(**inputs) for inputs in calls]  # noqa: E731
     return Joint(network, family, wrap, contract, linear_statistics(part.transformer, names, run))
+
+
+def linear_statistics(network: nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, LayerStatistics]:
+    """What these linears read while ``call`` runs the network: ranges, and all rows."""
+    read: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        network.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: read[name].append(inputs[0].flatten(0, -2))
+        )
+        for name in names
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    rows = {name: torch.cat(inputs) for name, inputs in read.items()}
+    return {
+        name: LayerStatistics("linear", x.abs().amax(0, keepdim=True), sample_of(x.half())) for name, x in rows.items()
+    }

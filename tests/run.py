@@ -32,20 +32,15 @@ def of_mutations(parser: argparse.ArgumentParser) -> None:
 
 
 def of_faults(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=50, help="runs that end by SIGKILL")
-    parser.add_argument("--cancels", type=int, default=8, help="runs that end by SIGINT and SIGTERM")
+    parser.add_argument("--kills", type=int, default=60, help="runs that end by SIGKILL, of all commands in turn")
+    parser.add_argument("--cancels", type=int, default=8, help="runs of the main job that end by SIGINT and SIGTERM")
     parser.add_argument("--disk", nargs="*", default=["calibrate", "export", "plans", "images", "parity"],
-                        help="stages in which the disk is full; the others write next to nothing")  # fmt: skip
+                        help="its stages in which the disk is full; the others write next to nothing")  # fmt: skip
     parser.add_argument("--races", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--tiny", action="store_true", help="a pipeline that a test makes, in place of what ships")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
-
-
-def of_commands(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=60, help="in all")
     parser.add_argument("--places", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands, such as judge and 'hand over'")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands, such as 'main job' and judge")
+    parser.add_argument("--shipped", action="store_true", help="what ships, in place of a pipeline that a test makes")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
 
 
 def of_fuzzing(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +76,7 @@ TOOLS = {
     "mutations": Tool("tests.mutations.run", "Which test notices which deliberate fault.", of_mutations),
     "fuzz": Tool("tests.fuzz.run", "Many damaged and hostile inputs to every reader of files.", of_fuzz),
     "learn": Tool("tests.fuzz.learn", "The same, and inputs that lead somewhere new are changed again.", of_learning),
-    "faults": Tool("tests.faults.run", "The main job killed, starved of disk and raced.", of_faults),
-    "commands": Tool("tests.faults.commands", "Every command killed, and put into hard places.", of_commands),
+    "faults": Tool("tests.faults.run", "Every command killed, starved, raced and put into hard places.", of_faults),
     "pairs": Tool("tests.pairs.run", "Every knob at the ends of its range, in all pairs.", of_pairs),
     "hand-over": Tool("tests.hand_over.check", "Results drawn by the tools that they are for.", of_hand_over),
 }

@@ -13,9 +13,11 @@ import onnx
 import pytest
 from hydra import compose, initialize_config_dir
 
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.composition import job_of
 from sd_quant.config import InferJob, QuantizeJob, recipe
 from sd_quant.engines import RUNTIMES, Runtime
+from sd_quant.errors import ConfigError
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.models import FAMILIES
 from sd_quant.places import HOME
@@ -47,8 +49,11 @@ QMAX = 127.0
 
 
 class Own(StableDiffusion):
+    """Stable Diffusion whose cross-attention stays as it is, with a name of its own for the UNet."""
+
     FROM_IMAGES = None
     DENOISER = "my_unet"
+    EXCLUDED = (*StableDiffusion.EXCLUDED, "attn2")
 
     def parts(self, configs, tokens, io):
         described = super().parts(configs, tokens, io)
@@ -172,12 +177,18 @@ def test_one_of_each_is_one_file_and_one_line(added, tmp_path):
     assert len(codes) == record["layers"]["quantized"] and {code.data_type for code in codes} == {onnx.TensorProto.INT8}
     rows = rows_of(run / "layers.csv")
     assert {row["format"] for row in rows} == {"my_format", "high precision"}
+    roles = {row["name"]: row["role"] for row in rows if row["role"] != "attention"}
+    assert {role for name, role in roles.items() if ".attn2." in name} == {"excluded"}
+    assert {role for name, role in roles.items() if ".attn1." in name} == {"qkv", "linear"}
     assert {row["smoothing"] for row in rows} == {"", "multiplication"}  # per_layer folds nothing
     assert record["fidelity"]["my_score"]["mean"] > 0
     assert (tmp_path / "trackers" / "told.txt").read_text().endswith(str(record["fidelity"]["my_score"]["mean"]))
 
     page = rebuild(run).read_text(encoding="utf-8")
     assert "my score" in page and "my_score_worst" in (run / "summary.csv").read_text().splitlines()[0]
+
+    with pytest.raises(ConfigError, match="use model=sd15 or model=sd21 or model=my_family$"):
+        open_pipeline(tmp_path / "pipeline", "flux")
 
     drawn = composed(added, "infer", InferJob, f"run={run}", "infer=my_runtime", *QUICK[2:6])
     infer.infer(drawn, tmp_path / "drawn")

@@ -27,6 +27,7 @@ from sd_quant.files import TEMPORARY
 from ..zoo.families import TINY
 
 REPOSITORY = Path(__file__).parents[2]
+MAIN_JOB = "main job"
 STAGES = ("load", "calibrate", "assign", "images", "export", "plans", "parity", "latency")
 STAGE_LINE = re.compile(rf"^[\d:]{{8}} ({'|'.join(STAGES)}) \.\.\.$")
 FAST = (
@@ -39,8 +40,9 @@ PLAN = ".plan"
 KEPT = (".png", ".csv", ".pt", ".safetensors", ".xml", ".bin", ".onnx", ".data", PLAN)  # what a command promises
 # The report's table and its plots, which show what it recommends, and that depends on latencies.
 WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")
-MEASURED = {
+MEASURED = {  # or where it lies
     "latency", "seconds", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs",
+    "hand_over",
 }  # fmt: skip
 
 
@@ -95,7 +97,7 @@ class Job:
 
 def main_job(root: Path, model: Sequence[str]) -> Job:
     where = (f"cache.dir={root}/cache", f"hydra.run.dir={root}/out")
-    return Job("main job", root, ("quantize.py", *model, *FAST, *where))
+    return Job(MAIN_JOB, root, ("quantize.py", *model, *FAST, *where))
 
 
 def strike(process: subprocess.Popen, number: int) -> None:
@@ -141,7 +143,7 @@ def artifacts(job: Job) -> dict[str, str]:
         if final and path.is_file() and path.suffix in KEPT:
             found[str(name)] = PLAN if path.suffix == PLAN else hashlib.sha256(path.read_bytes()).hexdigest()
     record = job.out / "metrics.json"
-    if job.name == "main job" and record.exists():
+    if job.name == MAIN_JOB and record.exists():
         content = json.loads(record.read_text(encoding="utf-8"))
         for sizes in content["sizes_bytes"].values():
             del sizes["plan"]

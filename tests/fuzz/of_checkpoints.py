@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
-import yaml
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -29,13 +28,11 @@ from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from sd_quant.observed.opening import components_of, open_networks, open_other, read_index
 
-from .. import zoo
+from .. import small_nemo, zoo
 from ..zoo.families import TINY
 from .harness import Reader
 from .mutations import LARGE, YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
 from .shared import Files, damaged_safetensors, damaged_weights, decisive, described, digest, digests, either, ways
-
-MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
 
 
 def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
@@ -132,21 +129,10 @@ def weights() -> Reader:
     return Reader("weights", {"a.ckpt": sound}, either, mutate, read, check, weight=40)
 
 
-def tiny_config() -> dict:
-    config = yaml.safe_load(MINI_CONFIG.read_text())
-    config["unet_config"] |= {
-        "adm_in_channels": 32 + 6 * 8, "model_channels": 32, "channel_mult": [1, 2], "attention_resolutions": [2],
-        "transformer_depth": [1, 1], "context_dim": 128, "num_res_blocks": 1,
-    }  # fmt: skip
-    config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1], "num_res_blocks": 1}
-    for index in (2, 3, 4):
-        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = 8
-    return config
-
-
 def nemo(scratch: Path) -> Reader:
     torch.manual_seed(0)
-    config = tiny_config()
+    config = small_nemo.config(num_res_blocks=1)
+    config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1], "num_res_blocks": 1}
     text = TextShape(vocab_size=20, width=64, layers=3, context=8, mlp_width=16)
     modules = build_modules(config, text, dataclasses.replace(text, projection=32))
     write_nemo(scratch / "a.nemo", config, modules, torch.float16)

@@ -4,28 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from sd_quant.checkpoints.nemo import write_nemo
 from sd_quant.checkpoints.nemo_networks import parameter_shapes, sdxl_base_config
 from sd_quant.checkpoints.synthetic import CLIP_L, OPEN_CLIP_BIGG
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
-
-MINI_CONFIG = Path(__file__).parents[2] / "examples/sdxl_mini/model_config.yaml"
+from tests import small_nemo
 
 
 @pytest.fixture(scope="session")
 def tiny_config() -> dict:
-    config = yaml.safe_load(MINI_CONFIG.read_text())
-    config["unet_config"] |= {
-        "adm_in_channels": 32 + 6 * 8, "model_channels": 32, "channel_mult": [1, 2], "attention_resolutions": [2],
-        "transformer_depth": [1, 2], "context_dim": 128,
-    }  # fmt: skip
+    config = small_nemo.config(transformer_depth=[1, 2])
     config["first_stage_config"]["ddconfig"] |= {"ch": 32, "ch_mult": [1, 2]}
-    embedders = [each["emb_model"] for each in config["conditioner_config"]["emb_models"]]
-    embedders[0]["layer_idx"] = 1
-    for embedder in embedders[2:]:
-        embedder["outdim"] = 8
+    config["conditioner_config"]["emb_models"][0]["emb_model"]["layer_idx"] = 1
     return config
 
 

@@ -132,14 +132,16 @@ class Tiny:
                 part(**self.inputs(now["prompt"]))
         return statistics
 
-    def assignment(self, recipe: Recipe, target: str) -> dict[str, LayerAssignment]:
-        """What the ``target`` holds of what the recipe derives."""
+    def derived(self, recipe: Recipe) -> dict[str, LayerAssignment]:
         denoiser = self.denoiser()
-        derived = derive(
+        return derive(
             self.roles, lambda name: denoiser.get_submodule(name).weight, self.statistics.layers, recipe,
             self.checkpoint.family.shared_inputs(self.roles), bias_of=lambda name: denoiser.get_submodule(name).bias,
         )  # fmt: skip
-        return adapted(derived, TARGETS[target])
+
+    def assignment(self, recipe: Recipe, target: str) -> dict[str, LayerAssignment]:
+        """What the ``target`` holds of what the recipe derives."""
+        return adapted(self.derived(recipe), TARGETS[target])
 
     def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
         """What the ``target`` writes into ``folder``, a pipeline's with nothing else that is needed."""

@@ -1,3 +1,6 @@
+"""Prompts of a text or of a table, and small files in the layouts of the published prompt sets, written for this."""
+
+import json
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,11 @@ LONG = "é" * LONGEST_PROMPT
 UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
 
 
-def written(folder: Path, name: str, content: bytes) -> Path:
+def written(folder: Path, name: str, content: bytes | str | dict | list) -> Path:
+    """Bytes or a text as they are, anything else as JSON."""
     path = folder / name
+    if not isinstance(content, bytes):
+        content = (content if isinstance(content, str) else json.dumps(content)).encode()
     path.write_bytes(content)
     return path
 
@@ -56,27 +62,88 @@ def test_prompts_are_the_lines_of_a_text_and_the_captions_of_a_table(tmp_path, n
     assert is_data_set(path) == (name != TEXT) and read_prompts(path) == prompts
 
 
+PARTI = (
+    "Prompt\tCategory\tChallenge\tNote\n"
+    'a sign that says "HELLO"\tArtifacts\tWriting & Symbols\t\n'
+    '"LOVE" on a mug, "PEACE" on a wall\tArtifacts\tWriting & Symbols\ta note with "marks"\n'
+    "\n"
+    "two owls\tAnimals\tQuantity\tsome numbers\n"
+)
+DRAWBENCH = 'Prompts,Category\r\nA red car.,Colors\r\n"Two cups, a saucer.",Counting\r\nOne dog.,Gary et al. \r\n'
+MJHQ = {"00a1": {"category": "food", "prompt": "a soup,\n steaming "}, "00a2": {"category": "logo", "prompt": "a fox"}}
+COCO = {
+    "info": {"year": 2017},
+    "images": [{"id": 9, "file_name": "9.jpg"}],
+    "annotations": [
+        {"image_id": 9, "id": 1, "caption": "A cat on a mat.\n"},
+        {"image_id": 9, "id": 2, "caption": "A grey cat."},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "category", "expected"),
+    [
+        ("PartiPrompts.tsv", PARTI, None, [
+            ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
+            ("two owls", "Animals"),
+        ]),
+        ("PartiPrompts.tsv", PARTI, "challenge", [
+            ('a sign that says "HELLO"', "Writing & Symbols"),
+            ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
+        ]),
+        ("drawbench.csv", DRAWBENCH, None, [
+            ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
+        ]),
+        ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
+        ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
+        ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
+    ],
+)  # fmt: skip
+def test_published_layouts_are_read_with_their_categories(tmp_path, name, content, category, expected):
+    assert read_prompt_set(written(tmp_path, name, content), category) == [Prompt(*each) for each in expected]
+
+
 TOO_LONG = f"{LONGEST_PROMPT + 1} characters in line 2, at most {LONGEST_PROMPT}"
 COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "category", "message"),
     [
-        *((TEXT, content, "holds no prompt") for content in (b"", b"  \r\n\t\n", b"\xef\xbb\xbf")),
-        (TEXT, b"a cat\n\na caf\xc3\xa9\xe9 au lait\n", "not UTF-8 at line 3, byte 8; save it"),
-        (TEXT, f"a cat\n{LONG}e".encode(), TOO_LONG),
-        (TABLE, HEADER + row(" "), "holds no prompt"),
-        (TABLE, HEADER + row("a cat") + b"70\t22\ta caf\xe9\t\t\t\t\n", "not UTF-8 at line 3, byte 12; save it"),
-        (TABLE, HEADER + row(LONG + "e"), TOO_LONG),
-        (TABLE, HEADER + row("a dog") + b"\n" + b"70\ta cat\n", COLUMNS.format(2)),
-        (TABLE, HEADER + row("a dog") + b"\n" + row("a\tcat"), COLUMNS.format(8)),
+        *((TEXT, content, None, "holds no prompt") for content in (b"", b"  \r\n\t\n", b"\xef\xbb\xbf")),
+        (TEXT, b"a cat\n\na caf\xc3\xa9\xe9 au lait\n", None, "not UTF-8 at line 3, byte 8; save it"),
+        (TEXT, f"a cat\n{LONG}e", None, TOO_LONG),
+        (TABLE, HEADER + row(" "), None, "holds no prompt"),
+        (TABLE, HEADER + row("a cat") + b"70\t22\ta caf\xe9\t\t\t\t\n", None, "not UTF-8 at line 3, byte 12; save it"),
+        (TABLE, HEADER + row(LONG + "e"), None, TOO_LONG),
+        (TABLE, HEADER + row("a dog") + b"\n" + b"70\ta cat\n", None, COLUMNS.format(2)),
+        (TABLE, HEADER + row("a dog") + b"\n" + row("a\tcat"), None, COLUMNS.format(8)),
+        ("a.tsv", "Prompt\tCategory\na cat\tAnimals\na dog\t \n", None, "a prompt without a category in line 3, expec"),
+        ("a.json", {"1": MJHQ["00a1"], "2": {"prompt": "a dog"}}, None, "without a category in entry 2, expected one"),
+        ("a.json", MJHQ | {"2": {"prompt": "a dog", "category": 7}}, None, "without a category in entry 2, expected"),
+        ("a.json", COCO, "supercategory", "without a category in entry 0"),
+        ("a.tsv", PARTI, "Colour", "the columns prompt, category, challenge, note, expected 'Colour' among them; n"),
+        ("a.txt", "a cat", "Category", "is a text without categories, expected a .tsv, .csv or .json that has 'Categ"),
+        ("a.csv", 'Prompts,Category\n"a cat,Animals\n', None, "a quotation mark in line 2 that does not end there, o"),
+        ("a.csv", f"Prompts,Category\na cat,{'A' * 140_000}\n", None, "line 2 .* or a cell of over 131072 characters;"),
+        ("a.tsv", "Prompt\n" + "\n" * 10**6, None, "1000001 lines, at most 1000000 work; draw some of them"),
+        ("a.json", f'{{"annotations": [0{",0" * 10**6}]}}', None, "1000001 entries, at most 1000000 work"),
+        ("a.csv", "Prompts,Category\na cat, a dog,Animals\n", None, "3 columns in line 2, expected 2 as in its head"),
+        ("a.csv", "id,text\n1,a cat\n", None, r"begins with 'id,text', expected a header line .* between commas; add"),
+        ("a.json", "{", None, r"is not JSON \(.*; download it again"),
+        ("a.json", "[" * 100_000, None, r"is not JSON \(.*recursion.*; download it again"),
+        ("a.json", '{"a": {"prompt": "\\ud800"}}', None, "is not UTF-8 in entry a; save it as UTF-8"),
+        ("a.json", ["a cat"], None, "has an unknown layout, expected MJHQ's"),
+        ("a.json", {"annotations": [{"category_id": 1}]}, None, "has an unknown layout in entry 0, expected MJHQ's"),
+        ("a.json", {"a": {"prompt": ["a cat"]}}, None, "has an unknown layout in entry a"),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_file_that_holds_something_else_is_refused_by_line(tmp_path, name, content, message):
-    with pytest.raises(ConfigError, match=message):
-        read_prompts(written(tmp_path, name, content))
+def test_a_file_that_holds_something_else_is_refused_in_a_sentence(tmp_path, name, content, category, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_prompt_set(written(tmp_path, name, content), category)
+    assert "\n" not in str(refused.value) and str(refused.value).startswith(f"prompt file {tmp_path / name} ")
 
 
 @pytest.mark.parametrize("header", [b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt"])

@@ -3,12 +3,10 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import onnx_ir as ir
-import torch
-import yaml
 from torch import Tensor, nn
 
 from sd_quant.engines import why_not
@@ -16,42 +14,22 @@ from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of
 from sd_quant.models.parts import Contract, Heads
 from sd_quant.models.sdxl import NemoUnetPart
-from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, unet_config
 from sd_quant.models.unet import attentions, shared_inputs
-from sd_quant.places import HOME
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe, formats_used
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
+from tests import small_nemo
 from tests.presets import recipe_of
 
-WIDTH, POOLED, SIZE_FEATURES = 64, 16, 8
+POOLED = 16
+CONFIG = small_nemo.config(
+    POOLED, model_channels=64, channel_mult=[1, 1], context_dim=64
+)  # so that each preset fits it
+inputs = partial(small_nemo.inputs, CONFIG)
 PREFIX = "unet."
 Assignment = Mapping[str, LayerAssignment]
-
-
-def config() -> dict:
-    """Of two levels, the second with attention; as wide as the largest blocks, so that each preset fits it."""
-    config = yaml.safe_load((HOME / "examples/sdxl_mini/model_config.yaml").read_text())
-    config["unet_config"] |= {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": WIDTH, "channel_mult": [1, 1],
-        "attention_resolutions": [2], "transformer_depth": [1, 1], "context_dim": WIDTH,
-    }  # fmt: skip
-    for index in (2, 3, 4):
-        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
-    return unet_config(config)
-
-
-def inputs(batch: int, seed: int, height: int = 8, width: int = 8) -> dict[str, Tensor]:
-    """The contract's, different for every seed."""
-    random = torch.Generator().manual_seed(seed)
-    return {
-        "x": torch.randn(batch, 4, height, width, generator=random),
-        "timesteps": torch.full((batch,), 500.0),
-        "context": torch.randn(batch, CONTEXT_TOKENS, WIDTH, generator=random),
-        "y": torch.randn(batch, POOLED + 6 * SIZE_FEATURES, generator=random),
-    }
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
 from sd_quant.models.parts import Contract
 from sd_quant.models.sdxl import NemoUnetPart
+from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.numbers import relative_error
 from tests.graphs import stored_in
 from tests.layers import drawn, static_layer
 
-from .network import POOLED, PREFIX, at_highest_level, config, exported
+from .network import CONFIG, POOLED, PREFIX, at_highest_level, exported
 
 pytestmark = pytest.mark.commit
 
@@ -40,7 +41,7 @@ CASES = [
 def in_dtype(network):
     def traced(dtype: torch.dtype):
         contract = network.contract.in_dtype(dtype)
-        graph = trace(lambda: NemoUnetPart(UNet2DConditionModel(**config()), POOLED), contract)
+        graph = trace(lambda: NemoUnetPart(UNet2DConditionModel(**unet_config(CONFIG)), POOLED), contract)
         return replace(network, contract=contract, traced=graph)
 
     networks = {dtype: traced(dtype) for dtype in dict(CASES).values()}

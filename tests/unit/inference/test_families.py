@@ -2,7 +2,6 @@
 
 import inspect
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -16,11 +15,9 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
-from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
-from sd_quant.models import FAMILIES, OBSERVED
+from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import Part
@@ -198,54 +195,3 @@ def test_the_parts_of_a_configuration_are_its_familys(opened, name):
     assert all(isinstance(part, Part) for part in parts.values())
     left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
     assert left_out == ({"text_encoder_3"} if name in ("sd3_no_t5", "sd3_mini") else set())
-
-
-# A family of a user's own is one file and its line of ``FAMILIES``: nothing else of the project knows families.
-
-
-FILE = '''
-"""Stable Diffusion whose cross-attention stays as it is, with a name of its own for the UNet and for its output."""
-
-from dataclasses import replace
-
-from sd_quant.models.sd import StableDiffusion
-
-
-class Own(StableDiffusion):
-    DENOISER = "my_unet"
-    EXCLUDED = (*StableDiffusion.EXCLUDED, "attn2")
-
-    def parts(self, configs, tokens, io):
-        described = super().parts(configs, tokens, io)
-        denoiser = described.pop("unet")
-        return {"my_unet": replace(denoiser, contract=replace(denoiser.contract, outputs=("my_noise",)))} | described
-
-
-FAMILY = Own()
-'''
-
-
-@pytest.fixture
-def own(opened, tmp_path, monkeypatch) -> DiffusersCheckpoint:
-    """A folder of Stable Diffusion's, opened by the name of a family that this project does not have."""
-    (tmp_path / "my_sd_module.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(FAMILIES, "my_sd", "my_sd_module")
-    parts = ["my_unet", "vae", "text_encoder"]
-    checkpoint = open_checkpoint(opened("sd15").path, "my_sd", io=None, max_sequence_length=None, parts=parts)
-    assert list(checkpoint.parts()) == parts
-    yield checkpoint
-    sys.modules.pop("my_sd_module", None)
-
-
-def test_a_folder_of_its_kind_is_sent_to_an_own_family_too(own):
-    with pytest.raises(ConfigError, match="use model=sd15 or model=sd21 or model=my_sd$"):
-        open_pipeline(own.path, "flux")
-
-
-def test_an_own_family_draws_and_its_roles_are_its_own(own, opened):
-    roles, plain = own.family.layer_roles(empty_denoiser(own)), opened("sd15").family.layer_roles(empty_denoiser(own))
-    assert {name for name in plain if roles[name] != plain[name]} == {name for name in plain if ".attn2." in name}
-    assert {role for name, role in roles.items() if ".attn2." in name} == {"excluded"}
-    generated = pipeline(own)(["a red cat"], replace(SAMPLING, batch_size=1))
-    assert generated.images.shape == (1, 64, 128, 3) and torch.isfinite(generated.latents).all()

@@ -10,7 +10,6 @@ by 4e-6: there it is 1e-5.
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +22,14 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.sdxl import vector_condition
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
+from tests import small_nemo
+from tests.small_nemo import SIZE_FEATURES
 
 from .nemo_unet import ddpm_sigmas, nemo_euler, nemo_unet, pad, vector
 
 pytestmark = pytest.mark.nightly  # whole images
-MINI_CONFIG = Path(__file__).parents[3] / "examples/sdxl_mini/model_config.yaml"
 UNET = "model.model.diffusion_model."
-POOLED, SIZE_FEATURES, CONTEXT = 32, 8, 128
+POOLED, CONTEXT = 32, 128
 CLIP1 = TextShape(vocab_size=600, width=64, layers=3, context=77, mlp_width=96)
 CLIP2 = TextShape(vocab_size=600, width=64, layers=2, context=77, mlp_width=96, projection=POOLED)
 SDXL, OTHER = "as in SDXL", "a level without attention in between"
@@ -75,14 +75,10 @@ def random_state(config: dict) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=[SDXL, OTHER])
 def given(request, tmp_path_factory) -> Given:
-    config = yaml.safe_load(MINI_CONFIG.read_text())
-    config["unet_config"] |= LAYOUTS[request.param] | {
-        "adm_in_channels": POOLED + 6 * SIZE_FEATURES, "model_channels": 32, "num_head_channels": 16,
-        "channel_mult": [1, 1, 2], "context_dim": CONTEXT,
-    }  # fmt: skip
+    config = small_nemo.config(
+        POOLED, num_head_channels=16, channel_mult=[1, 1, 2], context_dim=CONTEXT, **LAYOUTS[request.param]
+    )
     config["first_stage_config"]["ddconfig"]["ch_mult"] = [1, 1, 1, 1]  # unused: no more of it than has to be there
-    for index in (2, 3, 4):
-        config["conditioner_config"]["emb_models"][index]["emb_model"]["outdim"] = SIZE_FEATURES
     state, extracted = random_state(config), tmp_path_factory.mktemp("archive")
     (extracted / "model_config.yaml").write_text(yaml.safe_dump(config))
     torch.save(state, extracted / "model_weights.ckpt")

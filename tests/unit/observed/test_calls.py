@@ -1,5 +1,3 @@
-import json
-import pickle
 from dataclasses import dataclass, replace
 
 import pytest
@@ -76,12 +74,6 @@ def test_arguments_are_put_together_again(signature):
 
 def test_a_constant_that_follows_the_size_may_be_another_later(signature):
     assert given_tensors(signature, arguments(5, 20, 9))["hidden_states"].shape == (5, 4, 20)
-
-
-def test_a_signature_survives_json_and_pickle(signature):
-    signature = with_outputs(signature, (torch.zeros(2), None))
-    assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
-    assert pickle.loads(pickle.dumps(signature)) == signature
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from sd_quant.cache import Cache
-from sd_quant.config import Model
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import StoredTensor
-from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.family import Style
 from sd_quant.models.parts import exported
@@ -26,7 +24,6 @@ from sd_quant.observed.calls import Call, signature_of
 from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused, with_small_weights
 from sd_quant.observed.ladder import IN_FP32, Rung
 from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
-from sd_quant.stages.checks import check_latents
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -180,6 +177,7 @@ def test_a_checkpoint_says_what_families_state(observe):
     family, parts = checkpoint.family, checkpoint.parts()
     assert family.PIPELINES == (PIXART,) and family.NETWORKS["transformer"] == "PixArtTransformer2DModel"
     assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2
+    assert family.OWN_NOISE, "whose layout the pipeline alone knows"
     assert family.reads_guidance(parts["transformer"].contract)
     assert list(parts) == ["transformer", "text_encoder", "vae"]
     assert exported(parts) == [] and {part.refused for part in parts.values()} == {"not tried"}
@@ -191,13 +189,6 @@ def test_a_checkpoint_says_what_families_state(observe):
     shapes = contract.shapes_for(4, 64, 48)
     assert shapes["hidden_states"] == (4, 4, 48 // 8, 64 // 8)
     assert all(isinstance(side, int) for shape in shapes.values() for side in shape), "every axis has its formula"
-
-
-def test_noise_is_refused_whose_layout_the_pipeline_alone_knows(observe, tmp_path):
-    torch.save(torch.zeros(1, 4, 8, 8), tmp_path / "noise.pt")
-    infer = job(f"infer.latents={tmp_path / 'noise.pt'}").infer
-    with pytest.raises(ConfigError, match="because the pipeline draws its own noise"):
-        check_latents(observe(PIXART), infer)
 
 
 def test_another_process_opens_the_folder_again(observe, tmp_path):
@@ -317,33 +308,16 @@ def test_text_stays_the_same_between_steps():
 # ------------------------------------------------------------------------------------------------------------- knobs
 
 
-def model(**changes) -> Model:
-    usual = {
-        "family": OBSERVED, "path": ".", "parts": [], "io": None, "width": 64, "height": 64, "sizes": None,
-        "max_sequence_length": None, "calibration_prompts": "a", "prompts": "a", "arguments": None, "excluded": [],
-        "denoiser": None, "observed": None, "loras": [], "encoder": False, "calibration_image": None,
-        "calibration_mask": None, "recommended": {}, "dtype": None, "vae": None, "pipeline": None,
-    }  # fmt: skip
-    return Model(**usual | changes)
-
-
-def test_sides_of_an_observed_pipelines_images_are_multiples_of_eight():
-    assert model(width=72, height=104, sizes=["72x104"]).width == 72
-    with pytest.raises(ConfigError, match="model.sizes is 72x64, expected WIDTHxHEIGHT such as 832x1216"):
-        model(family="sd3", sizes=["64x64", "72x64"])
-
-
 @pytest.mark.parametrize(
-    ("family", "knob", "value", "because"),
+    ("family", "knob", "because"),
     [
-        ("sd3", "arguments", {"num_frames": 9}, "only model=diffusers observes one"),
-        ("sd3", "excluded", ["a.*"], "quantize.exclude has patterns for all families"),
-        ("sd3", "denoiser", "transformer_2", "this family has one denoiser"),
-        (OBSERVED, "parts", ["vae"], "are the networks that it calls"),
-        (OBSERVED, "loras", ["a.safetensors"], "adapters are fused into the layers of known families alone"),
+        ("sd3_mini", "arguments={num_frames: 9}", "only model=diffusers observes one"),
+        ("sd3_mini", "excluded=[a.*]", "quantize.exclude has patterns for all families"),
+        ("sd3_mini", "denoiser=transformer_2", "this family has one denoiser"),
+        ("diffusers", "parts=[vae]", "are the networks that it calls"),
+        ("diffusers", "loras=[a.safetensors]", "adapters are fused into the layers of known families alone"),
     ],
 )
-def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, value, because):
-    with pytest.raises(ConfigError) as caught:
-        model(family=family, **{knob: value})
-    assert str(caught.value).startswith(f"model.{knob} is ") and because in str(caught.value)
+def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, because):
+    with pytest.raises(ConfigError, match=f"^model.{knob.partition('=')[0]} is .*{because}"):
+        job(f"model={family}", "model.path=checkpoints/sd3_mini", f"model.{knob}")

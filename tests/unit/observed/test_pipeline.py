@@ -164,13 +164,6 @@ def test_images_that_nobody_wants_are_not_decoded(observe):
     assert torch.equal(latents.latents, whole.latents)
 
 
-def test_a_videos_frames_stand_side_by_side(observe):
-    known = CASES["WanPipeline"]
-    pipeline, _ = counted(observe("WanPipeline"))
-    made = pipeline(PROMPTS[:1], sampling("WanPipeline"))
-    assert made.images.shape == (1, known.height, known.arguments["num_frames"] * known.width, 3)
-
-
 def test_some_images_of_a_list_are_those_of_the_whole_list(observe):
     """The number of an image decides its noise and its negative prompt, whatever is made beside it."""
     settings = sampling("PixArtSigmaPipeline", negative_prompts=["green", "grey"])

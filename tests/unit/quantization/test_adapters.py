@@ -13,7 +13,6 @@ from sd_quant.errors import ConfigError
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.derivation import derive
 from sd_quant.simulation.modelopt import simulate, unrounded
 from sd_quant.stages.assign import with_loras_beside
 
@@ -85,12 +84,7 @@ def case(tiny, tmp_path):  # noqa: F811
 
 
 def assigned(found: Tiny, **options) -> dict[str, LayerAssignment]:
-    network = found.denoiser()
-    return derive(
-        found.roles, lambda name: network.get_submodule(name).weight, found.statistics.layers,
-        recipe_of("int8", **options), found.checkpoint.family.shared_inputs(found.roles),
-        bias_of=lambda name: network.get_submodule(name).bias,
-    )  # fmt: skip
+    return found.derived(recipe_of("int8", **options))
 
 
 @pytest.mark.nightly

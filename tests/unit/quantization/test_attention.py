@@ -21,15 +21,10 @@ def drawn_attention(width: int = WIDTH) -> tuple[dict[str, Tensor], Tensor]:
     return {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}, torch.randn(12, 8)
 
 
-def assigned(
-    fmt: str, cross: bool = False, width: int = WIDTH, level: float = 4.0, scale: Tensor | None = None
-) -> LayerAssignment:
-    """The row of an attention whose value absorbed ``scale``; each of its linears has a part of the rows it reads."""
+def assigned(fmt: str, cross: bool = False, width: int = WIDTH, level: float = 4.0) -> LayerAssignment:
+    """The row of an attention; each of its linears has a part of the rows that it reads."""
     (weights, inputs), int8 = drawn_attention(width), Pair("int8", "int8")
-    rows = {
-        name: LayerAssignment(name, "qkv", (HEADS * width, 8), output_scale=scale if name == "attn.to_v" else None)
-        for name in weights
-    }
+    rows = {name: LayerAssignment(name, "qkv", (HEADS * width, 8)) for name in weights}
     parts = zip(weights, (inputs[:6], inputs[6:], inputs[:1]), strict=True)
     statistics = {name: LayerStatistics("linear", torch.ones(1, 8), sample_of(part.half())) for name, part in parts}
     recipe = Recipe(level, 0.8, enable=Enable(int8, int8, fmt))
@@ -50,17 +45,6 @@ def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_rea
     scores = query @ key.transpose(1, 2)
     for amax, heads in zip(row.attention_amax, (query, key, value, scores), strict=True):
         torch.testing.assert_close(amax, 1.25 * heads.abs().amax((1, 2)))
-
-
-def test_floats_have_one_range_each_and_no_mean_even_of_a_cross_attention():
-    row = assigned("fp8", cross=True)
-    assert [amax.shape for amax in row.attention_amax] == [(1,)] * 3 and row.key_mean is None
-    assert row.attention_products == ("attn.scores", "attn.values")
-
-
-def test_what_the_value_absorbed_is_in_its_range():
-    plain, absorbed = assigned("int8"), assigned("int8", scale=torch.full((HEADS * WIDTH,), 4.0))
-    torch.testing.assert_close(absorbed.attention_amax[2], 4 * plain.attention_amax[2])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sd_quant.quantization.row_chunks import layer_of_rows
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 
-from ...modulated import assigned, made
+from ...joint_attention import calibrated
 
 pytestmark = pytest.mark.commit
 
@@ -106,7 +106,7 @@ def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, 
 
 def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():
     recipe = Recipe(3.0, 0.5, collect_method="min-max", enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
-    rows = assigned("sd3", made("sd3"), recipe, bias_of=lambda name: None)
+    rows = calibrated("sd3", modulated=True).derived(recipe, bias_of=lambda name: None)
     readers = [row for name, row in rows.items() if name.endswith(("attn.to_q", "ff.net.0.proj", "add_k_proj"))]
     assert len(readers) == 6 and all(row.multiplies and row.format for row in readers)
     assert all(row.output_scale is None and row.output_shift is None for name, row in rows.items() if ".norm" in name)

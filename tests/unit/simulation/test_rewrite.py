@@ -1,6 +1,5 @@
 """Factors that modulations absorb change nothing: the readers' weights are divided, and nothing is rounded."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.rewrite import rewrite
 
-from ...modulated import NETWORKS, assigned, made, run
+from ...joint_attention import calibrated
 
 pytestmark = pytest.mark.commit
 
@@ -32,20 +31,22 @@ FOLDED = {  # by network: readers of a block, and what their input's modulation 
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", FOLDED)
 def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(name):
-    network = made(name)
-    assignment = assigned(name, network, Recipe(3.0, 0.5, collect_method="min-max", per_channel=True))
+    joint = calibrated(name, modulated=True)
+    assignment = joint.derived(Recipe(3.0, 0.5, collect_method="min-max", per_channel=True))
     found = {reader: assignment[reader].folded_into for reader in FOLDED[name]}
     assert found == FOLDED[name]
     readers = [layer for layer in assignment.values() if ".norm" in (layer.folded_into or "")]
     assert all(layer.pre_quant_scale.max() > 2 * layer.pre_quant_scale.min() for layer in readers)
-    changed = copy.deepcopy(network)  # without the factors for which the graph has to multiply
+    plain, changed = joint.part(), joint.part()  # without the factors for which the graph has to multiply
     rewrite(
-        changed,
+        changed.transformer,
         {row.name: replace(row, pre_quant_scale=None) if row.multiplies else row for row in assignment.values()},
     )
     for reader, producer in FOLDED[name].items():
         for layer in (reader, producer):
-            assert relative_error(network.get_submodule(layer).weight, changed.get_submodule(layer).weight) > 0.05
-    assert relative_error(run(network, seed=1), run(changed, seed=1)) < 1e-5  # measured 1e-6
+            weights = (part.transformer.get_submodule(layer).weight for part in (plain, changed))
+            assert relative_error(*weights) > 0.05
+    inputs = joint.inputs(seed=7)
+    assert relative_error(plain(**inputs), changed(**inputs)) < 1e-5  # measured 1e-6

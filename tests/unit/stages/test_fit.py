@@ -409,60 +409,50 @@ def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(mode
 
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
+CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
 
 
 @pytest.fixture(scope="module")
 def with_file(model, tmp_path_factory) -> Loaded:
     """A job whose file gives a layer each of three presets."""
     file = tmp_path_factory.mktemp("file") / "a.yaml"
-    conv, other = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
-    file.write_text(f"{TO_Q}: int8\n{conv}: svdquant_w4a4\n{other}: q4_k_weight_only")
+    file.write_text(f"{TO_Q}: int8\n{CONV}: svdquant_w4a4\n{OTHER}: q4_k_weight_only")
     job = model.job("nvfp4", {"quant_level": 3, "assignment": str(file)})
     return load.with_recipe(model.session, job.model, job.infer, job.quantize)
 
 
+NO_ALPHA = "an alpha, expected none"
+REFUSED = [  # labels, alphas and other facts of a job, and what is said
+    ({f"{ATTENTION}.to_p": "int8"}, {}, {}, "^assignment names .*to_p, which is no layer .*did you mean .*attn1.to_"),
+    ({"time_embedding.linear_1": "int8"}, {}, {},
+     "^assignment gives time_embedding.linear_1 int8, .*excluded by the mod"),
+    ({TO_Q: "svdquant_w4a4", TO_K: "int8"}, {}, {},
+     f"^assignment gives {TO_Q} svdquant_w4a4 and {TO_K} int8, which read one input, .*; give {TO_Q}, {TO_K}, "),
+    ({TO_Q: "fp16"}, {TO_Q: 0.5}, {}, f"fp16 {NO_ALPHA}, because nothing of this layer is smoothed"),
+    ({CONV: "svdquant_w4a4"}, {CONV: 0.5}, {}, f"svdquant_w4a4 {NO_ALPHA}"),
+    ({OTHER: "q4_k_weight_only"}, {OTHER: 0.5}, {}, f"q4_k_weight_only {NO_ALPHA}"),
+    ({TO_Q: "int8", TO_K: "int8"}, {TO_Q: 0.5}, {}, "more than one alpha, expected one, because they read one input"),
+    ({TO_Q: "q4_k_weight_only"}, {}, {"shapes": {TO_Q: (64, 24)}},
+     "q4_k_weight_only, expected fp16 or another preset, because .*do not divide"),
+    ({TO_Q: "int8"}, {}, {"exclude": ["*.to_q"]}, "to_q int8, expected fp16 or no line, because it is kept: .*excl"),
+    ({TO_Q: "int8"}, {}, {"quant_level": 2.0}, "to_q int8, expected fp16 or no line, because it is kept: .*level 2"),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("labels", "sentence"),
-    [
-        ({f"{ATTENTION}.to_p": "int8"}, "^assignment names .*to_p, which is no layer .*did you mean .*attn1.to_"),
-        ({"time_embedding.linear_1": "int8"}, "^assignment gives time_embedding.linear_1 int8, .*excluded by the mod"),
-        ({TO_Q: "svdquant_w4a4", TO_K: "int8"},
-         f"^assignment gives {TO_Q} svdquant_w4a4 and {TO_K} int8, which read one input, .*; give {TO_Q}, {TO_K}, "),
-    ],
-)  # fmt: skip
-def test_labels_that_layers_cannot_have_are_refused(with_file, labels, sentence):
-    load.check_labels(replace(with_file, labels={TO_Q: "int8", TO_K: "fp16"}))
+@pytest.mark.parametrize(("labels", "alphas", "facts", "sentence"), REFUSED)
+def test_labels_and_alphas_that_layers_cannot_have_are_refused(with_file, labels, alphas, facts, sentence):
+    shapes = with_file.shapes | facts.get("shapes", {})
+    recipe = replace(with_file.recipe, quant_level=facts.get("quant_level", 3.0))
+    given = replace(with_file, shapes=shapes, recipe=recipe, exclude=facts.get("exclude", []))
     with pytest.raises(ConfigError, match=sentence):
-        load.check_labels(replace(with_file, labels=labels))
+        load.check_labels(replace(given, labels=labels, alphas=alphas))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("labels", "sentence"),
-    [
-        ({TO_Q: "fp16"}, "fp16 an alpha, expected none, because nothing of this layer is smoothed"),
-        ({"down_blocks.0.resnets.0.conv1": "svdquant_w4a4"}, "svdquant_w4a4 an alpha, expected none"),
-        ({"mid_block.attentions.0.proj_out": "q4_k_weight_only"}, "q4_k_weight_only an alpha, expected none"),
-        ({TO_Q: "int8", TO_K: "int8"}, "more than one alpha, expected one, because they read one input"),
-    ],
-)
-def test_an_alpha_is_refused_where_nothing_is_smoothed_or_an_input_has_another(with_file, labels, sentence):
-    load.check_labels(replace(with_file, labels={TO_Q: "int8"}, alphas={TO_Q: 0.5}))
-    with pytest.raises(ConfigError, match=sentence):
-        load.check_labels(replace(with_file, labels=labels, alphas={next(iter(labels)): 0.5}))
-
-
-@pytest.mark.slow
-def test_blocks_that_do_not_divide_a_layer_and_what_is_excluded_or_of_another_level_are_refused(with_file):
-    given = replace(with_file, labels={TO_Q: "q4_k_weight_only"}, shapes=with_file.shapes | {TO_Q: (64, 24)})
-    with pytest.raises(ConfigError, match="q4_k_weight_only, expected fp16 or another preset, because .*do not divide"):
-        load.check_labels(given)
-    for change in ({"exclude": ["*.to_q"]}, {"recipe": replace(with_file.recipe, quant_level=2.0)}):
-        with pytest.raises(
-            ConfigError, match="to_q int8, expected fp16 or no line, because it is kept: .*(excl|level 2)"
-        ):
-            load.check_labels(replace(with_file, labels={TO_Q: "int8"}, **change))
+@pytest.mark.parametrize(("labels", "alphas"), [({TO_Q: "int8", TO_K: "fp16"}, {}), ({TO_Q: "int8"}, {TO_Q: 0.5})])
+def test_labels_and_alphas_that_layers_can_have_are_taken(with_file, labels, alphas):
+    load.check_labels(replace(with_file, labels=labels, alphas=alphas))
 
 
 @pytest.mark.slow
