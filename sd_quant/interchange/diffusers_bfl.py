@@ -29,7 +29,7 @@ from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignForma
 from sd_quant.interchange.comfyui import is_marked
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
-from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, UINT8, Layout, Piece
+from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
 from sd_quant.interchange.stored import FP8, LayerTensors, Shape, shown
 from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -57,7 +57,8 @@ ROWS = Layout(
     FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), Piece(SCALE, "N", (FP32,))), FACTS.consumer
 )
 NVFP4 = Layout("nvfp4", "1 for 16 numbers", (
-    Piece("weight", "N K/2", (UINT8,), NUMBERS), Piece(SCALE, "N K/16", (E4M3,)), Piece(COMMON, "|1", (FP32,), OF_ALL),
+    Piece("weight", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+    Piece(SCALE, "N K/16", (E4M3,)), Piece(COMMON, "|1", (FP32,), OF_ALL),
     Piece(OF_INPUTS, "|1", (FP32,), INPUTS),  # without which diffusers raises
 ), FACTS.consumer, columns=16)  # fmt: skip
 
@@ -85,10 +86,11 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     network = empty_denoiser(checkpoint)
     modules = dict(network.named_modules())
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
-    packed = {f"{layer}.weight" for layer, own in layers_in_file.items() if COMMON in own}
-    places, others = places_in(
-        path, network, shapes, {name: unpacked(each) if name in packed else each.shape for name, each in rest.items()}
-    )
+    packed = {f"{layer}.weight": layout_of(own) for layer, own in layers_in_file.items()}
+    stored_shapes = {
+        name: packed[name].unpacked(each.shape) if name in packed else each.shape for name, each in rest.items()
+    }
+    places, others = places_in(path, network, shapes, stored_shapes)
     layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}
     for name, parts in places.items():
@@ -134,7 +136,7 @@ def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, 
         raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
     for own in found.values():
         weight = own.checked("weight", None, [E4M3, UINT8])
-        layout_of(own).check(own, unpacked(weight) if COMMON in own else weight.shape)
+        layout_of(own).check(own, layout_of(own).unpacked(weight.shape))
     return found
 
 
@@ -142,20 +144,13 @@ def layout_of(own: LayerTensors) -> Layout:
     return NVFP4 if COMMON in own else ROWS
 
 
-def unpacked(tensor: StoredTensor) -> Shape:
-    """The shape of the numbers of which two share a byte."""
-    return (*tensor.shape[:-1], *(2 * size for size in tensor.shape[-1:]))
-
-
 def quantized_layer(own: LayerTensors, parts: tuple[Rows, ...], shape: Shape) -> QuantizedLayer:
     """A linear [out, in] of these rows of a stored weight; bytes of all that is stored are prorated by rows."""
     layout = layout_of(own)
-    rows = [layout.weight(own, (each.stop - each.start, shape[1]), rows=each) for each in parts]
-    size = own.size() * shape[0] // parts[0].of
     inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
     if layout is NVFP4:
         inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
-    return QuantizedLayer(layout.format, layout.scales, size, joined(rows), inputs)
+    return layout.layer(own, shape, own.size(), inputs, parts=parts)
 
 
 # Writing

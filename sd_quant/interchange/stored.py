@@ -67,8 +67,10 @@ class LayerTensors:
         if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in dtypes:
             self.checked(end, [()], dtypes)
         number = float(self.finite(end).float())
-        if positive and number <= 0:
-            raise ArtifactError(f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0")
+        if positive and not (number > 0 and 1 / number < torch.finfo(torch.float32).max):
+            raise ArtifactError(
+                f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0 that fp32 can divide by"
+            )
         return number
 
     def size(self, begins: str = "") -> int:
