@@ -48,7 +48,6 @@ from sd_quant.interchange.stored import (
     by_diffusers,
     by_layer,
     quantization_config,
-    quantized_by,
     stored_tensors,
     told,
     weight_shapes,
@@ -71,6 +70,7 @@ from sd_quant.quantization.formats import FORMATS
 FACTS = ForeignFormat(
     "diffusers_autoround",
     reads="a diffusers folder quantized with AutoRound",
+    method="auto-round",
     consumer="diffusers with AutoRound",
     tried=(*DIFFUSERS, "auto-round==0.16.1"),
     formats={"int4": FP16, "int8": FP16},
@@ -79,7 +79,7 @@ FACTS = ForeignFormat(
     multiples={"int4": 32, "int8": 32},
     networks=("CLIPTextModel*", "T5EncoderModel"),
 )
-METHOD, MAKER, PACKAGE = "auto-round", "AutoRound", "auto_round"
+MAKER, PACKAGE = "AutoRound", "auto_round"
 GPTQ, AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 PACKINGS = {  # by all names that AutoRound knows
     GPTQ: GPTQ, "auto_round:gptq": GPTQ, "auto": GPTQ, "auto_round": "auto_round", "auto_round:gptqmodel": "auto_round",
@@ -109,10 +109,6 @@ class Scheme:
     @property
     def quantizes(self) -> bool:
         return self.bits <= 8
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -347,7 +343,7 @@ def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
         name: {"bits": own, "group_size": size} for name, (own, size) in schemes.items() if (own, size) != (bits, group)
     }
     return {
-        "quant_method": METHOD,
+        "quant_method": FACTS.method,
         "packing_format": GPTQ,
         "bits": bits,
         "group_size": group,

@@ -39,7 +39,6 @@ from sd_quant.interchange.stored import (
     Shape,
     by_layer,
     quantization_config,
-    quantized_by,
     stored_tensors,
     told,
     weight_shapes,
@@ -47,8 +46,9 @@ from sd_quant.interchange.stored import (
 )
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
-FACTS = ForeignFormat("diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8")
-MAKER = "bitsandbytes"
+FACTS = ForeignFormat(
+    "diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8", method="bitsandbytes"
+)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -107,11 +107,6 @@ class OutlierColumns:
         return f"int8, a scale a row{beside}"
 
 
-def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config in the folder says that bitsandbytes quantized it."""
-    return quantized_by(path, MAKER)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
 
@@ -128,8 +123,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         else four_bits(stored, shapes[name])
         for name, stored in found.items()
     }
-    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
-    if find_spec(MAKER) is None:
+    denoiser = whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, others)
+    if find_spec(FACTS.method) is None:
         return denoiser
     return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, inputs.threshold))
 

@@ -50,7 +50,6 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     by_diffusers,
     quantization_config,
-    quantized_by,
     stored_tensors,
     weight_shapes,
 )
@@ -72,6 +71,7 @@ from sd_quant.quantization.rotation import rotation_matrix
 FACTS = ForeignFormat(
     "diffusers_sdnq",
     reads="a diffusers folder quantized with SDNQ",
+    method="sdnq",
     bf16=True,
     consumer="diffusers with SDNQ",
     tried=(*DIFFUSERS, "sdnq==0.2.8"),
@@ -84,7 +84,6 @@ FACTS = ForeignFormat(
     networks=("*",),
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
-METHOD = "sdnq"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
 # It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
@@ -146,10 +145,6 @@ class Numbers:
     in_fp8: bool = True  # whether E4M3 has all numbers of a float
 
 
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
 
@@ -169,7 +164,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
     denoiser = QuantizedDenoiser(
         path, FACTS.name, maker(given), layers, stored, total,
-        runtime=by_diffusers(path, checkpoint, METHOD, torch.float32, **ENVIRONMENT),
+        runtime=by_diffusers(path, checkpoint, FACTS.method, torch.float32, **ENVIRONMENT),
     )  # fmt: skip
     check_whole(denoiser, checkpoint)
     return denoiser
@@ -522,7 +517,7 @@ WRITTEN = {"int8": "int8", "fp8": FP8, "int4": "int4"}  # SDNQ's numbers by our 
 PER_ROW, PER_TENSOR = -1, -2  # of a config's group_size
 OFFSET = 8  # of the unsigned number that holds a code of four bits
 WRITTEN_CONFIG = {
-    "quant_method": METHOD,
+    "quant_method": FACTS.method,
     "quant_conv": True,
     "use_quantized_matmul": False,
     "dequantize_fp32": True,

@@ -53,7 +53,6 @@ from sd_quant.interchange.stored import (
     by_diffusers,
     denoiser_folder,
     plain,
-    quantized_by,
     stored_tensors,
 )
 from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized, write_folder
@@ -66,6 +65,7 @@ from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_t
 FACTS = ForeignFormat(
     "diffusers_torchao",
     reads="a diffusers folder quantized with torchao",
+    method="torchao",
     bf16=True,
     consumer="diffusers with torchao",
     tried=(*DIFFUSERS, "torchao==0.18.0"),
@@ -79,7 +79,6 @@ FACTS = ForeignFormat(
     networks=("*",),
     broken={"torchao<0.18": "its tensors take no description of static inputs"},
 )
-METHOD = "torchao"
 NAMES = "tensor_names"  # of the metadata
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 16  # numbers of NVFP4 to a scale
@@ -116,10 +115,6 @@ class Decoded:
     computes: bool = True  # whether torchao does, in fp32 on a processor
 
 
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as torchao computes it.
 
@@ -152,9 +147,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         layers[layer], computed = quantized_layer(description, pieces, tuple(module.weight.shape))
         computes = computes and computed
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, METHOD, layers, parameters,
+        path, FACTS.name, FACTS.method, layers, parameters,
         size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=by_diffusers(path, checkpoint, METHOD) if computes else None,
+        runtime=by_diffusers(path, checkpoint, FACTS.method) if computes else None,
     )  # fmt: skip
     check_whole(denoiser, checkpoint, unknown=list(stored))
     return denoiser
@@ -491,7 +486,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     metadata[NAMES] = json.dumps(list(metadata))
     first = next(iter(layers.values()))
     kind = CONFIGS["int8 with inputs" if first.format == first.activation_format == "int8" else first.format]
-    written = {"quant_method": METHOD, "quant_type": {"default": kind}, "modules_to_not_convert": None}
+    written = {"quant_method": FACTS.method, "quant_type": {"default": kind}, "modules_to_not_convert": None}
     return write_folder(checkpoint, folder, tensors, written, FORMAT | metadata)
 
 
