@@ -29,16 +29,16 @@ import torch
 from torch import nn
 
 from sd_quant.checkpoints.nemo_state import to_nemo
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
-from sd_quant.interchange.stored import FP8, LayerTensors, finite
+from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, empty_denoiser
 from sd_quant.names.authors import (
@@ -157,10 +157,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without
 
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a safetensors file with a denoiser's tensors, or with ComfyUI's marks."""
-    try:
-        tensors, metadata = read_header(whole_file(path))
-    except (SdQuantError, OSError, ValueError):
-        return False
+    tensors, metadata = header_of(path)
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
     if is_marked(tensors, metadata):
@@ -366,7 +363,3 @@ def write(
             (dtype,) = {sixteen_bits(part) for part in checkpoint.parts().values() if part.component == component}
             state |= {sgm_key(key): in_dtype(each, dtype) for key, each in others.items()}
     return write_file(folder / name, {**state, **(marks or {})})
-
-
-def in_dtype(parameter: Readable, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(tuple(parameter.shape), dtype, lambda: parameter.read().to(dtype))

@@ -28,7 +28,7 @@ file, so where they differ it opens something else; and its FP8, MXFP and NVFP l
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
@@ -47,6 +46,9 @@ from sd_quant.interchange.stored import (
     LayerTensors,
     by_diffusers,
     by_layer,
+    checked_config,
+    configs_by_layer,
+    maker_of,
     quantization_config,
     stored_tensors,
     told,
@@ -136,8 +138,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             "again, together"
         )
     layers = {name: stored_layer(own, linears[name], schemes[name], packing) for name, own in found.items()}
-    version = config.get("autoround_version")
-    maker = f"{MAKER} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else MAKER
+    maker = maker_of(MAKER, config.get("autoround_version"))
     runtime = by_diffusers(path, checkpoint, PACKAGE, torch.float16)  # which refuses fp32
     return whole(path, FACTS.name, maker, checkpoint, layers, tensors, others, runtime=runtime)
 
@@ -163,7 +164,7 @@ def schemes_of(
         blocks_of(path, config),
     )
     inside = [name for name in linears if (name in found if blocks is None else name.startswith(blocks))]
-    own: dict[str, object] = {name: given for name, given in exceptions.items() if name in linears}
+    own: dict[str, Mapping[str, object]] = {name: given for name, given in exceptions.items() if name in linears}
     for pattern, given in exceptions.items():
         if pattern not in linears and given:
             expression = re.compile(pattern)
@@ -173,28 +174,17 @@ def schemes_of(
         yield name, scheme_of(path, own.get(name, {}), usual)
 
 
-def scheme_of(path: Path, given: object, usual: Scheme) -> Scheme:
-    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
-    known = asdict(usual)
-    entries = given if isinstance(given, Mapping) else {}
-    config = known | {name: entries[name] for name in known if entries.get(name) is not None}
-    try:
-        check_schema(Scheme, config, "quantization_config.")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; give a folder that AutoRound has saved") from error
-    return Scheme(**config)
+def scheme_of(path: Path, given: Mapping[str, object], usual: Scheme) -> Scheme:
+    """``given`` over what is ``usual``, as which null counts."""
+    stated = {name: value for name, value in given.items() if value is not None}
+    return checked_config(path, stated, usual, MAKER)
 
 
 def exceptions_of(
     path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Mapping[str, object]]:
     """``extra_config``: entries by names of layers, or by patterns. Raises ConfigError for anything else."""
-    found = config.get("extra_config") or {}
-    if not isinstance(found, Mapping) or not all(isinstance(entry, Mapping) for entry in found.values()):
-        raise ConfigError(
-            f"{path}: quantization_config.extra_config is {BOUNDED.repr(found)}, expected entries by layers' names; "
-            "give a folder that AutoRound has saved"
-        )
+    found = configs_by_layer(path, config, "extra_config", MAKER)
     for name in found:
         if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
             raise ConfigError(

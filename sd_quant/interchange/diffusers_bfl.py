@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import nn
 
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header
@@ -30,7 +30,7 @@ from sd_quant.interchange.comfyui import is_marked
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
-from sd_quant.interchange.stored import FP8, LayerTensors, Shape, shown
+from sd_quant.interchange.stored import FP8, LayerTensors, Shape, header_of, shown
 from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
@@ -65,10 +65,7 @@ NVFP4 = Layout("nvfp4", "1 for 16 numbers", (
 
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a safetensors file with scales of weights and without ComfyUI's marks."""
-    try:
-        tensors, metadata = read_header(whole_file(path))
-    except (SdQuantError, OSError, ValueError):
-        return False
+    tensors, metadata = header_of(path)
     return any(name.endswith(f".{SCALE}") for name in tensors) and not is_marked(tensors, metadata)
 
 

@@ -30,7 +30,7 @@ same; and SDNQ's own quantizer chooses other scales.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -40,7 +40,6 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
@@ -49,6 +48,9 @@ from sd_quant.interchange.stored import (
     FP8,
     LayerTensors,
     by_diffusers,
+    checked_config,
+    configs_by_layer,
+    maker_of,
     quantization_config,
     stored_tensors,
     weight_shapes,
@@ -61,7 +63,7 @@ from sd_quant.interchange.weights import (
     with_coded_weights,
     write_folder,
 )
-from sd_quant.knobs import BOUNDED, between
+from sd_quant.knobs import between
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
@@ -84,6 +86,7 @@ FACTS = ForeignFormat(
     networks=("*",),
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
+MAKER = "SDNQ"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
 # It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
@@ -152,7 +155,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     here, and for any other denoiser than that of ``checkpoint``.
     """
     given = quantization_config(path) or {}
-    config, exceptions = read_config(path, given), exceptions_of(path, given)
+    config = checked_config(path, given, Config(), MAKER)
+    exceptions = configs_by_layer(path, given, "modules_quant_config", MAKER)
     stored = stored_tensors(path, checkpoint)
     total = size_of(stored.values())
     layers: dict[str, QuantizedLayer] = {}
@@ -163,49 +167,22 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             own = of_layer(path, config, exceptions, name)
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, maker(given), layers, stored, total,
+        path, FACTS.name, maker_of(MAKER, given.get("sdnq_version")), layers, stored, total,
         runtime=by_diffusers(path, checkpoint, FACTS.method, torch.float32, **ENVIRONMENT),
     )  # fmt: skip
     check_whole(denoiser, checkpoint)
     return denoiser
 
 
-def maker(given: Mapping[str, object]) -> str:
-    version = given.get("sdnq_version")
-    return f"SDNQ {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else "SDNQ"
-
-
 # The config
 
 
-def read_config(path: Path, given: Mapping[str, object], usual: Config | None = None) -> Config:
-    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
-    known = asdict(usual or Config())
-    config = known | {name: given[name] for name in known if name in given}
-    try:
-        check_schema(Config, config, "quantization_config.")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; give a folder that SDNQ has saved") from error
-    return Config(**config)
-
-
-def exceptions_of(path: Path, given: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The configs of ``modules_quant_config`` by names or patterns of layers. Raises ConfigError for anything else."""
-    found = given.get("modules_quant_config") or {}
-    if not isinstance(found, dict) or not all(isinstance(config, dict) for config in found.values()):
-        raise ConfigError(
-            f"{path}: quantization_config.modules_quant_config is {BOUNDED.repr(found)}, expected configs by layers' "
-            "names; give a folder that SDNQ has saved"
-        )
-    return found
-
-
-def of_layer(path: Path, config: Config, exceptions: Mapping[str, dict[str, object]], layer: str) -> Config:
+def of_layer(path: Path, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
     """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
     name = f"{layer}.weight"
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
-        config = read_config(path, given, config)
+        config = checked_config(path, given, config, MAKER)
     for wanted, patterns in numbers_by_layer.items():
         if any(matches(path, pattern, name) for pattern in patterns):
             config = replace(config, weights_dtype=at_least_as_wide(path, wanted, config.weights_dtype))
