@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.errors import ArtifactError
@@ -37,20 +36,12 @@ from sd_quant.files.safetensors import read_header, without_duplicates
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
-from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole
+from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
-from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, empty_denoiser
-from sd_quant.names.authors import (
-    OTHER_NETWORKS,
-    PREFIX,
-    denoiser_tensors,
-    joined,
-    places_in,
-    rows_of,
-    sampling_marks,
-    told_family,
-)
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part
+from sd_quant.names.authors import OTHER_NETWORKS, PREFIX, denoiser_tensors, sampling_marks, told_family
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
 
@@ -182,48 +173,20 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     marks, old = marks_in(path, found, metadata, whole=any(full != name for name, full in names.items()))
     coded, used = marked_tensors(path, found, marks, old)
     rest = {name: each for name, each in found.items() if name not in used}
-    network = empty_denoiser(checkpoint)
-    modules = dict(network.named_modules())
-    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
-    places, others = places_in(
-        path, network, shapes,
-        {
-            name: coded[layer].unpacked() if (layer := of_weight(name)) in coded else tensor.shape
-            for name, tensor in rest.items()
-        },
-        {f"{layer}.weight": each.method.layout.multiple for layer, each in coded.items()},
-    )  # fmt: skip
-    layers: dict[str, QuantizedLayer] = {}
-    parameters: dict[str, Readable] = {}
-    for name, parts in places.items():
-        layer, module = of_weight(name), modules.get(of_weight(name))
-        if (marked := of_weight(parts[0].name)) in coded:
-            if not isinstance(module, nn.Linear):
-                raise ArtifactError(
-                    f"{path} marks {marked[:200]!r} as quantized, which is no linear; ComfyUI quantizes linears only, "
-                    "so give a file that it opens"
-                )
-            layers[layer] = coded[marked].layer(shapes[name], parts)
-            continue
-        stored = joined([rows_of(rest[rows.name], rows) for rows in parts])
-        if stored.dtype not in FLOAT8:
-            parameters[name] = stored
-        elif isinstance(module, nn.Linear | nn.Conv2d):
-            weight = cast(stored, path, parts[0].name)
-            layers[layer] = QuantizedLayer(FLOAT8[stored.dtype], "none", size_of([stored]), weight)
-        else:
-            parameters[name] = cast(stored, path, parts[0].name)
+    layers, parameters, others = placed(path, checkpoint, rest, coded, FACTS.consumer)
+    shapes = weight_shapes(checkpoint)
+    for name, stored in parameters.copy().items():
+        if stored.dtype in FLOAT8:  # merely cast
+            parameters[name] = weight = cast(stored, path, name)
+            if (layer := name.removesuffix(".weight")) in shapes:
+                layers[layer] = QuantizedLayer(FLOAT8[stored.dtype], "none", size_of([stored]), weight)
+                del parameters[name]
+    layers = {name: layers[name] for name in shapes if name in layers}
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, "ComfyUI", layers, parameters, size_of(found.values()), sampling_marks(tensors)
-    )
+    size, how = size_of(found.values()), sampling_marks(tensors)
+    denoiser = QuantizedDenoiser(path, FACTS.name, FACTS.consumer, layers, parameters, size, how)
     check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
     return denoiser
-
-
-def of_weight(name: str) -> str:
-    """The layer whose weight has this name; "" for any other tensor."""
-    return name.removesuffix(".weight") if name.endswith(".weight") else ""
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:

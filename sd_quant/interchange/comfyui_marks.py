@@ -52,6 +52,8 @@ from sd_quant.interchange.layouts import (
     NUMBERS,
     OF_ALL,
     OTHER,
+    TILES,
+    TURNED,
     UINT8,
     Layout,
     Packing,
@@ -116,7 +118,6 @@ class Marked:
         return replace(layout, rotation=self.rotation())
 
     def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        """The linear with a weight of this ``shape``, in ``parts`` of the stored one; bytes are prorated by rows."""
         layer = self.layout.layer(self.own, shape, self.own.size("weight"), None, parts=parts)
         self.check_six_bits(parts[0].of, shape[1])
         self.linear_dtype()
@@ -129,10 +130,7 @@ class Marked:
         return replace(layer, inputs=inputs)
 
     def unpacked(self) -> Shape:
-        """The shape of the weight's numbers, of which bytes may hold several.
-
-        Six bits cannot be told from the bytes, so that the scales' shape says how many there are.
-        """
+        """Six bits cannot be told from the bytes, so that the scales' shape says how many numbers there are."""
         shape, scales = tuple(self.own.tensors["weight"].shape), self.own.tensors.get("weight_s_rel")
         if self.mark["format"] == W4A8 and scales is not None and len(scales.shape) == len(shape) == 2:
             return shape[0], scales.shape[1] * self.group()
@@ -235,11 +233,6 @@ def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
 
 
-def e4m3(stored: Tensor) -> Tensor:
-    """Numbers that may be stored as bytes."""
-    return stored.view(E4M3) if stored.dtype == UINT8 else stored
-
-
 SIGNED = Packing(
     lambda stored, shape: (four_bits(stored) ^ 8).to(torch.int8) - 8,
     lambda codes: pack_nibbles(codes).view(torch.int8),
@@ -248,13 +241,11 @@ SIGNED = Packing(
 FROM_8 = Packing(levels, lambda codes: pack_nibbles(codes + 8).view(torch.int8), in_a_byte=2)
 PADDED_E2M1 = Packing(high_half_first, in_high_half_first, in_a_byte=2)
 PADDED = Packing(lambda stored, shape: stored[:, : shape[1]], with_rows_of_zeros)
-TILES = Packing(lambda stored, shape: from_tiles(e4m3(stored), *shape), lambda scales: in_tiles(scales.to(E4M3)))
 E8M0_TILES = Packing(
     lambda stored, shape: powers_of_two(from_tiles(stored.view(UINT8), *shape)),
     lambda codes, scales: in_tiles(e8m0(codes, scales)),
 )
-TURNED = Packing(lambda stored, shape: stored.T, Tensor.t)
-MAYBE_BYTES = Packing(lambda stored, shape: e4m3(stored), Tensor.contiguous)
+MAYBE_BYTES = Packing(lambda stored, shape: stored.view(E4M3) if stored.dtype == UINT8 else stored, Tensor.contiguous)
 
 
 def rounded_product(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:

@@ -24,11 +24,12 @@ from sd_quant.names.authors import Rows, joined, rows_of
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1
-from sd_quant.quantization.formats.blocks import pack_nibbles
+from sd_quant.quantization.formats.blocks import from_tiles, in_tiles, pack_nibbles
 from sd_quant.quantization.rotation import rotated
 
 NUMBERS, SCALES, OF_ALL, INPUTS = "codes", "scales", "the scale of all", "the inputs' scale"  # what a tensor holds
 ADDED, FACTOR, OTHER = "what is added", "the inputs' factor", "what the layout's own formula reads"
+ZEROS = "zero points, which are subtracted from the codes"
 E4M3, INT8, UINT8, FP32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.float32
 
 
@@ -48,6 +49,10 @@ def in_e2m1(packed: Tensor) -> Tensor:
 
 IN_ORDER = Packing(lambda stored, shape: stored, Tensor.contiguous)
 TWO_IN_A_BYTE = Packing(lambda stored, shape: in_e2m1(stored), pack_nibbles, in_a_byte=2)
+TURNED = Packing(lambda stored, shape: stored.T, Tensor.t)
+TILES = Packing(  # of E4M3, or of its bytes
+    lambda stored, shape: from_tiles(stored, *shape).view(E4M3), lambda scales: in_tiles(scales.to(E4M3))
+)
 
 
 @dataclass(frozen=True)
@@ -173,10 +178,12 @@ class Layout:
 
     def product(self, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
         """The weight of this ``shape``, of what its pieces hold."""
-        (numbers,), scales, added = (
+        (numbers,), zeros, scales, added = (
             [each for piece, each in found.items() if piece.holds in kinds]
-            for kinds in ((NUMBERS,), (SCALES, OF_ALL), (ADDED,))
+            for kinds in ((NUMBERS,), (ZEROS,), (SCALES, OF_ALL), (ADDED,))
         )
+        for each in zeros:
+            numbers = numbers - self.spread(each.to(numbers), shape)
         scale = scales[0].to(numbers)
         for common in scales[1:]:
             scale = scale * common.to(numbers).reshape(())
@@ -217,10 +224,16 @@ class Layout:
             elif piece.holds == OF_ALL:
                 scales = first.rounded if first.rounded is not None else first.weight_scales(few)
                 found[piece.end] = lazy(scales[-1].reshape(()).to(dtype))
-            elif piece.holds == ADDED and not piece.optional:
+            elif piece.holds == ZEROS or (piece.holds == ADDED and not piece.optional):
                 found[piece.end] = lazy(torch.zeros(shape, dtype=dtype))
-            elif piece.holds == INPUTS and first.activation_format and FORMATS[first.activation_format].needs_amax:
-                found[piece.end] = lazy(first.activation_scales(few)[-1].reshape(()).to(dtype))
+            elif piece.holds == INPUTS and has_static_input(first):
+                found[piece.end] = lazy(first.activation_scales(few)[-1].reshape(shape).to(dtype))
             elif piece.holds == FACTOR and first.multiplies:
-                found[piece.end] = lazy(first.pre_quant_scale.to(dtype))
+                found[piece.end] = lazy(first.pre_quant_scale.half().to(dtype))  # as every graph of ours has it
         return found
+
+
+def has_static_input(layer: LayerAssignment) -> bool:
+    """Whether a file has a scale for the layer's input."""
+    read = layer.activation_format
+    return read is not None and FORMATS[read].needs_amax and not layer.per_token

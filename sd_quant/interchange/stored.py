@@ -8,7 +8,7 @@ The road not taken is a class for each kind of stored weight: they share names, 
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -231,13 +231,13 @@ def checked_config(path: Path, given: Mapping[str, object], usual: Config, maker
 
     Raises ConfigError for one of another type, or out of range.
     """
-    known = asdict(usual)
+    known = vars(usual)
     config = known | {name: given[name] for name in known if name in given}
     try:
         check_schema(type(usual), config, "quantization_config.")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; give a folder that {maker} has saved") from error
-    return replace(usual, **config)
+    return type(usual)(**config)
 
 
 def configs_by_layer(
