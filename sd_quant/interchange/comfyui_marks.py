@@ -48,6 +48,7 @@ from sd_quant.interchange.layouts import (
     ADDED,
     E4M3,
     FACTOR,
+    HALF_FIRST,
     INPUTS,
     NUMBERS,
     OF_ALL,
@@ -207,7 +208,7 @@ def levels(packed: Tensor, shape: Shape) -> Tensor:
 
 def high_half_first(packed: Tensor, shape: Shape) -> Tensor:
     """NVFP4's numbers, fp32, without the padding."""
-    return e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)[:, : shape[1]]
+    return e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)[: shape[0], : shape[1]]
 
 
 def in_high_half_first(codes: Tensor) -> Tensor:
@@ -240,12 +241,12 @@ SIGNED = Packing(
 )
 FROM_8 = Packing(levels, lambda codes: pack_nibbles(codes + 8).view(torch.int8), in_a_byte=2)
 PADDED_E2M1 = Packing(high_half_first, in_high_half_first, in_a_byte=2)
-PADDED = Packing(lambda stored, shape: stored[:, : shape[1]], with_rows_of_zeros)
+PADDED = Packing(lambda stored, shape: stored[: shape[0], : shape[1]], with_rows_of_zeros)
 E8M0_TILES = Packing(
     lambda stored, shape: powers_of_two(from_tiles(stored.view(UINT8), *shape)),
     lambda codes, scales: in_tiles(e8m0(codes, scales)),
 )
-MAYBE_BYTES = Packing(lambda stored, shape: stored.view(E4M3) if stored.dtype == UINT8 else stored, Tensor.contiguous)
+MAYBE_BYTES = Packing(lambda stored, shape: stored.view(E4M3) if stored.dtype == UINT8 else stored)
 
 
 def rounded_product(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
@@ -303,7 +304,7 @@ class Mxfp8:
 
 # Methods
 
-NUMBER, HALF = "|1|1 1", (torch.float16, torch.float32, torch.bfloat16)
+NUMBER = "|1|1 1"
 COMFYUI = "ComfyUI"  # which quantizes linears alone
 INPUT_SCALE = Piece("input_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True)
 
@@ -329,7 +330,7 @@ ROWS = (
             Piece("weight", "N^16 K^16/2", (UINT8,), NUMBERS, packing=PADDED_E2M1),
             Piece("weight_scale", "N^128 K/16^4", (E4M3, UINT8), packing=TILES),
             Piece("weight_scale_2", NUMBER, FLOAT_SCALES, OF_ALL), INPUT_SCALE,
-            Piece("pre_quant_scale", "K", HALF, FACTOR, optional=True),
+            Piece("pre_quant_scale", "K", HALF_FIRST, FACTOR, optional=True),
         ), COMFYUI, columns=16, multiple=NVFP4_MULTIPLE),
         nvfp4_inputs,
     ),
@@ -360,8 +361,8 @@ ROWS = (
     Method(
         Layout("awq_w4a16", "1 for {group} numbers", (
             Piece("weight", "N K/2", (BYTES,), NUMBERS, packing=FROM_8),
-            Piece("weight_scale", "K/g N", HALF, packing=TURNED),
-            Piece("weight_zeros", "K/g N", HALF, ADDED, packing=TURNED),
+            Piece("weight_scale", "K/g N", HALF_FIRST, packing=TURNED),
+            Piece("weight_zeros", "K/g N", HALF_FIRST, ADDED, packing=TURNED),
         ), COMFYUI),
         lambda marked: None, frozenset({"group_size"}), group=64,
     ),

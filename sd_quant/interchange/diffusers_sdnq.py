@@ -44,6 +44,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
+from sd_quant.interchange.layouts import FP32, NUMBERS, UINT8, Layout, Packing, Piece
 from sd_quant.interchange.stored import (
     FP8,
     LayerTensors,
@@ -55,14 +56,7 @@ from sd_quant.interchange.stored import (
     stored_tensors,
     weight_shapes,
 )
-from sd_quant.interchange.weights import (
-    Assignment,
-    lazy_piece,
-    quantized,
-    scales_shape,
-    with_coded_weights,
-    write_folder,
-)
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import between
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -492,7 +486,7 @@ def hadamard(size: int) -> Tensor:
 
 WRITTEN = {"int8": "int8", "fp8": FP8, "int4": "int4"}  # SDNQ's numbers by our formats
 PER_ROW, PER_TENSOR = -1, -2  # of a config's group_size
-OFFSET = 8  # of the unsigned number that holds a code of four bits
+NIBBLES = Packing(lambda stored, shape: stored, lambda codes: pack_nibbles(codes + 8))  # as unsigned numbers
 WRITTEN_CONFIG = {
     "quant_method": FACTS.method,
     "quant_conv": True,
@@ -515,28 +509,28 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     return write_folder(checkpoint, folder, tensors, config)
 
 
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized layer by the names that they have in the file."""
-    shape, (rows, columns) = layer.weight_shape, scales_shape(layer)
-    kind = numbers_named(WRITTEN[layer.format])
-    if FORMATS[layer.format].block is None:
-        scale_shape: tuple[int, ...] = (rows, columns, *(1 for _ in shape[2:]))
-        codes = lazy_piece(checkpoint, layer, 0, shape, kind.stored)
-    else:
-        scale_shape = (rows, columns, 1) if columns > 1 else (rows, 1)
-        codes = lazy_piece(checkpoint, layer, 0, (prod(shape) // 2,), kind.stored, nibbles)
-    tensors = {
-        f"{layer.name}.weight": codes,
-        f"{layer.name}.scale": lazy_piece(checkpoint, layer, 1, scale_shape, torch.float32),
-    }
+    tensors = layout_of(layer).tensors(checkpoint, layer)
     if layer.low_rank is not None:
         up, down = layer.low_rank
         tensors |= {f"{layer.name}.svd_up": lazy(up), f"{layer.name}.svd_down": lazy(down)}
     return tensors
 
 
-def nibbles(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes + OFFSET)
+def layout_of(layer: LayerAssignment) -> Layout:
+    (rows, *inputs), block, name = layer.weight_shape, FORMATS[layer.format].block, WRITTEN[layer.format]
+    if block is None:
+        same = 1 if layer.weight_axis == 0 else rows  # with one scale
+        pieces = (
+            Piece("weight", "N K", (numbers_named(name).stored,), NUMBERS),
+            Piece("scale", "N _" if same == 1 else "1 _", (FP32,)),
+        )
+        return Layout(name, "", pieces, rows=same)
+    return Layout(name, "", (
+        Piece("weight", f"1*{rows * prod(inputs) // 2}", (UINT8,), NUMBERS, packing=NIBBLES),
+        Piece("scale", f"N K/{block} 1" if inputs > [block] else "N 1", (FP32,)),
+    ))  # fmt: skip
 
 
 def config_of(layers: Assignment, denoiser: nn.Module) -> dict:

@@ -70,7 +70,7 @@ from sd_quant.interchange.stored import (
     plain,
     stored_tensors,
 )
-from sd_quant.interchange.weights import Assignment, alone, flat_shape, high_precision, quantized, write_folder
+from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
@@ -318,7 +318,7 @@ def affine_rows(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> 
     return affine(layout, found, shape)
 
 
-def in_blocks(name: str, block: tuple[int, int], shape: tuple[int, int], *more: Piece) -> Layout:
+def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> Layout:
     """Codes of eight bits with a scale for each block of rows and columns of a weight of this ``shape``."""
     rows, columns = block
     share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
@@ -502,9 +502,9 @@ def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict
     ``rank`` is that of the layer's input, as which a static scale has axes. There is a scale for each output, also
     where the weight has one alone: torchao takes it for either.
     """
-    shape = flat_shape(layer)
     more = [replace(piece, shapes=" ".join("1" * rank)) if piece.holds == INPUTS else piece for piece in OF_INT8[:3]]
-    layout = in_blocks(layer.format, (1, shape[1]), shape, *(more if layer.format == "int8" else ()))
+    columns = layer.weight_shape[1]
+    layout = in_blocks(layer.format, (1, columns), layer.weight_shape, *(more if layer.format == "int8" else ()))
     return layout.of_joined(checkpoint, alone(layer))
 
 
@@ -515,7 +515,7 @@ def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
     multiplies FP8 by rows.
     """
     fields: dict[str, object] = {
-        "block_size": [1, flat_shape(layer)[1]],
+        "block_size": [1, layer.weight_shape[1]],
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
     }
     if layer.format == "fp8":

@@ -30,7 +30,8 @@ from sd_quant.quantization.rotation import rotated
 NUMBERS, SCALES, OF_ALL, INPUTS = "codes", "scales", "the scale of all", "the inputs' scale"  # what a tensor holds
 ADDED, FACTOR, OTHER = "what is added", "the inputs' factor", "what the layout's own formula reads"
 ZEROS = "zero points, which are subtracted from the codes"
-E4M3, INT8, UINT8, FP32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.float32
+E4M3, INT8, UINT8, INT32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
+FP32, HALF_FIRST = torch.float32, (torch.float16, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Packing:
     """How numbers lie in a tensor: ``unpack`` takes it and the shape of its numbers, ``pack`` the numbers."""
 
     unpack: Callable[[Tensor, Shape], Tensor]
-    pack: Callable[..., Tensor]
+    pack: Callable[..., Tensor] = Tensor.contiguous
     in_a_byte: int = 1
 
 
@@ -47,7 +48,7 @@ def in_e2m1(packed: Tensor) -> Tensor:
     return e2m1.decode(torch.stack([packed & 15, packed >> 4], dim=-1)).flatten(-2)
 
 
-IN_ORDER = Packing(lambda stored, shape: stored, Tensor.contiguous)
+IN_ORDER = Packing(lambda stored, shape: stored)
 TWO_IN_A_BYTE = Packing(lambda stored, shape: in_e2m1(stored), pack_nibbles, in_a_byte=2)
 TURNED = Packing(lambda stored, shape: stored.T, Tensor.t)
 TILES = Packing(  # of E4M3, or of its bytes
@@ -158,7 +159,8 @@ class Layout:
         def values(piece: Piece) -> Tensor:
             tensor = own.tensors[piece.end]
             if piece.holds == NUMBERS:
-                tensor = rows_of(tensor, replace(rows, of=tensor.shape[0]))
+                some = (rows.start, rows.stop) != (0, stored[0])
+                tensor = rows_of(tensor, replace(rows, of=tensor.shape[0])) if some else tensor
                 found = piece.packing.unpack(tensor.read(), shape)
                 found = found if found.dtype == FP32 else found.to(dtype)
             else:
@@ -225,7 +227,8 @@ class Layout:
                 scales = first.rounded if first.rounded is not None else first.weight_scales(few)
                 found[piece.end] = lazy(scales[-1].reshape(()).to(dtype))
             elif piece.holds == ZEROS or (piece.holds == ADDED and not piece.optional):
-                found[piece.end] = lazy(torch.zeros(shape, dtype=dtype))
+                zeros = torch.zeros(layers.shape[0], up_to(layers.shape[1], self.columns) // self.columns)
+                found[piece.end] = lazy(piece.packing.pack(zeros).to(dtype).reshape(shape))
             elif piece.holds == INPUTS and has_static_input(first):
                 found[piece.end] = lazy(first.activation_scales(few)[-1].reshape(shape).to(dtype))
             elif piece.holds == FACTOR and first.multiplies:
