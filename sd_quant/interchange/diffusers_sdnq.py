@@ -244,26 +244,20 @@ def numbers_named(name: str) -> Numbers | None:
     if integer := re.fullmatch(r"(u?)int([2-8])", name):
         bits, unsigned = int(integer[2]), bool(integer[1])
         smallest = 0 if unsigned else -(2 ** (bits - 1))
-        decode = partial(shifted, by=smallest)
-        return Numbers(name, bits, torch.uint8, bits < 8, unsigned, True, decode, turns=bits == 8)
+        return Numbers(
+            name, bits, torch.uint8, bits < 8, unsigned, True, lambda codes: codes.float().add_(smallest),
+            turns=bits == 8,
+        )  # fmt: skip
     if small := re.fullmatch(r"float([2-8])_e([1-5])m([0-7])fn(u?)(_sdnq)?", name):
         bits, exponent, mantissa = (int(small[index]) for index in (1, 2, 3))
         if bits == exponent + mantissa + (not small[4]):
             unsigned = bool(small[4])
             values = small_floats(exponent, mantissa, unsigned)
             return Numbers(
-                name, bits, torch.uint8, bits < 8, unsigned, False, partial(looked_up, values),
+                name, bits, torch.uint8, bits < 8, unsigned, False, lambda codes: values[codes.int()],
                 largest=float(values.max()), in_fp8=torch.equal(values.to(torch.float8_e4m3fn).float(), values),
             )  # fmt: skip
     return None
-
-
-def shifted(codes: Tensor, by: int) -> Tensor:
-    return codes.float().add_(by)
-
-
-def looked_up(values: Tensor, codes: Tensor) -> Tensor:
-    return values[codes.int()]
 
 
 def small_floats(exponent: int, mantissa: int, unsigned: bool) -> Tensor:

@@ -13,16 +13,13 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, StoredTensor
 from sd_quant.interchange.denoiser import QuantizedLayer, needed
 from sd_quant.interchange.layouts import Layout
-from sd_quant.interchange.stored import LayerTensors, Shape, shown
+from sd_quant.interchange.stored import Shape, shown
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import Rows, joined, places_in, rows_of
 
 
 class Coded(Protocol):
-    """The tensors of a linear in a file whose weight is codes."""
-
-    @property
-    def own(self) -> LayerTensors: ...
+    """A linear in a file whose weight is codes."""
 
     @property
     def layout(self) -> Layout: ...
@@ -60,8 +57,9 @@ def placed(
         elif isinstance(modules.get(layer), nn.Linear):
             layers[layer] = stored.layer(shapes[name], parts)
         else:
+            told = shown(parts[0].name.removesuffix(".weight"))
             raise ArtifactError(
-                f"{path} has {shown(stored.own.layer)} quantized, which is no linear; {tool} quantizes linears only, "
-                "so give a file that it opens"
+                f"{path} has {told} quantized, which is no linear; {tool} quantizes linears only, so give a file that "
+                "it opens"
             )
     return layers, parameters, unknown

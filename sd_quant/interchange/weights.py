@@ -23,7 +23,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, Weights
 from sd_quant.interchange.stored import CONFIG, weights_name
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import Part
-from sd_quant.names.authors import Piece, Pieces, assembled, pieces_of, rows_in
+from sd_quant.names.authors import Pieces, Rows, assembled, pieces_of, rows_in
 from sd_quant.names.diffusers import TIED
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
@@ -98,8 +98,8 @@ class JoinedLayers:
 
 
 def alone(layer: LayerAssignment) -> JoinedLayers:
-    name = f"{layer.name}.weight"
-    return JoinedLayers((Piece(name, 0, layer.weight_shape[0]),), {name: layer})
+    name, rows = f"{layer.name}.weight", layer.weight_shape[0]
+    return JoinedLayers((Rows(name, 0, rows, rows),), {name: layer})
 
 
 def by_authors_names(
