@@ -12,9 +12,8 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
-from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, e8m0
+from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, TILES, e8m0
 from sd_quant.interchange.holding import held
-from sd_quant.interchange.layouts import TILES
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
