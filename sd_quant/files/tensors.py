@@ -45,6 +45,10 @@ def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
     return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
 
 
+def in_dtype(source: Readable, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(tuple(source.shape), dtype, lambda: source.read().to(dtype))
+
+
 def size_of(tensors: Iterable[Readable]) -> int:
     """Returns the bytes of all tensors."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)

@@ -1,10 +1,11 @@
 """Foreign formats: the files of other tools. One module here reads a format, writes it, or does both.
 
 A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
-the format; ``read(path, checkpoint)`` returns a ``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes
-the denoiser that an assignment makes and returns the path that ``read`` opens. Where the facts name other
-``networks``, both take them too, of a checkpoint that has them in the denoiser's place. To add a format, write
-``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
+the format, unless the facts have the ``method`` that a folder's config names; ``read(path, checkpoint)`` returns a
+``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes the denoiser that an assignment makes and
+returns the path that ``read`` opens. Where the facts name other ``networks``, both take them too, of a checkpoint that
+has them in the denoiser's place. To add a format, write ``sd_quant/interchange/<name>.py`` and add its name to
+``NAMES``.
 
 Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
 that is only partly understood is refused with the names that are not. The facts of a format say which layers of an
@@ -20,6 +21,7 @@ libraries at once, and does not say what is stored; where a library is installed
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +66,7 @@ class ForeignFormat:
 
     name: str  # of its module
     reads: str | None = None  # the files or folders that are read, for people; None: none is
+    method: str = ""  # ``quant_method`` in a denoiser's config, which tells such a folder; "": the module tells
     package: str | None = None  # which reads and writes the files, unless it is always there; an extra's name too
     consumer: str = ""  # the tool that opens what is written
     tried: tuple[str, ...] = ()  # the packages with which a test opened it
@@ -114,7 +117,9 @@ class ForeignFormat:
 
     @property
     def recognizes(self) -> Callable[[Path], bool]:
-        return self.module.recognizes
+        from sd_quant.interchange.stored import quantized_by
+
+        return partial(quantized_by, method=self.method) if self.method else self.module.recognizes
 
     def takes_per_token(self, name: str) -> bool:
         """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""

@@ -21,40 +21,27 @@ ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kerne
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sd_quant.checkpoints.nemo_state import to_nemo
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header, without_duplicates
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
-from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, MARK, METHODS, Codes, check_codes, unpacked
-from sd_quant.interchange.comfyui_written import Tensors, tensors_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
-from sd_quant.interchange.inputs import Multiplied
-from sd_quant.interchange.stored import FP8, LayerTensors, finite
+from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole
+from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
-from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, empty_denoiser
-from sd_quant.names.authors import (
-    OTHER_NETWORKS,
-    PREFIX,
-    Rows,
-    denoiser_tensors,
-    joined,
-    places_in,
-    rows_of,
-    sampling_marks,
-    told_family,
-)
+from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part
+from sd_quant.names.authors import OTHER_NETWORKS, PREFIX, denoiser_tensors, sampling_marks, told_family
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import sgm_key
 
@@ -161,10 +148,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without
 
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a safetensors file with a denoiser's tensors, or with ComfyUI's marks."""
-    try:
-        tensors, metadata = read_header(whole_file(path))
-    except (SdQuantError, OSError, ValueError):
-        return False
+    tensors, metadata = header_of(path)
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
     if is_marked(tensors, metadata):
@@ -187,67 +171,22 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}
     marks, old = marks_in(path, found, metadata, whole=any(full != name for name, full in names.items()))
-    weights, used = marked_tensors(path, found, marks, old)
+    coded, used = marked_tensors(path, found, marks, old)
     rest = {name: each for name, each in found.items() if name not in used}
-    network = empty_denoiser(checkpoint)
-    modules = dict(network.named_modules())
-    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
-    places, others = places_in(
-        path, network, shapes,
-        {
-            name: unpacked(weights[layer], marks[layer])
-            if name.endswith(".weight") and (layer := name.removesuffix(".weight")) in marks
-            else tensor.shape
-            for name, tensor in rest.items()
-        },
-        {f"{layer}.weight": METHODS[mark["format"]].multiple for layer, mark in marks.items()},
-    )  # fmt: skip
-    layers: dict[str, QuantizedLayer] = {}
-    parameters: dict[str, Readable] = {}
-    for name, parts in places.items():
-        first = parts[0]
-        linear = modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if (layer := first.name.removesuffix(".weight")) in marks and first.name.endswith(".weight"):
-            if not isinstance(linear, nn.Linear):
-                raise ArtifactError(
-                    f"{path} marks {layer[:200]!r} as quantized, which is no linear; ComfyUI quantizes linears only, "
-                    "so give a file that it opens"
-                )
-            codes = Codes(weights[layer], marks[layer], (first.of, *shapes[name][1:]), first)
-            check_codes(codes)
-            layers[name.removesuffix(".weight")] = quantized_layer(codes, parts)
-            continue
-        stored = joined([rows_of(rest[rows.name], rows) for rows in parts])
-        if stored.dtype not in FLOAT8:
-            parameters[name] = stored
-        elif isinstance(linear, nn.Linear | nn.Conv2d):
-            weight = cast(stored, path, first.name)
-            layers[name.removesuffix(".weight")] = QuantizedLayer(
-                FLOAT8[stored.dtype], "none", size_of([stored]), weight
-            )
-        else:
-            parameters[name] = cast(stored, path, first.name)
+    layers, parameters, others = placed(path, checkpoint, rest, coded, FACTS.consumer)
+    shapes = weight_shapes(checkpoint)
+    for name, stored in parameters.copy().items():
+        if stored.dtype in FLOAT8:  # merely cast
+            parameters[name] = weight = cast(stored, path, name)
+            if (layer := name.removesuffix(".weight")) in shapes:
+                layers[layer] = QuantizedLayer(FLOAT8[stored.dtype], "none", size_of([stored]), weight)
+                del parameters[name]
+    layers = {name: layers[name] for name in shapes if name in layers}
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, "ComfyUI", layers, parameters, size_of(found.values()), sampling_marks(tensors)
-    )
+    size, how = size_of(found.values()), sampling_marks(tensors)
+    denoiser = QuantizedDenoiser(path, FACTS.name, FACTS.consumer, layers, parameters, size, how)
     check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
     return denoiser
-
-
-def quantized_layer(codes: Codes, parts: tuple[Rows, ...]) -> QuantizedLayer:
-    """The layer of the rows ``parts`` of a marked weight; bytes of shared scales are prorated by rows."""
-    count = sum(rows.stop - rows.start for rows in parts)
-    of_weight = [each for name, each in codes.stored.tensors.items() if name.startswith("weight")]
-    inputs = None if codes.mark.get("full_precision_matrix_mult", False) else codes.method.inputs(codes)
-    if "pre_quant_scale" in codes.stored:
-        inputs = Multiplied(codes.stored.finite("pre_quant_scale").float(), False, inputs)
-    scales = codes.method.scales.format(group=codes.group)
-    if scales == "1 for a row" and prod(codes.stored.tensors["weight_scale"].shape) == 1:
-        scales = "1 for all"
-    rows = [replace(codes, shape=(each.stop - each.start, *codes.shape[1:]), rows=each) for each in parts]
-    size = size_of(of_weight) * count // codes.rows.of
-    return QuantizedLayer(codes.mark["format"], scales, size, joined(rows), inputs)
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
@@ -281,11 +220,7 @@ def marks_in(
     if old := OLD_MARK in tensors:
         high = prod(tensors[OLD_MARK].shape) == 2
         ends = ".scale_weight"
-        marks = {
-            name.removesuffix(ends): {"format": FP8, "full_precision_matrix_mult": high}
-            for name in tensors
-            if name.endswith(ends)
-        }
+        marks = {name.removesuffix(ends): {"format": FP8, HIGH: high} for name in tensors if name.endswith(ends)}
     strange = [f"{layer} {ascii(mark.get('format'))[:100]}" for layer, mark in marks.items()
                if not isinstance(mark.get("format"), str) or mark["format"] not in METHODS]  # fmt: skip
     if strange:
@@ -344,8 +279,8 @@ def as_object(path: Path, name: str, text: Any) -> Mapping[str, Any]:
 
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
-) -> tuple[dict[str, LayerTensors], set[str]]:
-    """The tensors of each marked layer's weight by the ends of their names, and the names of those and of marks."""
+) -> tuple[dict[str, Marked], set[str]]:
+    """Each marked layer, and the names of its tensors, without the weight's, and of marks."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -353,7 +288,7 @@ def marked_tensors(
         layer, _, end = name.rpartition(".")
         if layer not in marks:
             continue
-        known = METHODS[marks[layer]["format"]].shapes
+        known = METHODS[marks[layer]["format"]].ends
         if end == MARK:
             used.add(name)
         elif end == "weight":
@@ -361,13 +296,15 @@ def marked_tensors(
         elif (new := new_names.get(end, end)) in known and (not old or end in new_names):
             found[layer][new] = tensor
             used.add(name)
-    return {layer: LayerTensors(path, layer, own) for layer, own in found.items()}, used
+    return {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}, used
 
 
 # Writing
 
 
-def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Tensors | None = None) -> Path:
+def write(
+    checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
+) -> Path:
     """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns.
 
     One tensor of the file is in memory at a time. Raises ResourceError when the disk is full.
@@ -389,7 +326,3 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: T
             (dtype,) = {sixteen_bits(part) for part in checkpoint.parts().values() if part.component == component}
             state |= {sgm_key(key): in_dtype(each, dtype) for key, each in others.items()}
     return write_file(folder / name, {**state, **(marks or {})})
-
-
-def in_dtype(parameter: Readable, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(tuple(parameter.shape), dtype, lambda: parameter.read().to(dtype))

@@ -26,37 +26,58 @@ With ``full_precision_matrix_mult`` inputs stay as they are. With ``convrot``, w
 always have, groups of inputs are rotated by the matrix of ``quantization.rotation``, and the codes are of the rotated
 weight. ``linear_dtype`` int8 gives convrot_w4a4 inputs in INT8, which GPUs without products of INT4 have besides.
 Formulas are those of comfy-kitchen's ``backends/eager``, in fp32.
+
+Linears whose weights are one in the file, such as query, key and value, are written together, see ``WRITTEN``.
 """
 
-import math
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files.tensors import StoredTensor
-from sd_quant.interchange.denoiser import Inputs
-from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
-from sd_quant.interchange.layouts import fitting
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape, finite
-from sd_quant.names.authors import Rows, rows_of
-from sd_quant.numbers import up_to
-from sd_quant.quantization.formats import e2m1, nvfp4
-from sd_quant.quantization.formats.blocks import from_tiles
-from sd_quant.quantization.rotation import rotated
+from sd_quant.files.tensors import Readable, lazy
+from sd_quant.interchange import AS_ASSIGNED
+from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
+from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
+from sd_quant.interchange.layouts import (
+    ADDED,
+    E4M3,
+    FACTOR,
+    HALF_FIRST,
+    INPUTS,
+    NUMBERS,
+    OF_ALL,
+    OTHER,
+    TILES,
+    TURNED,
+    UINT8,
+    Layout,
+    Packing,
+    Piece,
+)
+from sd_quant.interchange.layouts import INT8 as BYTES
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
+from sd_quant.interchange.weights import JoinedLayers
+from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.names.authors import Rows
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import e2m1
+from sd_quant.quantization.formats.blocks import from_tiles, in_tiles, pack_nibbles
 
 MARK = "comfy_quant"  # the end of the name of a tensor with a mark
 FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
-HARMLESS = {"format", "full_precision_matrix_mult", "orig_dtype", "orig_shape"}  # entries of a mark
+HIGH = "full_precision_matrix_mult"
+HARMLESS = {"format", HIGH, "orig_dtype", "orig_shape"}  # entries of a mark
 ROTATING = frozenset({"convrot", "convrot_groupsize", "params"})
 LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
 INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 INT4 = RowInteger(-7, 7, smallest=1e-10 / 7)  # quantize_signed_int4_rowwise
-NVFP4_BLOCK, MXFP8_BLOCK = nvfp4.BLOCK, 32
-NVFP4_MULTIPLE = 16  # of a packed weight's sides
+NVFP4_MULTIPLE, MXFP8_BLOCK = 16, 32  # of the sides of a stored weight
 W4A8, SIX_BITS_MULTIPLE = "asym_w4a8_int8", 32
 E8M0_BIAS, LARGEST_E8M0 = 127, 254
 MANTISSA = 23  # bits of fp32's
@@ -65,171 +86,107 @@ Mark = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Codes:
-    """A ``Readable`` of rows of a weight [N, K] that a mark says is quantized; fp32."""
+class Method:
+    """A format of ComfyUI's: its tensors, and how it computes inputs."""
 
-    stored: LayerTensors
-    mark: Mark
-    shape: tuple[int, ...]
-    rows: Rows
-    dtype: torch.dtype = field(default=torch.float32, init=False)
-
-    @property
-    def method(self) -> "Method":
-        return METHODS[self.mark["format"]]
+    layout: Layout
+    inputs: Callable[["Marked"], Inputs | None]
+    entries: frozenset[str] = frozenset()  # of a mark
+    rotates: bool = False  # always
+    group: int = 1  # of inputs with one scale, where the mark names none; 1: it never does
+    says: Mark = field(default_factory=dict)  # entries of every mark that is written
 
     @property
-    def group(self) -> int:
-        return group_of(self.stored, self.mark)
-
-    def read(self) -> Tensor:
-        """Raises ArtifactError when a number is NaN or infinite."""
-        return finite(self.method.decode(self), self.stored.path, self.stored.layer)
-
-    def piece(self, end: str) -> Tensor:
-        """These rows of a tensor [N, ...] as it is stored."""
-        tensor = self.stored.tensors[end]
-        return rows_of(tensor, replace(self.rows, of=tensor.shape[0])).read()
-
-    def columns(self, end: str) -> Tensor:
-        """These rows' part of a tensor [groups, N], fp32 [rows, groups, 1]."""
-        tensor = self.stored.tensors[end].read().float()
-        return tensor[:, self.rows.start : self.rows.stop].T.unsqueeze(-1)
-
-    def scale(self, name: str = "weight_scale") -> Tensor:
-        """The scale of these rows, fp32: [] or [rows, 1]."""
-        scale = self.stored.tensors[name].read().float().flatten()
-        return scale.reshape(()) if len(scale) == 1 else scale[self.rows.start : self.rows.stop, None]
-
-    def number(self, name: str) -> float | None:
-        """The one number of a tensor; None where there is no such tensor. Raises ArtifactError if it is no scale."""
-        if name not in self.stored:
-            return None
-        number = self.stored.tensors[name].read().float().item()
-        if not (number > 0 and math.isfinite(number) and 1 / number < torch.finfo(torch.float32).max):
-            raise ArtifactError(
-                f"{self.stored.path}: {name} of {self.stored.layer[:200]!r} is {number:g}; expected a finite number "
-                "above 0, so fetch the file again"
-            )
-        return number
-
-    def scaled(self, numbers: Tensor, block: int, values: Callable[[Tensor], Tensor]) -> Tensor:
-        """``numbers`` [rows, padded K] times the scales of their blocks, the ``values`` of the codes in tiles."""
-        stored = self.stored.tensors["weight_scale"].read().view(torch.uint8)
-        scales = from_tiles(stored, self.rows.of, up_to(self.shape[1], block) // block)
-        scales = values(scales[self.rows.start : self.rows.stop])
-        return (numbers.unflatten(1, (-1, block)) * scales[..., None]).flatten(1)[:, : self.shape[1]]
+    def ends(self) -> set[str]:
+        """Those of the names of its tensors."""
+        return {piece.end for piece in self.layout.pieces}
 
 
 @dataclass(frozen=True)
-class Method:
-    """A format of ComfyUI's: its tensors, and what they stand for."""
+class Marked:
+    """The tensors of a linear that has a mark. Methods raise ArtifactError for an entry that cannot be."""
 
-    dtype: torch.dtype  # of the weight as it is stored
-    scales: str  # see ``QuantizedLayer``; with {group}
-    decode: Callable[[Codes], Tensor]
-    inputs: Callable[[Codes], Inputs | None]
-    # of its tensors by the ends of their names: shapes as in ``layouts``, g for a group, and dtypes that are not
-    # floating point; of the weight itself only where K does not follow from it
-    shapes: Mapping[str, str]
-    needs: tuple[str, ...] = ("weight_scale",)
-    dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    multiple: int = 1  # of which the sides of a stored weight are
-    entries: frozenset[str] = frozenset()  # of a mark
-    packed: bool = False  # two numbers to a byte
-    rotates: bool = False  # always
-    group: int = 1  # of inputs with one scale, where the mark names none; 1: it never does
+    own: LayerTensors
+    mark: Mark
 
+    @property
+    def method(self) -> Method:
+        return METHODS[self.mark["format"]]
 
-NUMBER = "|1|1 1"
+    @property
+    def layout(self) -> Layout:
+        layout = self.method.layout if self.method.group == 1 else self.method.layout.in_groups(self.group())
+        return replace(layout, rotation=self.rotation())
 
+    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
+        layer = self.layout.layer(self.own, shape, self.own.size("weight"), None, parts=parts)
+        self.check_six_bits(parts[0].of, shape[1])
+        self.linear_dtype()
+        high = self.mark.get(HIGH, False)
+        if type(high) is not bool:
+            raise self.refusal(f"{HIGH} {ascii(high)[:100]}", "true or false")
+        inputs = None if high else self.method.inputs(self)
+        if "pre_quant_scale" in self.own:
+            inputs = Multiplied(self.own.finite("pre_quant_scale").float(), False, inputs)
+        return replace(layer, inputs=inputs)
 
-def entry(mark: Mark, name: str, usual: Any = None) -> Any:
-    """An entry of the mark, or of the ``params`` in it."""
-    inner = mark.get("params", {})
-    return {**(inner if isinstance(inner, Mapping) else {}), **mark}.get(name, usual)
+    def unpacked(self) -> Shape:
+        """Six bits cannot be told from the bytes, so that the scales' shape says how many numbers there are."""
+        shape, scales = tuple(self.own.tensors["weight"].shape), self.own.tensors.get("weight_s_rel")
+        if self.mark["format"] == W4A8 and scales is not None and len(scales.shape) == len(shape) == 2:
+            return shape[0], scales.shape[1] * self.group()
+        return self.method.layout.unpacked(shape)
 
+    def entry(self, name: str, usual: Any = None) -> Any:
+        """An entry of the mark, or of the ``params`` in it."""
+        inner = self.mark.get("params", {})
+        return {**(inner if isinstance(inner, Mapping) else {}), **self.mark}.get(name, usual)
 
-def group_of(stored: LayerTensors, mark: Mark) -> int:
-    """How many inputs of a row have one scale. Raises ArtifactError for a number that cannot be."""
-    method = METHODS[mark["format"]]
-    if method.group == 1:
-        return 1
-    group = entry(mark, "group_size", method.group)
-    fits = type(group) is int and 4 <= group <= LARGEST_GROUP
-    if not fits or mark["format"] == W4A8 and 16 % group and group % 16:
-        raise ArtifactError(
-            f"{stored.path}: {stored.layer[:200]!r} has group_size {ascii(group)[:100]}; expected from 4 to "
-            f"{LARGEST_GROUP}, of {W4A8} a divisor or multiple of 16, so quantize it again"
+    def group(self) -> int:
+        """How many inputs of a row have one scale."""
+        group = self.entry("group_size", self.method.group)
+        fits = type(group) is int and 4 <= group <= LARGEST_GROUP
+        if not fits or self.mark["format"] == W4A8 and 16 % group and group % 16:
+            expected = f"from 4 to {LARGEST_GROUP}, of {W4A8} a divisor or multiple of 16"
+            raise self.refusal(f"group_size {ascii(group)[:100]}", expected)
+        return group
+
+    def rotation(self) -> int:
+        """How many inputs are rotated together, 0 for none."""
+        if not self.entry("convrot", self.method.rotates):
+            if self.method.rotates:
+                raise self.refusal("no convrot", f"it of {self.mark['format']}, which ComfyUI rotates all the same")
+            return 0
+        group, columns = self.entry("convrot_groupsize", 256), self.unpacked()[-1]
+        powers = [4**power for power in range(1, LARGEST_GROUP.bit_length() // 2 + 1)]
+        if type(group) is not int or group not in powers or columns % group:
+            expected = f"a power of 4 up to {LARGEST_GROUP} that divides its {columns} inputs"
+            raise self.refusal(f"convrot_groupsize {ascii(group)[:100]}", expected)
+        return group
+
+    def linear_dtype(self) -> str:
+        """What convrot_w4a4's inputs are. Scales in groups, which no GPU has, are refused too."""
+        found = self.entry("linear_dtype", "int4")
+        if found not in ("int4", "int8") or self.entry("quant_group_size", 64) != 64:
+            what = f"linear_dtype {ascii(found)[:100]} or another quant_group_size than 64"
+            raise self.refusal(what, "int4 or int8")
+        return found
+
+    def check_six_bits(self, rows: int, columns: int) -> None:
+        if self.mark["format"] != W4A8 or tuple(self.own.tensors["weight"].shape) == (rows, columns // 2):
+            return
+        self.own.refuse(["weight_codebook", "weight_correction"], "which six bits do not have")
+        if self.group() % 16 or columns % SIX_BITS_MULTIPLE:
+            what = f"groups of {self.group()} of its {columns} inputs in six bits"
+            raise self.refusal(what, f"multiples of 16 and of {SIX_BITS_MULTIPLE}")
+
+    def refusal(self, found: str, expected: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self.own.path}: {self.own.layer[:200]!r} has {found}; expected {expected}, so quantize it again"
         )
-    return group
 
 
-def unpacked(stored: LayerTensors, mark: Mark) -> Shape:
-    """The shape of a weight's numbers, of which bytes may hold several.
-
-    Six bits cannot be told from the bytes, so that the scales' shape says how many there are.
-    """
-    shape, method = tuple(stored.tensors["weight"].shape), METHODS[mark["format"]]
-    scales = stored.tensors.get("weight_s_rel")
-    if mark["format"] == W4A8 and scales is not None and len(scales.shape) == len(shape) == 2:
-        return shape[0], scales.shape[1] * group_of(stored, mark)
-    return (*shape[:-1], 2 * shape[-1]) if method.packed and shape else shape
-
-
-def check_codes(codes: Codes) -> None:
-    """Raises ArtifactError when a tensor of a marked weight is missing, or of a shape or dtype that does not fit."""
-    stored, method, columns = codes.stored, codes.method, codes.shape[1]
-    if columns % codes.group:
-        raise ArtifactError(
-            f"{stored.path}: {stored.layer[:200]!r} has group_size {codes.group}, which does not divide its {columns} "
-            "inputs; fetch the file again"
-        )
-    shapes = {"weight": [tuple(stored.tensors["weight"].shape)]} | {
-        end: fitting(text.replace("g", str(codes.group)), codes.shape) for end, text in method.shapes.items()
-    }
-    dtypes = {"weight": (method.dtype,), **method.dtypes}
-    for end in dict.fromkeys((*method.needs, *stored.tensors)):
-        stored.checked(end, shapes[end], dtypes.get(end, FLOAT_SCALES))
-    high = codes.mark.get("full_precision_matrix_mult", False)
-    if type(high) is not bool:
-        raise ArtifactError(
-            f"{stored.path}: {stored.layer[:200]!r} has full_precision_matrix_mult {ascii(high)[:100]}; expected true "
-            "or false"
-        )
-    if codes.mark["format"] == W4A8 and bits_of(stored.tensors["weight"], columns) == 6:
-        stored.refuse(["weight_codebook", "weight_correction"], "which six bits do not have")
-        if codes.group % 16 or columns % SIX_BITS_MULTIPLE:
-            raise ArtifactError(
-                f"{stored.path}: {stored.layer[:200]!r} has groups of {codes.group} of its {columns} inputs in six "
-                f"bits; expected multiples of 16 and of {SIX_BITS_MULTIPLE}, so quantize it again"
-            )
-    rotation(codes)
-    linear_dtype(codes)
-
-
-# Weights
-
-
-def decode_scaled(stored: Codes) -> Tensor:
-    numbers = stored.piece("weight").float() * stored.scale()
-    return rotated(numbers, rotation(stored))
-
-
-def decode_nvfp4(stored: Codes) -> Tensor:
-    packed = stored.piece("weight")
-    numbers = e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)
-    common = stored.scale("weight_scale_2")
-    return stored.scaled(numbers, NVFP4_BLOCK, lambda codes: common * codes.view(torch.float8_e4m3fn).float())
-
-
-def decode_mxfp8(stored: Codes) -> Tensor:
-    return stored.scaled(stored.piece("weight").float(), MXFP8_BLOCK, powers_of_two)
-
-
-def powers_of_two(exponents: Tensor) -> Tensor:
-    """The numbers of E8M0's codes, fp32; 0 for code 0, as comfy-kitchen has it."""
-    return (exponents.to(torch.int32) << MANTISSA).view(torch.float32)
+# How numbers are packed
 
 
 def four_bits(packed: Tensor) -> Tensor:
@@ -238,89 +195,93 @@ def four_bits(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
-def decode_w4a4(stored: Codes) -> Tensor:
-    signed = (four_bits(stored.piece("weight")) ^ 8).to(torch.int8) - 8
-    return rotated(signed.float() * stored.scale(), rotation(stored))
-
-
-def bits_of(weight: StoredTensor, columns: int) -> int:
-    return 8 * weight.shape[1] // columns
-
-
-def decode_w4a8(stored: Codes) -> Tensor:
-    packed, (_, columns), group = stored.piece("weight").view(torch.uint8), stored.shape, stored.group
-    bits = bits_of(stored.stored.tensors["weight"], columns)
+def levels(packed: Tensor, shape: Shape) -> Tensor:
+    """asym_w4a8_int8's numbers of four or six bits, fp32."""
+    bits, columns = 8 * packed.shape[1] // shape[1], shape[1]
+    packed = packed.view(torch.uint8)
     codes = four_bits(packed[:, : columns // 2])
     if bits == 6:
         upper = packed[:, columns // 2 :, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
         codes = codes | upper.flatten(1) << 4
-    if "weight_codebook" in stored.stored:
-        levels = stored.stored.tensors["weight_codebook"].read().float()[codes.long()]
-    else:
-        levels = codes.float() - 2 ** (bits - 1)
-    relative = stored.piece("weight_s_rel")
-    relative = (relative.view(torch.float8_e4m3fn) if relative.dtype == torch.uint8 else relative).float()
-    integers = (levels.unflatten(1, (-1, group)) * relative[..., None]).round().clamp(-127, 127)
-    weight = integers * stored.scale("weight_s_channel").reshape(-1, 1, 1)
-    if "weight_correction" in stored.stored:
-        weight = weight + stored.columns("weight_correction")
-    return rotated(weight.flatten(1), rotation(stored))
+    return codes.float() - 2 ** (bits - 1)
 
 
-def decode_awq(stored: Codes) -> Tensor:
-    numbers = four_bits(stored.piece("weight")).float().unflatten(1, (-1, stored.group)) - 8
-    return (numbers * stored.columns("weight_scale") + stored.columns("weight_zeros")).flatten(1)
+def high_half_first(packed: Tensor, shape: Shape) -> Tensor:
+    """NVFP4's numbers, fp32, without the padding."""
+    return e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)[: shape[0], : shape[1]]
 
 
-def rotation(stored: Codes) -> int:
-    """How many inputs are rotated together, 0 for none. Raises ArtifactError for a number that cannot be."""
-    always, layer = stored.method.rotates, f"{stored.stored.path}: {stored.stored.layer[:200]!r}"
-    if not entry(stored.mark, "convrot", always):
-        if always:
-            raise ArtifactError(
-                f"{layer} is in {stored.mark['format']} without convrot, which ComfyUI rotates all the same; quantize "
-                "it again"
-            )
-        return 0
-    group = entry(stored.mark, "convrot_groupsize", 256)
-    powers = [4**power for power in range(1, LARGEST_GROUP.bit_length() // 2 + 1)]
-    if type(group) is not int or group not in powers or stored.shape[1] % group:
-        raise ArtifactError(
-            f"{layer} has convrot_groupsize {ascii(group)[:100]}; expected "
-            f"a power of 4 up to {LARGEST_GROUP} that divides its {stored.shape[1]} inputs, so quantize it again"
-        )
-    return group
+def in_high_half_first(codes: Tensor) -> Tensor:
+    """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
+    rows, columns = codes.shape
+    padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
+    return padded[:, ::2] << 4 | padded[:, 1::2]
+
+
+def with_rows_of_zeros(codes: Tensor) -> Tensor:
+    """Codes of eight bits, to a multiple of 32 rows."""
+    return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """The numbers of E8M0's codes, fp32; 0 for code 0, as comfy-kitchen has it."""
+    return (exponents.to(torch.int32) << MANTISSA).view(torch.float32)
+
+
+def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
+    """The exponents of powers of two [rows, blocks] plus 127, uint8; 0 for a block of zeros, as in comfy-kitchen."""
+    zeros = codes.float().unflatten(1, (-1, MXFP8_BLOCK)).eq(0).all(-1)
+    return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
+
+
+SIGNED = Packing(
+    lambda stored, shape: (four_bits(stored) ^ 8).to(torch.int8) - 8,
+    lambda codes: pack_nibbles(codes).view(torch.int8),
+    in_a_byte=2,
+)
+FROM_8 = Packing(levels, lambda codes: pack_nibbles(codes + 8).view(torch.int8), in_a_byte=2)
+PADDED_E2M1 = Packing(high_half_first, in_high_half_first, in_a_byte=2)
+PADDED = Packing(lambda stored, shape: stored[: shape[0], : shape[1]], with_rows_of_zeros)
+E8M0_TILES = Packing(
+    lambda stored, shape: powers_of_two(from_tiles(stored.view(UINT8), *shape)),
+    lambda codes, scales: in_tiles(e8m0(codes, scales)),
+)
+MAYBE_BYTES = Packing(lambda stored, shape: stored.view(E4M3) if stored.dtype == UINT8 else stored)
+
+
+def rounded_product(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
+    """asym_w4a8_int8's weight, whose products of levels and the scales of groups are INT8."""
+    by_end = {piece.end.removeprefix("weight_"): each.float() for piece, each in found.items()}
+    numbers = by_end["weight"]
+    if "codebook" in by_end:
+        numbers = by_end["codebook"][(numbers + 8).long()]
+    integers = (numbers * layout.spread(by_end["s_rel"], shape)).round().clamp(-127, 127)
+    weight = integers * by_end["s_channel"].reshape(-1, 1)
+    return weight + layout.spread(by_end["correction"], shape) if "correction" in by_end else weight
 
 
 # Inputs
 
 
-def int8_inputs(stored: Codes) -> Inputs:
-    group = rotation(stored)
+def int8_inputs(marked: Marked) -> Inputs:
+    group = marked.rotation()
     return Rotated(INT8, group) if group else INT8
 
 
-def linear_dtype(stored: Codes) -> str:
-    """Raises ArtifactError for one that convrot_w4a4 does not have, and for scales in groups, which no GPU has."""
-    found = entry(stored.mark, "linear_dtype", "int4")
-    if found not in ("int4", "int8") or entry(stored.mark, "quant_group_size", 64) != 64:
-        raise ArtifactError(
-            f"{stored.stored.path}: {stored.stored.layer[:200]!r} has linear_dtype {ascii(found)[:100]} or another "
-            "quant_group_size than 64; expected int4 or int8, so quantize it again"
-        )
-    return found
+def w4a4_inputs(marked: Marked) -> Inputs:
+    return Rotated(INT4 if marked.linear_dtype() == "int4" else INT8, marked.rotation())
 
 
-def w4a4_inputs(stored: Codes) -> Inputs:
-    return Rotated(INT4 if linear_dtype(stored) == "int4" else INT8, rotation(stored))
+def w4a8_inputs(marked: Marked) -> Inputs | None:
+    return None if "weight_correction" in marked.own else int8_inputs(marked)
 
 
-def w4a8_inputs(stored: Codes) -> Inputs | None:
-    return None if "weight_correction" in stored.stored else int8_inputs(stored)
+def static_scale(marked: Marked) -> float | None:
+    return marked.own.number("input_scale", positive=True) if "input_scale" in marked.own else None
 
 
-def nvfp4_inputs(stored: Codes) -> Inputs:
-    static = stored.number("input_scale")
+def nvfp4_inputs(marked: Marked) -> Inputs:
+    static = static_scale(marked)
     return Nvfp4(static, smallest=0.0, also=" and one each time" if static is None else "")
 
 
@@ -343,52 +304,95 @@ class Mxfp8:
 
 # Methods
 
+NUMBER = "|1|1 1"
+COMFYUI = "ComfyUI"  # which quantizes linears alone
+INPUT_SCALE = Piece("input_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True)
+
 
 def float8(dtype: torch.dtype) -> Method:
+    pieces = Piece("weight", "N K", (dtype,), NUMBERS), Piece("weight_scale", NUMBER, FLOAT_SCALES, OF_ALL), INPUT_SCALE
     return Method(
-        dtype, "1 for all", decode_scaled,
-        lambda stored: StaticFloat8(stored.number("input_scale") or 1.0, dtype, reciprocal=True),
-        {"weight_scale": NUMBER, "input_scale": NUMBER},
-    )  # fmt: skip
+        Layout(FLOAT8[dtype], "1 for all", pieces, COMFYUI),
+        lambda marked: StaticFloat8(static_scale(marked) or 1.0, dtype, reciprocal=True),
+    )
 
 
-METHODS = {
-    **{name: float8(dtype) for dtype, name in FLOAT8.items()},
-    "int8_tensorwise": Method(
-        torch.int8, "1 for a row", decode_scaled, int8_inputs,
-        {"weight_scale": f"{NUMBER}|N 1|N"}, entries=ROTATING,
+ROWS = (
+    *map(float8, FLOAT8),
+    Method(
+        Layout("int8_tensorwise", "1 for a row", (
+            Piece("weight", "N K", (BYTES,), NUMBERS), Piece("weight_scale", f"N 1|N|{NUMBER}", FLOAT_SCALES),
+        ), COMFYUI),
+        int8_inputs, ROTATING,
     ),
-    "nvfp4": Method(
-        torch.uint8, "1 for 16 numbers", decode_nvfp4, nvfp4_inputs,
-        {
-            "weight_scale": "N^128 K/16^4", "weight_scale_2": NUMBER, "input_scale": NUMBER, "pre_quant_scale": "K",
-        },
-        needs=("weight_scale", "weight_scale_2"), dtypes={"weight_scale": (torch.float8_e4m3fn, torch.uint8)},
-        multiple=NVFP4_MULTIPLE, packed=True,
+    Method(
+        Layout("nvfp4", "1 for 16 numbers", (
+            Piece("weight", "N^16 K^16/2", (UINT8,), NUMBERS, packing=PADDED_E2M1),
+            Piece("weight_scale", "N^128 K/16^4", (E4M3, UINT8), packing=TILES),
+            Piece("weight_scale_2", NUMBER, FLOAT_SCALES, OF_ALL), INPUT_SCALE,
+            Piece("pre_quant_scale", "K", HALF_FIRST, FACTOR, optional=True),
+        ), COMFYUI, columns=16, multiple=NVFP4_MULTIPLE),
+        nvfp4_inputs,
     ),
-    "mxfp8": Method(
-        torch.float8_e4m3fn, "1 for 32 numbers", decode_mxfp8, lambda stored: Mxfp8(),
-        {"weight_scale": "N^128 K/32^4", "input_scale": NUMBER},
-        dtypes={"weight_scale": (torch.uint8, torch.float8_e8m0fnu)}, multiple=MXFP8_BLOCK,
+    Method(
+        Layout("mxfp8", "1 for 32 numbers", (
+            Piece("weight", "N^32 K^32", (E4M3,), NUMBERS, packing=PADDED),
+            Piece("weight_scale", "N^128 K/32^4", (UINT8, torch.float8_e8m0fnu), packing=E8M0_TILES, of=(0, 1)),
+            INPUT_SCALE,
+        ), COMFYUI, columns=MXFP8_BLOCK, multiple=MXFP8_BLOCK),
+        lambda marked: Mxfp8(),
     ),
-    "convrot_w4a4": Method(
-        torch.int8, "1 for a row", decode_w4a4, w4a4_inputs,
-        {"weight_scale": "N|N 1"},
-        entries=ROTATING | {"linear_dtype", "quant_group_size"}, packed=True, rotates=True,
+    Method(
+        Layout("convrot_w4a4", "1 for a row", (
+            Piece("weight", "N K/2", (BYTES,), NUMBERS, packing=SIGNED), Piece("weight_scale", "N|N 1", FLOAT_SCALES),
+        ), COMFYUI),
+        w4a4_inputs, ROTATING | {"linear_dtype", "quant_group_size"}, rotates=True, says={"linear_dtype": "int4"},
     ),
-    W4A8: Method(
-        torch.int8, "1 for {group} numbers", decode_w4a8, w4a8_inputs,
-        {
-            "weight": "N K/2|N K/4*3", "weight_s_rel": "N K/g", "weight_s_channel": "N",
-            "weight_codebook": "1*16", "weight_correction": "K/g N",
-        },
-        needs=("weight_s_rel", "weight_s_channel"),
-        dtypes={"weight_s_rel": (torch.float8_e4m3fn, torch.uint8, torch.float32)},
-        entries=ROTATING | {"group_size"}, packed=True, rotates=True, group=16,
+    Method(
+        Layout(W4A8, "1 for {group} numbers", (
+            Piece("weight", "N K/2|N K/4*3", (BYTES,), NUMBERS, packing=FROM_8),
+            Piece("weight_s_rel", "N K/g", (E4M3, UINT8, torch.float32), packing=MAYBE_BYTES),
+            Piece("weight_s_channel", "N", FLOAT_SCALES, of=(2,)),
+            Piece("weight_codebook", "1*16", FLOAT_SCALES, OTHER, optional=True),
+            Piece("weight_correction", "K/g N", FLOAT_SCALES, ADDED, optional=True, packing=TURNED),
+        ), COMFYUI, formula=rounded_product),
+        w4a8_inputs, ROTATING | {"group_size"}, rotates=True, group=16, says={"group_size": 16},
     ),
-    "awq_w4a16": Method(
-        torch.int8, "1 for {group} numbers", decode_awq, lambda stored: None,
-        {"weight_scale": "K/g N", "weight_zeros": "K/g N"},
-        needs=("weight_scale", "weight_zeros"), entries=frozenset({"group_size"}), packed=True, group=64,
+    Method(
+        Layout("awq_w4a16", "1 for {group} numbers", (
+            Piece("weight", "N K/2", (BYTES,), NUMBERS, packing=FROM_8),
+            Piece("weight_scale", "K/g N", HALF_FIRST, packing=TURNED),
+            Piece("weight_zeros", "K/g N", HALF_FIRST, ADDED, packing=TURNED),
+        ), COMFYUI),
+        lambda marked: None, frozenset({"group_size"}), group=64,
     ),
+)  # fmt: skip
+METHODS = {row.layout.format: row for row in ROWS}
+
+
+# Writing
+
+WRITTEN = {  # marks by our formats
+    "fp8": FP8, "int8": "int8_tensorwise", "nvfp4": "nvfp4", "mxfp8": "mxfp8", "int4_per_row": "convrot_w4a4",
+    "int4_in_int8": W4A8, "int4": "awq_w4a16",
 }  # fmt: skip
+
+
+def mark_of(layer: LayerAssignment, inputs: str) -> Mark:
+    name = WRITTEN[layer.format]
+    mark = {"format": name, **METHODS[name].says}
+    if layer.rotation:
+        mark["convrot_groupsize"] = layer.rotation
+        if not METHODS[name].rotates:  # by its name
+            mark["convrot"] = True
+    if layer.activation_format is None and inputs == AS_ASSIGNED:
+        mark[HIGH] = True
+    return mark
+
+
+def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> dict[str, Readable]:
+    """The tensors of a quantized linear in place of its weight; ``formats`` are those of ``ForeignFormat``."""
+    method = METHODS[WRITTEN[layers.first.format]]
+    mark = json.dumps(mark_of(layers.first, formats[layers.first.format])).encode()
+    tensors = method.layout.in_groups(method.group).of_joined(checkpoint, layers)
+    return {MARK: lazy(torch.frombuffer(bytearray(mark), dtype=torch.uint8)), **tensors}

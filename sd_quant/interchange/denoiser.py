@@ -101,14 +101,11 @@ def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Co
         ],
     }
     if told := problems_in(problems):
+        part = checkpoint.part if isinstance(checkpoint, OtherNetwork) else "denoiser"
         raise ArtifactError(
-            f"{denoiser.path} ({denoiser.maker}) does not hold the {told_name(checkpoint)} of the full-precision "
+            f"{denoiser.path} ({denoiser.maker}) does not hold the {part} of the full-precision "
             f"model, {len(expected)} tensors ({told}); give a quantization of that very model"
         )
-
-
-def told_name(checkpoint: Checkpoint) -> str:
-    return checkpoint.part if isinstance(checkpoint, OtherNetwork) else "denoiser"
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:

@@ -28,41 +28,35 @@ file, so where they differ it opens something else; and its FP8, MXFP and NVFP l
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.files.schema import check_schema
-from sd_quant.files.tensors import LazyTensor, lazy
+from sd_quant.files.tensors import Readable
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.layouts import HALF_FIRST, INT32, NUMBERS, TURNED, ZEROS, Layout, Packing, Piece
 from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
     LayerTensors,
     by_diffusers,
     by_layer,
+    checked_config,
+    configs_by_layer,
+    maker_of,
     quantization_config,
-    quantized_by,
     stored_tensors,
     told,
     weight_shapes,
     whole,
 )
-from sd_quant.interchange.weights import (
-    Assignment,
-    flat_shape,
-    lazy_piece,
-    quantized,
-    scales_shape,
-    with_coded_weights,
-    write_folder,
-)
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import BOUNDED, between
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -71,6 +65,7 @@ from sd_quant.quantization.formats import FORMATS
 FACTS = ForeignFormat(
     "diffusers_autoround",
     reads="a diffusers folder quantized with AutoRound",
+    method="auto-round",
     consumer="diffusers with AutoRound",
     tried=(*DIFFUSERS, "auto-round==0.16.1"),
     formats={"int4": FP16, "int8": FP16},
@@ -79,7 +74,7 @@ FACTS = ForeignFormat(
     multiples={"int4": 32, "int8": 32},
     networks=("CLIPTextModel*", "T5EncoderModel"),
 )
-METHOD, MAKER, PACKAGE = "auto-round", "AutoRound", "auto_round"
+MAKER, PACKAGE = "AutoRound", "auto_round"
 GPTQ, AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 PACKINGS = {  # by all names that AutoRound knows
     GPTQ: GPTQ, "auto_round:gptq": GPTQ, "auto": GPTQ, "auto_round": "auto_round", "auto_round:gptqmodel": "auto_round",
@@ -111,10 +106,6 @@ class Scheme:
         return self.bits <= 8
 
 
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32. No weight is read.
 
@@ -140,8 +131,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             "again, together"
         )
     layers = {name: stored_layer(own, linears[name], schemes[name], packing) for name, own in found.items()}
-    version = config.get("autoround_version")
-    maker = f"{MAKER} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else MAKER
+    maker = maker_of(MAKER, config.get("autoround_version"))
     runtime = by_diffusers(path, checkpoint, PACKAGE, torch.float16)  # which refuses fp32
     return whole(path, FACTS.name, maker, checkpoint, layers, tensors, others, runtime=runtime)
 
@@ -167,7 +157,7 @@ def schemes_of(
         blocks_of(path, config),
     )
     inside = [name for name in linears if (name in found if blocks is None else name.startswith(blocks))]
-    own: dict[str, object] = {name: given for name, given in exceptions.items() if name in linears}
+    own: dict[str, Mapping[str, object]] = {name: given for name, given in exceptions.items() if name in linears}
     for pattern, given in exceptions.items():
         if pattern not in linears and given:
             expression = re.compile(pattern)
@@ -177,28 +167,17 @@ def schemes_of(
         yield name, scheme_of(path, own.get(name, {}), usual)
 
 
-def scheme_of(path: Path, given: object, usual: Scheme) -> Scheme:
-    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
-    known = asdict(usual)
-    entries = given if isinstance(given, Mapping) else {}
-    config = known | {name: entries[name] for name in known if entries.get(name) is not None}
-    try:
-        check_schema(Scheme, config, "quantization_config.")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; give a folder that AutoRound has saved") from error
-    return Scheme(**config)
+def scheme_of(path: Path, given: Mapping[str, object], usual: Scheme) -> Scheme:
+    """``given`` over what is ``usual``, as which null counts."""
+    stated = {name: value for name, value in given.items() if value is not None}
+    return checked_config(path, stated, usual, MAKER)
 
 
 def exceptions_of(
     path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Mapping[str, object]]:
     """``extra_config``: entries by names of layers, or by patterns. Raises ConfigError for anything else."""
-    found = config.get("extra_config") or {}
-    if not isinstance(found, Mapping) or not all(isinstance(entry, Mapping) for entry in found.values()):
-        raise ConfigError(
-            f"{path}: quantization_config.extra_config is {BOUNDED.repr(found)}, expected entries by layers' names; "
-            "give a folder that AutoRound has saved"
-        )
+    found = configs_by_layer(path, config, "extra_config", MAKER)
     for name in found:
         if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
             raise ConfigError(
@@ -247,42 +226,54 @@ def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, p
             f"{stored.path}: {stored.layer}, a weight {list(shape)}, has groups of {group}; expected a divisor of its "
             f"{columns} inputs, and sides that are multiples of {WORD}"
         )
-    groups, packed = columns // group, (columns, rows * bits // WORD)
-    words = packed if packing == AWQ else (columns * bits // WORD, rows)
-    for end, fitting in zip(PIECES, (words, (groups, packed[1]), (groups, rows)), strict=True):
-        stored.checked(end, [fitting], FLOAT_SCALES if end == "scales" else [torch.int32])
     stored.refuse(["weight"], "two weights for one layer")
-    weight = stored.decoded(shape, partial(dequantized, stored, scheme, packing))
+    layout = layout_of(bits, group, packing)
+    if scheme.sym:
+        layout = replace(layout, formula=partial(symmetric, stored, bits, packing))
     name = f"int{bits}" if scheme.sym else f"int{bits} with zero points"
-    return QuantizedLayer(name, f"1 for {group} numbers" if groups > 1 else "1 for a row", stored.size(), weight)
+    scales = "1 for a row" if group == columns else layout.scales
+    return replace(layout, format=name, scales=scales).layer(stored, shape, stored.size(), None)
 
 
-def dequantized(stored: LayerTensors, scheme: Scheme, packing: str) -> Tensor:
-    """The weight [N, K], fp32. Raises ArtifactError for zero points that a symmetric weight does not have."""
-    words, zeros = (stored.tensors[end].read() for end in ("qweight", "qzeros"))
-    zero_point = unpacked(zeros.T, scheme.bits)
-    if packing == AWQ:
-        codes, zero_point = (in_order(each).T for each in (unpacked(words.T, scheme.bits), zero_point))
-    else:
-        codes, zero_point = unpacked(words, scheme.bits), zero_point.T
-    zero_point = zero_point.float() + (packing == GPTQ)
-    middle = 2 ** (scheme.bits - 1)
-    if scheme.sym and bool((zero_point != middle).any()):
-        wrong = zero_point[zero_point != middle][0].item()
+def layout_of(bits: int, group: int, packing: str) -> Layout:
+    """A linear whose inputs have a scale for a ``group`` of them."""
+    less, middle = int(packing == GPTQ), 2 ** (bits - 1)  # by how much less than it is a zero point is stored
+    along_inputs = Packing(
+        lambda words, shape: unpacked(words, bits).T, lambda codes: packed(codes.T.int() + middle, bits)
+    )
+    zeros = Packing(
+        lambda words, shape: unpacked(words.T, bits).float() + less,
+        lambda zeros: packed(zeros.int() + middle - less, bits).T,
+    )
+    awq = Packing(lambda words, shape: in_order(unpacked(words.T, bits)))
+    pieces = (
+        Piece("qweight", f"K N*{bits}/{WORD}", (INT32,), NUMBERS, packing=awq)
+        if packing == AWQ
+        else Piece("qweight", f"K*{bits}/{WORD} N", (INT32,), NUMBERS, packing=along_inputs),
+        Piece("qzeros", f"K/g N*{bits}/{WORD}", (INT32,), ZEROS, packing=awq if packing == AWQ else zeros),
+        Piece("scales", "K/g N", HALF_FIRST, packing=TURNED),
+    )
+    return Layout("", "1 for {group} numbers", pieces, MAKER).in_groups(group)
+
+
+def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor:
+    """The product of a layout. Raises ArtifactError for zero points that a symmetric weight does not have."""
+    layout, found, shape = given
+    (zeros,) = (each for piece, each in found.items() if piece.holds == ZEROS)
+    if len(wrong := zeros[zeros != 2 ** (bits - 1)]):
         raise ArtifactError(
-            f"{stored.path}: {stored.layer} is symmetric with {scheme.bits} bits and has the zero point {wrong:g}, "
-            f"expected {middle}, as {packing} stores it; export it again, or with sym=false"
+            f"{own.path}: {own.layer} is symmetric with {bits} bits and has the zero point {wrong[0].item():g}, "
+            f"expected {2 ** (bits - 1)}, as {packing} stores it; export it again, or with sym=false"
         )
-    groups = len(zero_point)
-    numbers = codes.unflatten(0, (groups, -1)).float() - zero_point[:, None]
-    return (numbers * stored.finite("scales").float()[:, None]).flatten(0, 1).T.contiguous()
+    return layout.product(found, shape)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """The numbers, uint8, of int32 words along the first axis."""
-    blocks = words.unflatten(0, (-1, bits)).long() & 2**WORD - 1
+    whole = lcm(bits, WORD)  # bits, after which a number and a word begin together
+    blocks = words.unflatten(0, (-1, whole // WORD)).long() & 2**WORD - 1
     numbers = []
-    for first in range(0, WORD * bits, bits):
+    for first in range(0, whole, bits):
         word, offset = divmod(first, WORD)
         number = blocks[:, word] >> offset
         if offset + bits > WORD:
@@ -309,21 +300,10 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     return write_folder(checkpoint, folder, tensors, config)
 
 
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized linear by the names that they have in the file."""
-    (rows, columns), bits = flat_shape(layer), FORMATS[layer.format].bits
-    groups, middle = scales_shape(layer)[1], 2 ** (bits - 1)
-    zeros = packed(torch.full((rows, groups), middle - 1), bits).T.contiguous()  # auto_gptq's: minus one
-    return {
-        f"{layer.name}.qweight": lazy_piece(
-            checkpoint, layer, 0, (columns * bits // WORD, rows), torch.int32,
-            lambda codes: packed(codes.T.int() + middle, bits),
-        ),
-        f"{layer.name}.qzeros": lazy(zeros),
-        f"{layer.name}.scales": lazy_piece(
-            checkpoint, layer, 1, (groups, rows), torch.float16, lambda scales: scales.expand(rows, groups).T
-        ),
-    }  # fmt: skip
+    number = FORMATS[layer.format]
+    return layout_of(number.bits, number.block or layer.weight_shape[1], GPTQ).tensors(checkpoint, layer)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
@@ -347,7 +327,7 @@ def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
         name: {"bits": own, "group_size": size} for name, (own, size) in schemes.items() if (own, size) != (bits, group)
     }
     return {
-        "quant_method": METHOD,
+        "quant_method": FACTS.method,
         "packing_format": GPTQ,
         "bits": bits,
         "group_size": group,

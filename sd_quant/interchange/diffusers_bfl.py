@@ -15,25 +15,25 @@ diffusers opens from a single file, which PixArt's is not. There is no place for
 The road not taken is diffusers' own two quantizers: they take no codes that were chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
-from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, UINT8, Layout, Piece
-from sd_quant.interchange.stored import FP8, LayerTensors, Shape, shown
+from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
+from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.stored import FP8, LayerTensors, Shape, by_layer, header_of
 from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
-from sd_quant.names.authors import Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
+from sd_quant.names.authors import Rows, denoiser_tensors, sampling_marks
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -57,17 +57,15 @@ ROWS = Layout(
     FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), Piece(SCALE, "N", (FP32,))), FACTS.consumer
 )
 NVFP4 = Layout("nvfp4", "1 for 16 numbers", (
-    Piece("weight", "N K/2", (UINT8,), NUMBERS), Piece(SCALE, "N K/16", (E4M3,)), Piece(COMMON, "|1", (FP32,), OF_ALL),
+    Piece("weight", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+    Piece(SCALE, "N K/16", (E4M3,)), Piece(COMMON, "|1", (FP32,), OF_ALL),
     Piece(OF_INPUTS, "|1", (FP32,), INPUTS),  # without which diffusers raises
 ), FACTS.consumer, columns=16)  # fmt: skip
 
 
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a safetensors file with scales of weights and without ComfyUI's marks."""
-    try:
-        tensors, metadata = read_header(whole_file(path))
-    except (SdQuantError, OSError, ValueError):
-        return False
+    tensors, metadata = header_of(path)
     return any(name.endswith(f".{SCALE}") for name in tensors) and not is_marked(tensors, metadata)
 
 
@@ -79,83 +77,49 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """
     names, unknown = denoiser_tensors(stored := read_header(whole_file(path))[0])
     found = {name: stored[full] for name, full in names.items()}
-    layers_in_file = scaled_layers(path, found)
-    used = {f"{layer}.{end}" for layer, own in layers_in_file.items() for end in own.tensors if end != "weight"}
-    rest = {name: tensor for name, tensor in found.items() if name not in used}
-    network = empty_denoiser(checkpoint)
-    modules = dict(network.named_modules())
-    shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
-    packed = {f"{layer}.weight" for layer, own in layers_in_file.items() if COMMON in own}
-    places, others = places_in(
-        path, network, shapes, {name: unpacked(each) if name in packed else each.shape for name, each in rest.items()}
-    )
-    layers: dict[str, QuantizedLayer] = {}
-    parameters: dict[str, Readable] = {}
-    for name, parts in places.items():
-        own = layers_in_file.get(parts[0].name.removesuffix(".weight"))
-        if own is None or not name.endswith(".weight"):
-            parameters[name] = joined([rows_of(rest[rows.name], rows) for rows in parts])
-            continue
-        layer = name.removesuffix(".weight")
-        if not isinstance(modules[layer], nn.Linear):
-            raise ArtifactError(
-                f"{path} has a scale of {shown(own.layer)}, which is no linear; diffusers quantizes linears only, so "
-                "give a file that it opens"
-            )
-        layers[layer] = quantized_layer(own, parts, shapes[name])
+    scaled = scaled_layers(path, found)
+    beside = {f"{layer}.{end}" for layer, each in scaled.items() for end in each.own.tensors if end != "weight"}
+    weights = {name: tensor for name, tensor in found.items() if name not in beside}
+    layers, parameters, others = placed(path, checkpoint, weights, scaled, FACTS.consumer)
     if not layers:
         raise ArtifactError(f"{path} holds no quantized layer of the full-precision model; check the path")
-    denoiser = QuantizedDenoiser(
-        path,
-        FACTS.name,
-        "Black Forest Labs' layout",
-        layers,
-        parameters,
-        size_of(found.values()),
-        sampling_marks(stored),
-    )
+    size, marks = size_of(found.values()), sampling_marks(stored)
+    denoiser = QuantizedDenoiser(path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size, marks)
     check_whole(denoiser, checkpoint, [*unknown, *others])
     return denoiser
 
 
-def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, LayerTensors]:
-    """The tensors of each layer that has a scale, by the ends of their names.
+@dataclass(frozen=True)
+class Scaled:
+    """The tensors of a linear that has a scale."""
 
-    Raises ArtifactError where one is missing, or is of another shape or dtype.
-    """
-    ends = ("weight", SCALE, COMMON, OF_INPUTS)
-    scaled = [name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")]
-    found = {
-        layer: LayerTensors(path, layer, {end: tensors[key] for end in ends if (key := f"{layer}.{end}") in tensors})
-        for layer in scaled
-    }
-    others = [name for name in tensors if name.endswith((f".{COMMON}", f".{OF_INPUTS}"))]
-    if alone := [name for name in others if name.rpartition(".")[0] not in found]:
+    own: LayerTensors
+
+    @property
+    def layout(self) -> Layout:
+        return NVFP4 if COMMON in self.own else ROWS
+
+    def unpacked(self) -> Shape:
+        return self.layout.unpacked(self.own.checked("weight", None, [E4M3, UINT8]).shape)
+
+    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
+        inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
+        if self.layout is NVFP4:
+            inputs = Nvfp4(self.own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
+        return self.layout.layer(self.own, shape, self.own.size(), inputs, parts=parts)
+
+
+def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Scaled]:
+    """The layers that have a scale. Raises ArtifactError where a tensor is missing, or is of another shape or dtype."""
+    owners = {name.rpartition(".")[0] for name in tensors}
+    found, _ = by_layer(path, tensors, owners, (SCALE, COMMON, OF_INPUTS))
+    without = {layer: own for layer, own in found.items() if SCALE not in own}
+    if alone := [f"{layer}.{end}" for layer, own in without.items() for end in own.tensors if end != "weight"]:
         raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
-    for own in found.values():
-        weight = own.checked("weight", None, [E4M3, UINT8])
-        layout_of(own).check(own, unpacked(weight) if COMMON in own else weight.shape)
-    return found
-
-
-def layout_of(own: LayerTensors) -> Layout:
-    return NVFP4 if COMMON in own else ROWS
-
-
-def unpacked(tensor: StoredTensor) -> Shape:
-    """The shape of the numbers of which two share a byte."""
-    return (*tensor.shape[:-1], *(2 * size for size in tensor.shape[-1:]))
-
-
-def quantized_layer(own: LayerTensors, parts: tuple[Rows, ...], shape: Shape) -> QuantizedLayer:
-    """A linear [out, in] of these rows of a stored weight; bytes of all that is stored are prorated by rows."""
-    layout = layout_of(own)
-    rows = [layout.weight(own, (each.stop - each.start, shape[1]), rows=each) for each in parts]
-    size = own.size() * shape[0] // parts[0].of
-    inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
-    if layout is NVFP4:
-        inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
-    return QuantizedLayer(layout.format, layout.scales, size, joined(rows), inputs)
+    scaled = {layer: Scaled(own) for layer, own in found.items()}
+    for each in scaled.values():
+        each.layout.check(each.own, each.unpacked())
+    return scaled
 
 
 # Writing

@@ -14,7 +14,6 @@ a file with another table is refused, because nobody computes with it.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from math import isfinite, prod
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
@@ -39,7 +37,6 @@ from sd_quant.interchange.stored import (
     Shape,
     by_layer,
     quantization_config,
-    quantized_by,
     stored_tensors,
     told,
     weight_shapes,
@@ -47,8 +44,9 @@ from sd_quant.interchange.stored import (
 )
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
-FACTS = ForeignFormat("diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8")
-MAKER = "bitsandbytes"
+FACTS = ForeignFormat(
+    "diffusers_bitsandbytes", reads="a folder of diffusers in bitsandbytes' NF4, FP4 or LLM.int8", method="bitsandbytes"
+)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -107,11 +105,6 @@ class OutlierColumns:
         return f"int8, a scale a row{beside}"
 
 
-def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config in the folder says that bitsandbytes quantized it."""
-    return quantized_by(path, MAKER)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
 
@@ -128,8 +121,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         else four_bits(stored, shapes[name])
         for name, stored in found.items()
     }
-    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
-    if find_spec(MAKER) is None:
+    denoiser = whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, others)
+    if find_spec(FACTS.method) is None:
         return denoiser
     return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, inputs.threshold))
 
@@ -159,7 +152,7 @@ def four_bits(stored: LayerTensors, shape: Shape) -> QuantizedLayer:
     numbers, nested = prod(shape), state.offset is not None
     blocks = -(-numbers // state.block)
     width = stored.checked("weight", None, STORAGE).dtype.itemsize  # bytes of an element, whatever its dtype
-    count = math.ceil(numbers / 2 / width)
+    count = -(-numbers // (2 * width))
     stored.checked("weight", [(count, 1), (1, count)], STORAGE)
     stored.checked(TABLE, [(16,)], [torch.float32])
     stored.checked(ABSMAX, [(blocks,)], [torch.uint8 if nested else torch.float32])
@@ -226,16 +219,12 @@ def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
     absmax = stored.finite(ABSMAX)
     if state.offset is not None:
         numbers = stored.finite(NESTED_TABLE)[absmax.int()]
-        absmax = in_blocks(numbers, stored.finite(NESTED_ABSMAX), NESTED_BLOCK) + state.offset
+        scales = stored.finite(NESTED_ABSMAX).repeat_interleave(NESTED_BLOCK)
+        absmax = numbers * scales[: len(numbers)] + state.offset
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # of each byte, the high half first
     codes = stored.tensors["weight"].read().flatten().view(torch.uint8)
-    return in_blocks(pairs[codes.int()].flatten()[: prod(shape)], absmax, state.block).view(shape).to(state.dtype)
-
-
-def in_blocks(numbers: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Numbers [n] multiplied by the scale [ceil(n / size)] of their block, the last of which may be shorter."""
-    padded = F.pad(numbers, (0, len(scales) * size - len(numbers))).view(-1, size)
-    return (padded * scales[:, None]).flatten()[: len(numbers)]
+    numbers = pairs[codes.int()].flatten()[: prod(shape)]
+    return (numbers * absmax.repeat_interleave(state.block)[: len(numbers)]).view(shape).to(state.dtype)
 
 
 def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> QuantizedLayer:
@@ -248,11 +237,7 @@ def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> Qu
             "save it again with bitsandbytes 0.45 or later"
         )
     stored.refuse(FOUR_BITS, "beside a weight in eight bits")
-
-    def from_eight_bits() -> Tensor:
-        return codes.read() * stored.finite(STATISTICS).view(-1, 1) * OF_127
-
-    weight = LazyTensor(shape, torch.float32, from_eight_bits)
+    weight = LazyTensor(shape, torch.float32, lambda: codes.read() * stored.finite(STATISTICS).view(-1, 1) * OF_127)
     return QuantizedLayer("int8", "1 for a row", stored.size(), weight, inputs)
 
 
@@ -267,7 +252,6 @@ def with_their_layers(
 
     network = empty_denoiser(checkpoint)
     for layer, stored in found.items():
-        owner, _, name = layer.rpartition(".")
         plain = network.get_submodule(layer)
         assert isinstance(plain, nn.Linear)
         inputs, outputs, bias = plain.in_features, plain.out_features, plain.bias is not None
@@ -276,12 +260,12 @@ def with_their_layers(
         if STATISTICS in stored:
             eight = Linear8bitLt(inputs, outputs, bias, has_fp16_weights=False, threshold=threshold, device="meta")
             eight.weight = Int8Params(codes, requires_grad=False, CB=codes, SCB=tensors[STATISTICS])
-            setattr(network.get_submodule(owner), name, eight)
+            network.set_submodule(layer, eight)
         else:
             four = Linear4bit(inputs, outputs, bias, device="meta")
             four.weight = Params4bit.from_prequantized(codes, tensors, device="cpu", module=four)
             four.support_avx512bf16_for_cpu = False  # it rounds inputs to bf16, which no GPU does
-            setattr(network.get_submodule(owner), name, four)
+            network.set_submodule(layer, four)
     others = {name: tensor.read().float() for name, tensor in denoiser.parameters.items()}
     network.load_state_dict(others, assign=True, strict=False)
     return network.eval().requires_grad_(False)

@@ -39,15 +39,7 @@ from sd_quant.interchange.nunchaku_linears import (
     w4a16_layer,
     written,
 )
-from sd_quant.interchange.stored import (
-    quantization_config,
-    quantized_by,
-    shown,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import quantization_config, shown, stored_tensors, told, weight_shapes, whole
 from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
@@ -55,6 +47,7 @@ from sd_quant.models.checkpoint import Checkpoint
 FACTS = ForeignFormat(
     "diffusers_nunchaku_lite",
     reads="a diffusers folder quantized for nunchaku_lite",
+    method="nunchaku_lite",
     consumer="diffusers with nunchaku's kernels",
     formats={"int4": IN_BLOCKS, "nvfp4": IN_BLOCKS},
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
@@ -67,12 +60,7 @@ FACTS = ForeignFormat(
     low_rank=True,
     multiples={"int4": 128, "nvfp4": 128},
 )
-METHOD = "nunchaku_lite"
 W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -108,7 +96,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             layers[name] = w4a4_layer([stored], slice(None))
             bias = bias_of([stored], slice(None))
         rest |= {} if bias is None else {f"{name}.bias": bias}
-    return whole(path, FACTS.name, METHOD, checkpoint, layers, tensors, rest)
+    return whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, rest)
 
 
 @dataclass(frozen=True)
@@ -163,5 +151,5 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             own["wtscale"] = lazy(torch.ones(1, dtype=torch.float16))
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
     section = {"precision": precision, "group_size": BLOCKS[precision], "rank": rank, "targets": list(linears)}
-    quantization = {"quant_method": METHOD, "compute_dtype": "float16", W4A4: section}
+    quantization = {"quant_method": FACTS.method, "compute_dtype": "float16", W4A4: section}
     return write_folder(checkpoint, folder, tensors, quantization)

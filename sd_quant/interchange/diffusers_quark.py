@@ -45,7 +45,6 @@ from sd_quant.interchange.stored import (
     by_diffusers,
     by_layer,
     quantization_config,
-    quantized_by,
     shown,
     stored_tensors,
     told,
@@ -55,8 +54,9 @@ from sd_quant.interchange.stored import (
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.formats.blocks import per_number
 
-FACTS = ForeignFormat("diffusers_quark", reads="a folder of a diffusers model that AMD Quark has exported")
-METHOD = PACKAGE = "quark"
+FACTS = ForeignFormat(
+    "diffusers_quark", reads="a folder of a diffusers model that AMD Quark has exported", method="quark"
+)
 SCALE, ZERO, INPUT, INPUT_ZERO = (
     f"{read}_quantizer.{what}" for read in ("weight", "input") for what in ("scale", "zero_point")
 )
@@ -71,10 +71,6 @@ SCALES = (*FLOAT_SCALES, torch.uint8)  # as which MXFP4's exponents are stored
 MOST_EXCEPTIONS = 1000
 NOT_READ = ("softmax_quant_spec", "layer_type_quant_config", "kv_cache_quant_config")  # what else is quantized
 Exceptions = Sequence[tuple[re.Pattern, object]]
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -97,7 +93,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             own.checked("weight", [shapes[name]], FLOATS)
             parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
     denoiser = whole(path, FACTS.name, "AMD Quark", checkpoint, layers, tensors, parameters)
-    theirs = by_diffusers(path, checkpoint, PACKAGE)
+    theirs = by_diffusers(path, checkpoint, FACTS.method)
     return replace(denoiser, runtime=None if theirs is None else partial(with_their_layers, theirs))
 
 

@@ -30,7 +30,7 @@ same; and SDNQ's own quantizer chooses other scales.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -40,29 +40,24 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
+from sd_quant.interchange.layouts import FP32, NUMBERS, UINT8, Layout, Packing, Piece
 from sd_quant.interchange.stored import (
     FP8,
     LayerTensors,
     by_diffusers,
+    checked_config,
+    configs_by_layer,
+    maker_of,
     quantization_config,
-    quantized_by,
     stored_tensors,
     weight_shapes,
 )
-from sd_quant.interchange.weights import (
-    Assignment,
-    lazy_piece,
-    quantized,
-    scales_shape,
-    with_coded_weights,
-    write_folder,
-)
-from sd_quant.knobs import BOUNDED, between
+from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
+from sd_quant.knobs import between
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
@@ -72,6 +67,7 @@ from sd_quant.quantization.rotation import rotation_matrix
 FACTS = ForeignFormat(
     "diffusers_sdnq",
     reads="a diffusers folder quantized with SDNQ",
+    method="sdnq",
     bf16=True,
     consumer="diffusers with SDNQ",
     tried=(*DIFFUSERS, "sdnq==0.2.8"),
@@ -84,7 +80,7 @@ FACTS = ForeignFormat(
     networks=("*",),
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
-METHOD = "sdnq"
+MAKER = "SDNQ"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
 # It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
@@ -146,10 +142,6 @@ class Numbers:
     in_fp8: bool = True  # whether E4M3 has all numbers of a float
 
 
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
-
-
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
 
@@ -157,7 +149,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     here, and for any other denoiser than that of ``checkpoint``.
     """
     given = quantization_config(path) or {}
-    config, exceptions = read_config(path, given), exceptions_of(path, given)
+    config = checked_config(path, given, Config(), MAKER)
+    exceptions = configs_by_layer(path, given, "modules_quant_config", MAKER)
     stored = stored_tensors(path, checkpoint)
     total = size_of(stored.values())
     layers: dict[str, QuantizedLayer] = {}
@@ -168,49 +161,22 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             own = of_layer(path, config, exceptions, name)
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, maker(given), layers, stored, total,
-        runtime=by_diffusers(path, checkpoint, METHOD, torch.float32, **ENVIRONMENT),
+        path, FACTS.name, maker_of(MAKER, given.get("sdnq_version")), layers, stored, total,
+        runtime=by_diffusers(path, checkpoint, FACTS.method, torch.float32, **ENVIRONMENT),
     )  # fmt: skip
     check_whole(denoiser, checkpoint)
     return denoiser
 
 
-def maker(given: Mapping[str, object]) -> str:
-    version = given.get("sdnq_version")
-    return f"SDNQ {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else "SDNQ"
-
-
 # The config
 
 
-def read_config(path: Path, given: Mapping[str, object], usual: Config | None = None) -> Config:
-    """``given`` over what is ``usual``. Raises ConfigError for an entry of another type, or out of range."""
-    known = asdict(usual or Config())
-    config = known | {name: given[name] for name in known if name in given}
-    try:
-        check_schema(Config, config, "quantization_config.")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; give a folder that SDNQ has saved") from error
-    return Config(**config)
-
-
-def exceptions_of(path: Path, given: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The configs of ``modules_quant_config`` by names or patterns of layers. Raises ConfigError for anything else."""
-    found = given.get("modules_quant_config") or {}
-    if not isinstance(found, dict) or not all(isinstance(config, dict) for config in found.values()):
-        raise ConfigError(
-            f"{path}: quantization_config.modules_quant_config is {BOUNDED.repr(found)}, expected configs by layers' "
-            "names; give a folder that SDNQ has saved"
-        )
-    return found
-
-
-def of_layer(path: Path, config: Config, exceptions: Mapping[str, dict[str, object]], layer: str) -> Config:
+def of_layer(path: Path, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
     """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
     name = f"{layer}.weight"
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
-        config = read_config(path, given, config)
+        config = checked_config(path, given, config, MAKER)
     for wanted, patterns in numbers_by_layer.items():
         if any(matches(path, pattern, name) for pattern in patterns):
             config = replace(config, weights_dtype=at_least_as_wide(path, wanted, config.weights_dtype))
@@ -278,26 +244,20 @@ def numbers_named(name: str) -> Numbers | None:
     if integer := re.fullmatch(r"(u?)int([2-8])", name):
         bits, unsigned = int(integer[2]), bool(integer[1])
         smallest = 0 if unsigned else -(2 ** (bits - 1))
-        decode = partial(shifted, by=smallest)
-        return Numbers(name, bits, torch.uint8, bits < 8, unsigned, True, decode, turns=bits == 8)
+        return Numbers(
+            name, bits, torch.uint8, bits < 8, unsigned, True, lambda codes: codes.float().add_(smallest),
+            turns=bits == 8,
+        )  # fmt: skip
     if small := re.fullmatch(r"float([2-8])_e([1-5])m([0-7])fn(u?)(_sdnq)?", name):
         bits, exponent, mantissa = (int(small[index]) for index in (1, 2, 3))
         if bits == exponent + mantissa + (not small[4]):
             unsigned = bool(small[4])
             values = small_floats(exponent, mantissa, unsigned)
             return Numbers(
-                name, bits, torch.uint8, bits < 8, unsigned, False, partial(looked_up, values),
+                name, bits, torch.uint8, bits < 8, unsigned, False, lambda codes: values[codes.int()],
                 largest=float(values.max()), in_fp8=torch.equal(values.to(torch.float8_e4m3fn).float(), values),
             )  # fmt: skip
     return None
-
-
-def shifted(codes: Tensor, by: int) -> Tensor:
-    return codes.float().add_(by)
-
-
-def looked_up(values: Tensor, codes: Tensor) -> Tensor:
-    return values[codes.int()]
 
 
 def small_floats(exponent: int, mantissa: int, unsigned: bool) -> Tensor:
@@ -520,9 +480,9 @@ def hadamard(size: int) -> Tensor:
 
 WRITTEN = {"int8": "int8", "fp8": FP8, "int4": "int4"}  # SDNQ's numbers by our formats
 PER_ROW, PER_TENSOR = -1, -2  # of a config's group_size
-OFFSET = 8  # of the unsigned number that holds a code of four bits
+NIBBLES = Packing(lambda stored, shape: stored, lambda codes: pack_nibbles(codes + 8))  # as unsigned numbers
 WRITTEN_CONFIG = {
-    "quant_method": METHOD,
+    "quant_method": FACTS.method,
     "quant_conv": True,
     "use_quantized_matmul": False,
     "dequantize_fp32": True,
@@ -543,28 +503,28 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     return write_folder(checkpoint, folder, tensors, config)
 
 
-def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, LazyTensor]:
+def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
     """The tensors of a quantized layer by the names that they have in the file."""
-    shape, (rows, columns) = layer.weight_shape, scales_shape(layer)
-    kind = numbers_named(WRITTEN[layer.format])
-    if FORMATS[layer.format].block is None:
-        scale_shape: tuple[int, ...] = (rows, columns, *(1 for _ in shape[2:]))
-        codes = lazy_piece(checkpoint, layer, 0, shape, kind.stored)
-    else:
-        scale_shape = (rows, columns, 1) if columns > 1 else (rows, 1)
-        codes = lazy_piece(checkpoint, layer, 0, (prod(shape) // 2,), kind.stored, nibbles)
-    tensors = {
-        f"{layer.name}.weight": codes,
-        f"{layer.name}.scale": lazy_piece(checkpoint, layer, 1, scale_shape, torch.float32),
-    }
+    tensors = layout_of(layer).tensors(checkpoint, layer)
     if layer.low_rank is not None:
         up, down = layer.low_rank
         tensors |= {f"{layer.name}.svd_up": lazy(up), f"{layer.name}.svd_down": lazy(down)}
     return tensors
 
 
-def nibbles(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes + OFFSET)
+def layout_of(layer: LayerAssignment) -> Layout:
+    (rows, *inputs), block, name = layer.weight_shape, FORMATS[layer.format].block, WRITTEN[layer.format]
+    if block is None:
+        same = 1 if layer.weight_axis == 0 else rows  # with one scale
+        pieces = (
+            Piece("weight", "N K", (numbers_named(name).stored,), NUMBERS),
+            Piece("scale", "N _" if same == 1 else "1 _", (FP32,)),
+        )
+        return Layout(name, "", pieces, rows=same)
+    return Layout(name, "", (
+        Piece("weight", f"1*{rows * prod(inputs) // 2}", (UINT8,), NUMBERS, packing=NIBBLES),
+        Piece("scale", f"N K/{block} 1" if inputs > [block] else "N 1", (FP32,)),
+    ))  # fmt: skip
 
 
 def config_of(layers: Assignment, denoiser: nn.Module) -> dict:

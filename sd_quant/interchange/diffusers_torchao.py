@@ -30,7 +30,7 @@ and would hold the whole network; and its ``quantize_`` chooses other codes.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +40,45 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
-from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
-from sd_quant.interchange.layouts import in_e2m1
+from sd_quant.interchange.layouts import (
+    E4M3,
+    FACTOR,
+    INPUTS,
+    INT8,
+    NUMBERS,
+    OF_ALL,
+    TILES,
+    TWO_IN_A_BYTE,
+    UINT8,
+    ZEROS,
+    Layout,
+    Piece,
+    has_static_input,
+)
 from sd_quant.interchange.stored import (
     DTYPES,
     FLOAT_SCALES,
     FP8,
     LayerTensors,
+    Shape,
     by_diffusers,
     denoiser_folder,
     plain,
-    quantized_by,
     stored_tensors,
 )
-from sd_quant.interchange.weights import Assignment, flat_shape, high_precision, lazy_piece, quantized, write_folder
+from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
-from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
-from sd_quant.quantization.formats.blocks import TILE_COLUMNS, TILE_ROWS, from_tiles
 
 FACTS = ForeignFormat(
     "diffusers_torchao",
     reads="a diffusers folder quantized with torchao",
+    method="torchao",
     bf16=True,
     consumer="diffusers with torchao",
     tried=(*DIFFUSERS, "torchao==0.18.0"),
@@ -79,14 +92,34 @@ FACTS = ForeignFormat(
     networks=("*",),
     broken={"torchao<0.18": "its tensors take no description of static inputs"},
 )
-METHOD = "torchao"
 NAMES = "tensor_names"  # of the metadata
-FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 16  # numbers of NVFP4 to a scale
 SMALLEST_NVFP4 = 2.0**-6  # of a block's scale for inputs: E4M3's smallest normal number
 BY_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
 BY_TENSOR = {"_type": "PerTensor", "_data": {}}
-ZERO_POINTS = (torch.int8, torch.int32, torch.int64, *FLOAT_SCALES)
+SCALE_DTYPES = (*FLOAT_SCALES, torch.float64)
+CODES = {"int8": (INT8,), "fp8": (E4M3, torch.float8_e5m2)}
+ZERO_POINTS = (INT8, torch.int32, torch.int64, *FLOAT_SCALES)
+NUMBER = "|1|1 1|1 1 1|1 1 1 1"
+BLOCKS = "N/{0} K/{1}"  # numbers of a block of rows and columns
+OF_INT8 = (
+    Piece("zero_point", BLOCKS, (INT8,), ZEROS, optional=True),
+    Piece("act_quant_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True),
+    Piece("act_pre_scale", "K", SCALE_DTYPES, FACTOR, optional=True),
+    Piece("act_quant_zero_point", NUMBER, ZERO_POINTS, INPUTS, optional=True),
+)
+NVFP4 = {
+    tiled: Layout("nvfp4", f"1 for {BLOCK} numbers", (
+        Piece("qdata", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+        scale,
+        Piece("per_tensor_scale", "", (torch.float32,), OF_ALL, optional=True),
+        Piece("act_per_tensor_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True),
+    ), columns=BLOCK)
+    for tiled, scale in {
+        False: Piece("scale", f"N K/{BLOCK}", (E4M3,)),
+        True: Piece("scale", f"N^128/4 K/{BLOCK}^4*4", (E4M3,), packing=TILES),
+    }.items()
+}  # fmt: skip
 OTHERS = {
     "Int4Tensor": "which mslk packs for NVIDIA GPUs",
     "Int4TilePackedTo4dTensor": "which is packed in tiles for tensor cores",
@@ -105,19 +138,13 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """A weight [out, in], not read yet."""
+class Computed:
+    """How torchao computes with a weight."""
 
-    format: str
-    block: tuple[int, int]  # rows and columns to a scale
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
+    layout: Layout
+    dtype: torch.dtype  # of the weight
     inputs: Inputs | None = None
     computes: bool = True  # whether torchao does, in fp32 on a processor
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -152,9 +179,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         layers[layer], computed = quantized_layer(description, pieces, tuple(module.weight.shape))
         computes = computes and computed
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, METHOD, layers, parameters,
+        path, FACTS.name, FACTS.method, layers, parameters,
         size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=by_diffusers(path, checkpoint, METHOD) if computes else None,
+        runtime=by_diffusers(path, checkpoint, FACTS.method) if computes else None,
     )  # fmt: skip
     check_whole(denoiser, checkpoint, unknown=list(stored))
     return denoiser
@@ -258,18 +285,15 @@ def quantized_layer(
             f"expected {', '.join(DECODERS)}"
         )
     try:
-        weight = DECODERS[kind](description.fields, pieces, (shape[0], shape[1]))
+        found = DECODERS[kind](description.fields, pieces, (shape[0], shape[1]))
+        only(pieces.tensors, [piece.end for piece in found.layout.pieces])
     except (KeyError, ValueError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ArtifactError(
             f"{told}, a {kind} for a weight {list(shape)}, has {str(reason)[:300]}; fetch it again, or save it with "
             "torchao 0.18"
         ) from error
-    rows, columns = weight.block
-    share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
-    share = "all" if weight.block == shape else "a row" if weight.block == (1, shape[1]) else share
-    read = pieces.decoded(shape, weight.read, weight.dtype)
-    return QuantizedLayer(weight.format, f"1 for {share}", pieces.size(), read, weight.inputs), weight.computes
+    return found.layout.layer(pieces, shape, pieces.size(), found.inputs, found.dtype), found.computes
 
 
 def only(found: Iterable[str], known: Iterable[str]) -> None:
@@ -278,42 +302,46 @@ def only(found: Iterable[str], known: Iterable[str]) -> None:
         raise ValueError(f"{', '.join(unknown)[:200]}, not known here")
 
 
-def affine(
-    codes: Tensor, zero_point: Tensor | None, scale: Tensor, block: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
-    """``(codes - zero_point) * scale``, in torchao's order and dtypes."""
-    blocks = codes.to(dtype).unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    if zero_point is not None:
-        blocks = blocks - zero_point[:, None, :, None].to(dtype)
-    return (blocks * scale[:, None, :, None]).to(dtype).view(codes.shape)
+def affine(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
+    """``(codes - zero_point) * scale``, in torchao's order and dtypes: scales keep theirs."""
+    by_end = {piece.end: each for piece, each in found.items()}
+    codes = by_end["qdata"]
+    if "zero_point" in by_end:
+        codes = codes - layout.spread(by_end["zero_point"].to(codes), shape)
+    return codes * layout.spread(by_end["scale"], shape)
 
 
-def int8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
+def affine_rows(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
+    """The same of an Int8Tensor whose codes are multiplied."""
+    if any(piece.holds == ZEROS and bool(each.any()) for piece, each in found.items()):
+        raise ArtifactError("an Int8Tensor has zero points, which torchao leaves out of its product; make it anew")
+    return affine(layout, found, shape)
+
+
+def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> Layout:
+    """Codes of eight bits with a scale for each block of rows and columns of a weight of this ``shape``."""
+    rows, columns = block
+    share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
+    share = "all" if block == shape else "a row" if block == (1, shape[1]) else share
+    pieces = (Piece("qdata", "N K", CODES[name], NUMBERS), Piece("scale", BLOCKS, SCALE_DTYPES), *more)
+    pieces = tuple(replace(piece, shapes=piece.shapes.format(*block)) for piece in pieces)
+    return Layout(name, f"1 for {share}", pieces, rows=rows, columns=columns, formula=affine)
+
+
+def int8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
     """Rows are multiplied as codes, whether inputs are quantized or not; weights in blocks are dequantized first."""
     only(fields, ("act_quant_kwargs", "reduce_range", "block_size", "dtype"))
-    only(pieces.tensors, ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"))
     block = block_of(fields["block_size"], shape)
-    inputs: Inputs | None = int8_inputs(fields.get("act_quant_kwargs"), pieces)
-    blocks = (shape[0] // block[0], shape[1] // block[1])
-    codes, scale = pieces.checked("qdata", [shape], [torch.int8]), pieces.checked("scale", [blocks], FLOATS)
-    zero_point = pieces.checked("zero_point", [blocks], [torch.int8]) if "zero_point" in pieces else None
-    in_blocks = block[1] < shape[1]
-    if in_blocks and fields.get("act_quant_kwargs") is not None or not in_blocks and block[0] not in (1, shape[0]):
+    divided = block[1] < shape[1]
+    if divided and fields.get("act_quant_kwargs") is not None or not divided and block[0] not in (1, shape[0]):
         raise ValueError(f"block_size {list(block)}, with which torchao multiplies no codes")
-    dtype = dtype_of(fields["dtype"])
-
-    def weight() -> Tensor:
-        zero = zero_point.read() if zero_point is not None else None
-        if in_blocks:
-            return affine(codes.read(), zero, scale.read(), block, dtype)
-        if zero is not None and zero.any():
-            raise ArtifactError("an Int8Tensor has zero points, which torchao leaves out of its product; make it anew")
-        return affine(codes.read(), None, scale.read().float(), block, torch.float32)
-
+    layout, dtype = in_blocks("int8", block, shape, *OF_INT8), dtype_of(fields["dtype"])
+    inputs: Inputs | None = int8_inputs(fields.get("act_quant_kwargs"), pieces)
     if "act_pre_scale" in pieces:
-        pieces.checked("act_pre_scale", [(shape[1],)], FLOATS)
         inputs = Multiplied(pieces.finite("act_pre_scale").float(), False, inputs)
-    return Decoded("int8", block, dtype if in_blocks else torch.float32, weight, inputs)
+    if divided:
+        return Computed(layout, dtype, inputs)
+    return Computed(replace(layout, formula=affine_rows), torch.float32, inputs)
 
 
 def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
@@ -341,43 +369,28 @@ def int8_inputs(value: Any, pieces: LayerTensors) -> Affine | None:
     )
 
 
-def intx(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
+def intx(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
     only(fields, ("target_dtype", "block_size", "dtype", "activation_quantization"))
-    only(pieces.tensors, ("qdata", "scale", "zero_point"))
-    widths = {f"int{bits}": torch.int8 for bits in range(1, 9)}
-    dtype_of(fields["target_dtype"], widths)
+    dtype_of(fields["target_dtype"], {f"int{bits}": torch.int8 for bits in range(1, 9)})
     block, dtype = block_of(fields["block_size"], shape), dtype_of(fields["dtype"])
-    blocks = (shape[0] // block[0], shape[1] // block[1])
-    codes, scale = pieces.checked("qdata", [shape], [torch.int8]), pieces.checked("scale", [blocks], FLOATS)
-    zero_point = pieces.checked("zero_point", [blocks], [torch.int8, *FLOATS])
     inputs = fields["activation_quantization"]
     if inputs not in (None, "int8_asym_per_token"):
         raise ValueError(f"inputs with {BOUNDED.repr(inputs)}")
-    return Decoded(
-        format=f"{fields['target_dtype']['_data']} in bytes",
-        block=block,
-        dtype=dtype,
-        read=lambda: affine(codes.read(), zero_point.read(), scale.read(), block, dtype),
-        inputs=Affine(symmetric=False, smallest=torch.finfo(torch.float32).tiny) if inputs else None,
+    layout = in_blocks("int8", block, shape, Piece("zero_point", BLOCKS, (INT8, *SCALE_DTYPES), ZEROS))
+    return Computed(
+        replace(layout, format=f"{fields['target_dtype']['_data']} in bytes"),
+        dtype,
+        Affine(symmetric=False, smallest=torch.finfo(torch.float32).tiny) if inputs else None,
     )
 
 
-def float8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
+def float8(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
     only(fields, ("block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"))
-    only(pieces.tensors, ("qdata", "scale"))
-    block = block_of(fields["block_size"], shape)
-    codes = pieces.checked("qdata", [shape], FLOATS8)
-    scale = pieces.checked("scale", [(shape[0] // block[0], shape[1] // block[1])], FLOATS)
+    layout = in_blocks("fp8", block_of(fields["block_size"], shape), shape)
     inputs = float8_inputs(fields.get("act_quant_kwargs"))
     dtype = torch.float32 if inputs is not None else dtype_of(fields["dtype"])
-    return Decoded(
-        format=plain(codes.dtype),
-        block=block,
-        dtype=dtype,
-        read=lambda: affine(codes.read(), None, scale.read().float(), block, torch.float32).to(dtype),
-        inputs=inputs,
-        computes=dtype == torch.float32,  # it multiplies no inputs of another dtype
-    )
+    name = plain(pieces.checked("qdata", [shape], CODES["fp8"]).dtype)
+    return Computed(replace(layout, format=name), dtype, inputs, dtype == torch.float32)  # it multiplies no others
 
 
 def float8_inputs(value: Any) -> RowFloat8 | None:
@@ -397,25 +410,14 @@ def float8_inputs(value: Any) -> RowFloat8 | None:
     return RowFloat8(whole=options["granularity"] == BY_TENSOR, least=least or 0.0)
 
 
-def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Decoded:
+def nvfp4(fields: Mapping[str, Any], pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
     only(fields, ("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"))
-    only(pieces.tensors, ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale"))
-    tiled, rows, columns = fields.get("is_swizzled_scales"), shape[0], shape[1] // BLOCK
+    tiled = fields.get("is_swizzled_scales")
     if fields["block_size"] != BLOCK or shape[1] % BLOCK or not isinstance(tiled, bool):
         raise ValueError(f"blocks of {BOUNDED.repr(fields['block_size'])}, in tiles: {BOUNDED.repr(tiled)}")
-    codes = pieces.checked("qdata", [(rows, shape[1] // 2)], [torch.uint8])
-    scale_shape = (up_to(rows, TILE_ROWS) // 4, 4 * up_to(columns, TILE_COLUMNS)) if tiled else (rows, columns)
-    scale = pieces.checked("scale", [scale_shape], [torch.float8_e4m3fn])
-    common = pieces.checked("per_tensor_scale", [()], [torch.float32]) if "per_tensor_scale" in pieces else None
     inputs = nvfp4_inputs(fields.get("act_quant_kwargs"), pieces)
     dtype = torch.float32 if inputs is not None else dtype_of(fields["orig_dtype"])
-
-    def weight() -> Tensor:
-        scales = (from_tiles(scale.read(), rows, columns) if tiled else scale.read()).float()
-        scales = scales if common is None else common.read() * scales
-        return (in_e2m1(codes.read()).unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1).to(dtype)
-
-    return Decoded("nvfp4", (1, BLOCK), dtype, weight, inputs, computes=inputs is None)
+    return Computed(NVFP4[tiled], dtype, inputs, computes=inputs is None)
 
 
 def nvfp4_inputs(value: Any, pieces: LayerTensors) -> Nvfp4 | None:
@@ -436,7 +438,7 @@ def nvfp4_inputs(value: Any, pieces: LayerTensors) -> Nvfp4 | None:
     return Nvfp4(static, SMALLEST_NVFP4, reciprocal=True, also=", and one")
 
 
-DECODERS: Mapping[str, Callable[[Mapping[str, Any], LayerTensors, tuple[int, int]], Decoded]] = {
+DECODERS: Mapping[str, Callable[[Mapping[str, Any], LayerTensors, tuple[int, int]], Computed]] = {
     "Int8Tensor": int8,
     "IntxUnpackedToInt8Tensor": intx,
     "Float8Tensor": float8,
@@ -452,7 +454,6 @@ CONFIGS = {
     "int8 with inputs": {"_type": "Int8StaticActivationInt8WeightConfig", "_version": 1, "_data": {}},
     "fp8": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}},
 }
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # a Float8Tensor's fields as torchao's own quantizer sets them, but for the bound
 PRODUCT = {"_type": "Float8MMConfig", "_data": {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False}}
 KERNEL = {"_type": "KernelPreference", "_data": "AUTO"}
@@ -478,47 +479,33 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """
     layers = quantized(assignment)
     ranks = input_ranks(checkpoint) if any(has_static_input(layer) for layer in layers.values()) else {}
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, Readable] = {}
     metadata: dict[str, str] = {}
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))
         if layer is None:
             tensors[name], metadata[name] = tensor, json.dumps({"_type": "Tensor"})
             continue
-        pieces = pieces_of(checkpoint, layer, ranks[layer.name] if has_static_input(layer) else None)
+        pieces = pieces_of(checkpoint, layer, ranks.get(layer.name, 0))
         tensors |= {f"{layer.name}._weight_{piece}": each for piece, each in pieces.items()}
         metadata[name] = json.dumps(description_of(layer, list(pieces)))
     metadata[NAMES] = json.dumps(list(metadata))
     first = next(iter(layers.values()))
     kind = CONFIGS["int8 with inputs" if first.format == first.activation_format == "int8" else first.format]
-    written = {"quant_method": METHOD, "quant_type": {"default": kind}, "modules_to_not_convert": None}
+    written = {"quant_method": FACTS.method, "quant_type": {"default": kind}, "modules_to_not_convert": None}
     return write_folder(checkpoint, folder, tensors, written, FORMAT | metadata)
 
 
-def has_static_input(layer: LayerAssignment) -> bool:
-    """Whether the file has a scale for the layer's input."""
-    return layer.activation_format is not None and not layer.per_token
-
-
-def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int | None) -> dict[str, LazyTensor]:
+def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict[str, Readable]:
     """The tensors that make up a layer's ``Int8Tensor`` or ``Float8Tensor``, by torchao's names.
 
-    ``rank`` is that of the layer's input, None where the input has no static scale.
+    ``rank`` is that of the layer's input, as which a static scale has axes. There is a scale for each output, also
+    where the weight has one alone: torchao takes it for either.
     """
-    shape = flat_shape(layer)
-    per_output = (shape[0], 1)
-    pieces = {
-        "qdata": lazy_piece(checkpoint, layer, 0, shape, CODES[layer.format]),
-        # one per output, also where the weight has one alone: torchao takes it for either
-        "scale": lazy_piece(checkpoint, layer, 1, per_output, torch.float32, lambda scale: scale.expand(per_output)),
-    }
-    if layer.format == "int8":
-        pieces["zero_point"] = lazy(torch.zeros(per_output, dtype=torch.int8))
-    if rank is not None:
-        pieces["act_quant_scale"] = lazy(torch.full([1] * rank, layer.activation_scale))
-    if layer.multiplies:
-        pieces["act_pre_scale"] = lazy(layer.pre_quant_scale.half().float())  # as every graph of ours has it
-    return pieces
+    more = [replace(piece, shapes=" ".join("1" * rank)) if piece.holds == INPUTS else piece for piece in OF_INT8[:3]]
+    columns = layer.weight_shape[1]
+    layout = in_blocks(layer.format, (1, columns), layer.weight_shape, *(more if layer.format == "int8" else ()))
+    return layout.of_joined(checkpoint, alone(layer))
 
 
 def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
@@ -528,7 +515,7 @@ def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
     multiplies FP8 by rows.
     """
     fields: dict[str, object] = {
-        "block_size": [1, flat_shape(layer)[1]],
+        "block_size": [1, layer.weight_shape[1]],
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
     }
     if layer.format == "fp8":

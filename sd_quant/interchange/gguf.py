@@ -41,7 +41,7 @@ from sd_quant.files import atomic_path, open_regular, refusing
 from sd_quant.files.archive import Member, whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, read_bytes, strides
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, read_bytes, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, UNETS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
@@ -493,10 +493,6 @@ def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tupl
         else:
             found[key] = "F32", in_dtype(tensor, torch.float32)
     return found
-
-
-def in_dtype(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
 def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:

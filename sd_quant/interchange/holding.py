@@ -36,8 +36,10 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
     quantized that it computes quantized alone.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
-    if not target.low_rank and any(is_plain_linear(layer) for layer in rows.values()):  # of several presets
-        rows = {name: without_branch(layer, target) for name, layer in rows.items()}
+    plain = [row for row in rows.values() if row.format and row.low_rank is None and len(row.weight_shape) == 2]
+    if plain and not target.low_rank:  # of several presets
+        reason = f"{target.name} holds no low-rank branch"
+        rows = {name: row if row.low_rank is None else not_held(row, reason) for name, row in rows.items()}
     check_quantized(rows, target)  # before those that are joined with it take the blame
     for names in joined_in(rows, target):
         rows |= {row.name: row for row in joined([rows[name] for name in names], target)}
@@ -62,16 +64,6 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
         )
     check_quantized(rows, target)
     return rows
-
-
-def is_plain_linear(layer: LayerAssignment) -> bool:
-    """Whether a layer is a quantized linear without a branch."""
-    return layer.format is not None and layer.low_rank is None and len(layer.weight_shape) == 2
-
-
-def without_branch(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
-    """The row, in high precision if it has a branch."""
-    return layer if layer.low_rank is None else not_held(layer, f"{target.name} holds no low-rank branch")
 
 
 def check_quantized(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:

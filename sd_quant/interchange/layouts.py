@@ -1,11 +1,14 @@
 """How a quantized weight is stored: a ``Layout`` is a row of ``Piece``s; one codec checks, reads and writes all rows.
 
-A weight [N, K] is numbers times scales; tools differ in names, shapes and dtypes, which a row says. Each format keeps
-its rows beside its facts. The road not taken is a reader and a writer for each tool, which state all shapes twice.
+A weight [N, K] is numbers times scales; tools differ in names, shapes, dtypes and in how numbers lie in a tensor, which
+a row says. Each format keeps its rows beside its facts. The road not taken is a reader and a writer for each tool,
+which state all shapes twice.
 """
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -15,24 +18,51 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.stored import LayerTensors, Shape, finite, shown
-from sd_quant.interchange.weights import flat_shape, lazy_piece
+from sd_quant.interchange.weights import JoinedLayers, alone, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.names.authors import Rows, rows_of
+from sd_quant.names.authors import Rows, joined, rows_of
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, e2m1
-from sd_quant.quantization.formats.blocks import pack_nibbles, per_number
+from sd_quant.quantization.formats.blocks import from_tiles, in_tiles, pack_nibbles
+from sd_quant.quantization.rotation import rotated
 
 NUMBERS, SCALES, OF_ALL, INPUTS = "codes", "scales", "the scale of all", "the inputs' scale"  # what a tensor holds
-E4M3, INT8, UINT8, FP32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.float32
+ADDED, FACTOR, OTHER = "what is added", "the inputs' factor", "what the layout's own formula reads"
+ZEROS = "zero points, which are subtracted from the codes"
+E4M3, INT8, UINT8, INT32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
+FP32, HALF_FIRST = torch.float32, (torch.float16, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How numbers lie in a tensor: ``unpack`` takes it and the shape of its numbers, ``pack`` the numbers."""
+
+    unpack: Callable[[Tensor, Shape], Tensor]
+    pack: Callable[..., Tensor] = Tensor.contiguous
+    in_a_byte: int = 1
+
+
+def in_e2m1(packed: Tensor) -> Tensor:
+    """The numbers [N, ..., K], fp32, of bytes [N, ..., K / 2] with the first of two in the low half."""
+    return e2m1.decode(torch.stack([packed & 15, packed >> 4], dim=-1)).flatten(-2)
+
+
+IN_ORDER = Packing(lambda stored, shape: stored)
+TWO_IN_A_BYTE = Packing(lambda stored, shape: in_e2m1(stored), pack_nibbles, in_a_byte=2)
+TURNED = Packing(lambda stored, shape: stored.T, Tensor.t)
+TILES = Packing(  # of E4M3, or of its bytes
+    lambda stored, shape: from_tiles(stored, *shape).view(E4M3), lambda scales: in_tiles(scales.to(E4M3))
+)
 
 
 @dataclass(frozen=True)
 class Piece:
     """A tensor of a weight: the end of its name, its shapes, apart by |, and dtypes, of which the first are written.
 
-    A shape is in the weight's, such as ``N^128 K/16``: / divides and rounds up, ^ pads to a multiple, "" is one number.
-    Of a convolution K is [in, height, width], and _ as many ones.
+    A shape is in the weight's, such as ``N^128 K/16``: / divides and rounds up, ^ pads to a multiple, "" is one number,
+    and g stands for the inputs with one scale, see ``Layout.in_groups``. Of a convolution K is [in, height, width], and
+    _ as many ones.
     """
 
     end: str
@@ -40,6 +70,8 @@ class Piece:
     dtypes: tuple[torch.dtype, ...]
     holds: str = SCALES
     optional: bool = False
+    packing: Packing = IN_ORDER
+    of: tuple[int, ...] = ()  # which of ``codes_and_scales`` it is written of; none: the codes, or the first scales
 
 
 def fitting(texts: str, shape: Shape) -> list[Shape]:
@@ -59,18 +91,32 @@ def sizes(text: str, shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a weight in E4M3 or INT8, or in E2M1 as bytes with the first of two numbers in the low half."""
+    """The tensors of a weight: numbers, scales that multiply them, and what is added then, if anything."""
 
     format: str  # and ``scales``: see ``QuantizedLayer``
     scales: str
     pieces: tuple[Piece, ...]
     consumer: str = ""  # that quantizes linears only; "": convolutions too
     rows: int = 1  # with one scale
-    columns: int = 1  # likewise, of which K is a multiple
+    columns: int = 1  # likewise, of which K is a multiple unless it is padded
+    multiple: int = 1  # to which both sides of the numbers are padded
+    rotation: int = 0  # inputs that are rotated together, and rows with them
+    formula: "Callable[[Layout, Mapping[Piece, Tensor], Shape], Tensor] | None" = None  # None: the product
+
+    def in_groups(self, columns: int) -> "Layout":
+        """The layout with so many inputs to a scale, where its row leaves that open."""
+        if "{group}" not in self.scales:
+            return self
+        pieces = tuple(replace(piece, shapes=piece.shapes.replace("g", str(columns))) for piece in self.pieces)
+        return replace(self, columns=columns, scales=self.scales.format(group=columns), pieces=pieces)
+
+    def unpacked(self, stored: Shape) -> Shape:
+        """The shape of the numbers in a tensor of this shape."""
+        return (*stored[:-1], *(size * self.pieces[0].packing.in_a_byte for size in stored[-1:]))
 
     def check(self, own: LayerTensors, shape: Shape) -> None:
         """Raises ArtifactError unless the tensors are those of a weight of this ``shape``."""
-        if (self.consumer and len(shape) != 2) or shape[-1] % self.columns:
+        if (self.consumer and len(shape) != 2) or (self.multiple == 1 and shape[-1] % self.columns):
             raise ArtifactError(
                 f"{own.path} has a scale for {shown(own.layer)} {list(shape)}, expected a linear whose inputs are a "
                 f"multiple of {self.columns}; give a checkpoint that {self.consumer or 'its tool'} opens"
@@ -80,38 +126,73 @@ class Layout:
                 own.checked(piece.end, fitting(piece.shapes, shape), piece.dtypes)
 
     def layer(
-        self, own: LayerTensors, shape: Shape, size: int, inputs: Inputs | None, dtype: torch.dtype = FP32
+        self,
+        own: LayerTensors,
+        shape: Shape,
+        size: int,
+        inputs: Inputs | None,
+        dtype: torch.dtype = FP32,
+        parts: Sequence[Rows] = (),
     ) -> QuantizedLayer:
-        """The layer of a weight of this ``shape``. Raises ArtifactError where its tensors are others, see ``check``."""
-        self.check(own, shape)
-        one = self.scales == "1 for a row" and prod(own.tensors[self.pieces[1].end].shape) == 1
-        weight = self.weight(own, shape, dtype)
-        return QuantizedLayer(self.format, "1 for all" if one else self.scales, size, weight, inputs)
+        """The layer of a weight of this ``shape``, or of ``parts`` of a larger one, which has ``size`` bytes.
 
-    def weight(
-        self, own: LayerTensors, shape: Shape, dtype: torch.dtype = FP32, rows: Rows | None = None
-    ) -> LazyTensor:
-        """The weight, or the ``rows`` of it that have ``shape``, where each row has scales of its own or all have one.
+        Raises ArtifactError where its tensors are others, see ``check``.
+        """
+        stored = (parts[0].of, *shape[1:]) if parts else shape
+        self.check(own, stored)
+        one = self.scales == "1 for a row" and prod(own.tensors[self.pieces[1].end].shape) == 1
+        rows = parts or [Rows("", 0, shape[0], shape[0])]
+        weight = joined([self.weight(own, stored, dtype, each) for each in rows])
+        return QuantizedLayer(
+            self.format, "1 for all" if one else self.scales, size * shape[0] // stored[0], weight, inputs
+        )
+
+    def weight(self, own: LayerTensors, stored: Shape, dtype: torch.dtype, rows: Rows) -> LazyTensor:
+        """These ``rows`` of a weight of the shape ``stored``, where each row has scales of its own or all have one.
 
         Its read raises ArtifactError for NaN and infinity.
-        E2M1 is multiplied in fp32, all others in ``dtype``, and both scales of a block before the numbers.
+        Numbers that share bytes are multiplied in fp32, all others in ``dtype``, and both scales of a block before the
+        numbers.
         """
+        shape = (rows.stop - rows.start, *stored[1:])
 
-        def stored(end: str) -> Tensor:
-            tensor = own.tensors[end]
-            if rows is not None and prod(tensor.shape) > 1:
-                tensor = rows_of(tensor, replace(rows, name=end))
-            return finite(tensor.read(), own.path, f"{own.layer}.{end}")
+        def values(piece: Piece) -> Tensor:
+            tensor = own.tensors[piece.end]
+            if piece.holds == NUMBERS:
+                some = (rows.start, rows.stop) != (0, stored[0])
+                tensor = rows_of(tensor, replace(rows, of=tensor.shape[0])) if some else tensor
+                found = piece.packing.unpack(tensor.read(), shape)
+                found = found if found.dtype == FP32 else found.to(dtype)
+            else:
+                found = piece.packing.unpack(
+                    tensor.read(), (stored[0], up_to(stored[-1], self.columns) // self.columns)
+                )
+                found = found[rows.start : rows.stop] if found.numel() > 1 and piece.holds != OTHER else found
+            return finite(found, own.path, f"{own.layer}.{piece.end}")
 
         def read() -> Tensor:
-            codes, *scales = (stored(piece.end) for piece in self.pieces if piece.holds != INPUTS)
-            numbers = in_e2m1(codes) if codes.dtype == UINT8 else codes.to(dtype)
-            scale = scales[0].to(numbers)
-            for common in scales[1:]:
-                scale = scale * common.to(numbers).reshape(())
-            return finite((numbers * self.spread(scale, shape)).to(dtype), own.path, f"{own.layer}.weight")
+            found = {piece: values(piece) for piece in self.pieces
+                     if piece.end in own and piece.holds not in (INPUTS, FACTOR)}  # fmt: skip
+            weight = rotated((self.formula or Layout.product)(self, found, shape), self.rotation)
+            return finite(weight.to(dtype), own.path, f"{own.layer}.weight")
 
         return LazyTensor(shape, dtype, read)
+
+    def product(self, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
+        """The weight of this ``shape``, of what its pieces hold."""
+        (numbers,), zeros, scales, added = (
+            [each for piece, each in found.items() if piece.holds in kinds]
+            for kinds in ((NUMBERS,), (ZEROS,), (SCALES, OF_ALL), (ADDED,))
+        )
+        for each in zeros:
+            numbers = numbers - self.spread(each.to(numbers), shape)
+        scale = scales[0].to(numbers)
+        for common in scales[1:]:
+            scale = scale * common.to(numbers).reshape(())
+        weight = numbers * self.spread(scale, shape)
+        for each in added:
+            weight = weight + self.spread(each.to(numbers), shape)
+        return weight
 
     def spread(self, scale: Tensor, shape: Shape) -> Tensor:
         """Scales of all, of rows or of blocks, as they multiply numbers of this ``shape``."""
@@ -119,28 +200,43 @@ class Layout:
             return scale.reshape(())
         if self.columns == 1:
             return scale.reshape(-1, *(1 for _ in shape[1:]))
-        return per_number(scale.repeat_interleave(self.rows, 0)[: shape[0]], shape[-1])
+        rows = scale.repeat_interleave(self.rows, 0)[: shape[0]]
+        return rows.repeat_interleave(self.columns, -1)[..., : shape[-1]]
 
     def tensors(self, checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
         """The tensors of a quantized linear by their names, as they are written."""
-        few = torch.zeros(1, FORMATS[layer.format].block or 1)  # the last scale is the one that all have in common
-        found, rows = dict[str, Readable](), layer.weight_shape[0]
+        return {f"{layer.name}.{end}": each for end, each in self.of_joined(checkpoint, alone(layer)).items()}
+
+    def of_joined(self, checkpoint: Checkpoint, layers: JoinedLayers) -> dict[str, Readable]:
+        """The tensors of linears that are one weight in a file, by the ends of their names."""
+        first, found = layers.first, dict[str, Readable]()
+        few = torch.zeros(1, FORMATS[first.format].block or 1)  # the last scale is the one that all have in common
+
+        def rows(index: int) -> Tensor:
+            return layers.rows(lambda each: codes_and_scales(checkpoint, each)[index].expand(each.weight_shape[0], -1))
+
+        def packed(piece: Piece, shape: Shape) -> Tensor:
+            found = piece.packing.pack(*map(rows, piece.of or (0 if piece.holds == NUMBERS else 1,)))
+            return found[:: self.rows if piece.holds == SCALES else 1].to(piece.dtypes[0]).reshape(shape)
+
         for piece in self.pieces:
-            name, dtype = f"{layer.name}.{piece.end}", piece.dtypes[0]
-            shape = fitting(piece.shapes, flat_shape(layer))[0]
-            if piece.holds == NUMBERS:
-                pack = pack_nibbles if dtype == UINT8 else Tensor.contiguous
-                found[name] = lazy_piece(checkpoint, layer, 0, shape, dtype, pack)
-            elif piece.holds == SCALES:  # of all rows, or one in their place
-                found[name] = lazy_piece(checkpoint, layer, 1, shape, dtype, lambda x: x.expand(rows, -1)[:: self.rows])
-            elif piece.holds == INPUTS:
-                found[name] = lazy(layer.activation_scales(few)[-1].reshape(()).to(dtype))
-            else:
-                scales = layer.rounded if layer.rounded is not None else layer.weight_scales(few)
-                found[name] = lazy(scales[-1].reshape(()).to(dtype))
+            shape, dtype = fitting(piece.shapes, layers.shape)[0], piece.dtypes[0]
+            if piece.holds in (NUMBERS, SCALES):
+                found[piece.end] = LazyTensor(shape, dtype, partial(packed, piece, shape))
+            elif piece.holds == OF_ALL:
+                scales = first.rounded if first.rounded is not None else first.weight_scales(few)
+                found[piece.end] = lazy(scales[-1].reshape(()).to(dtype))
+            elif piece.holds == ZEROS or (piece.holds == ADDED and not piece.optional):
+                zeros = torch.zeros(layers.shape[0], up_to(layers.shape[1], self.columns) // self.columns)
+                found[piece.end] = lazy(piece.packing.pack(zeros).to(dtype).reshape(shape))
+            elif piece.holds == INPUTS and has_static_input(first):
+                found[piece.end] = lazy(first.activation_scales(few)[-1].reshape(shape).to(dtype))
+            elif piece.holds == FACTOR and first.multiplies:
+                found[piece.end] = lazy(first.pre_quant_scale.half().to(dtype))  # as every graph of ours has it
         return found
 
 
-def in_e2m1(packed: Tensor) -> Tensor:
-    """The numbers [N, ..., K], fp32, of bytes [N, ..., K / 2] with the first of two in the low half."""
-    return e2m1.decode(torch.stack([packed & 15, packed >> 4], dim=-1)).flatten(-2)
+def has_static_input(layer: LayerAssignment) -> bool:
+    """Whether a file has a scale for the layer's input."""
+    read = layer.activation_format
+    return read is not None and FORMATS[read].needs_amax and not layer.per_token

@@ -43,7 +43,7 @@ from sd_quant.interchange import DIFFUSERS, STATIC, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
-from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, UINT8, Layout, Piece
+from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
 from sd_quant.interchange.modelopt_quantizers import NVFP4
 from sd_quant.interchange.stored import (
     FLOAT_SCALES,
@@ -150,7 +150,10 @@ def layouts_of(scale: str, double: str, *more: Piece) -> dict[str, Layout]:
         ))
         for dtype, kind in CODES.items()
     }  # fmt: skip
-    weight, scales = Piece("weight", "N K/2", (UINT8,), NUMBERS), Piece(scale, f"N K/{BLOCK}", (E4M3,))
+    weight, scales = (
+        Piece("weight", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+        Piece(scale, f"N K/{BLOCK}", (E4M3,)),
+    )
     pieces = (weight, scales, Piece(double, "|1", FLOAT_SCALES, OF_ALL), *more)
     return found | {NVFP4: Layout(NVFP4, f"1 for {BLOCK} numbers", pieces, columns=BLOCK)}
 

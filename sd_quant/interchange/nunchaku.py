@@ -37,11 +37,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.nunchaku_linears import (
@@ -62,7 +62,7 @@ from sd_quant.interchange.nunchaku_linears import (
     w4a16_tensors,
     written,
 )
-from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, told, weight_shapes, whole
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
 from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
@@ -185,10 +185,7 @@ def shift_of(name: str) -> float:
 
 def recognizes(path: Path) -> bool:
     """Whether ``path`` is a safetensors file of a class of nunchaku's."""
-    try:
-        _, metadata = read_header(whole_file(path))
-    except (SdQuantError, OSError, ValueError):
-        return False
+    _, metadata = header_of(path)
     return str(metadata.get("model_class")).startswith("Nunchaku")
 
 
@@ -296,7 +293,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             chunks = tensor.shape[0] // weights[f"{owner}.weight"].shape[1]
             tensors |= of_modulation(owner, end, tensor, chunks, dtype)
         elif owner not in rows:
-            tensors[key] = converted(tensor, dtype)
+            tensors[key] = in_dtype(tensor, dtype) if tensor.dtype.is_floating_point else tensor
     for name, linear in linears.items():
         own = w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
         own["smooth_factor_orig"] = own["smooth_factor"]
@@ -319,14 +316,6 @@ def quantization_config(fmt: str, rank: int) -> dict[str, object]:
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}
     activation = common | {"scale_dtype": None if int4 else "fp8_e4m3_nan"}
     return {"method": "svdquant", "rank": rank, "weight": weight, "activation": activation}
-
-
-def converted(tensor: Readable, dtype: torch.dtype) -> Readable:
-    return (
-        LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.read().to(dtype))
-        if tensor.dtype.is_floating_point
-        else tensor
-    )
 
 
 def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:

@@ -34,7 +34,6 @@ from sd_quant.interchange.stored import (
     check_config,
     ignored_names,
     quantization_config,
-    quantized_by,
     stored_tensors,
     told,
     weight_shapes,
@@ -46,6 +45,7 @@ from sd_quant.models.checkpoint import Checkpoint
 FACTS = ForeignFormat(
     "sglang_fp8",
     reads="a pipeline's folder in SGLang's block FP8",
+    method="fp8",
     bf16=True,
     consumer="SGLang",
     formats={"fp8_128x128": IN_BLOCKS},
@@ -68,7 +68,7 @@ FACTS = ForeignFormat(
         )
     },
 )
-METHOD, SCALE, BLOCK = "fp8", "weight_scale_inv", 128
+SCALE, BLOCK = "weight_scale_inv", 128
 LAYOUT = Layout(
     FP8,
     f"1 for {BLOCK} x {BLOCK}",
@@ -77,15 +77,11 @@ LAYOUT = Layout(
     rows=BLOCK,
     columns=BLOCK,
 )
-WRITTEN = {"quant_method": METHOD, "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+WRITTEN = {"quant_method": FACTS.method, "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 IGNORED, ALSO_IGNORED = "ignored_layers", "modules_to_not_convert"  # the second is transformers'
 OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes nothing
     "fmt": "e4m3", "scale_fmt": "float", "dequantize": False, "modules_to_convert": None, "expert_dtype": "fp8",
 }  # fmt: skip
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:

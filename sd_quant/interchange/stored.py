@@ -6,21 +6,26 @@ The road not taken is a class for each kind of stored weight: they share names, 
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
+from sd_quant.files.safetensors import read_header
+from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.diffusers import DENOISERS, TIED
 
@@ -30,6 +35,7 @@ FP8 = "float8_e4m3fn"
 CONFIG, FILE = "config.json", f"{WEIGHTS['diffusers']}.safetensors"
 FORMER_PREFIX, MADE = "text_model.", "embeddings.position_ids"  # of CLIP before transformers 5
 Shape = tuple[int, ...]
+Config = TypeVar("Config")  # a dataclass
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,10 @@ class LayerTensors:
         if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in dtypes:
             self.checked(end, [()], dtypes)
         number = float(self.finite(end).float())
-        if positive and number <= 0:
-            raise ArtifactError(f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0")
+        if positive and not (number > 0 and 1 / number < torch.finfo(torch.float32).max):
+            raise ArtifactError(
+                f"{self.path}: {self.name(end)} is {number:g}, expected a number above 0 that fp32 can divide by"
+            )
         return number
 
     def size(self, begins: str = "") -> int:
@@ -172,6 +180,14 @@ def told(value: object) -> str:
     return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
+def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
+    """Tensors and metadata of a safetensors file, by a glance: none of either where ``path`` is no such file."""
+    try:
+        return read_header(whole_file(path))
+    except (SdQuantError, OSError, ValueError):
+        return {}, {}
+
+
 # diffusers' folders
 
 
@@ -203,6 +219,38 @@ def quantization_config(path: Path) -> Mapping[str, object] | None:
 def quantized_by(path: Path, method: str) -> bool:
     """Whether ``path`` is a folder whose config says that ``method`` has quantized it."""
     return (quantization_config(path) or {}).get("quant_method") == method
+
+
+def maker_of(name: str, version: object) -> str:
+    """The tool with the version that a config states, as far as that is one."""
+    return f"{name} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else name
+
+
+def checked_config(path: Path, given: Mapping[str, object], usual: Config, maker: str) -> Config:
+    """The entries of a config that the dataclass of ``usual`` has; what ``given`` lacks is as usual.
+
+    Raises ConfigError for one of another type, or out of range.
+    """
+    known = vars(usual)
+    config = known | {name: given[name] for name in known if name in given}
+    try:
+        check_schema(type(usual), config, "quantization_config.")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; give a folder that {maker} has saved") from error
+    return type(usual)(**config)
+
+
+def configs_by_layer(
+    path: Path, given: Mapping[str, object], key: str, maker: str
+) -> Mapping[str, Mapping[str, object]]:
+    """The entry ``key`` of a config: further ones by names or patterns. Raises ConfigError for anything else."""
+    found = given.get(key) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(config, Mapping) for config in found.values()):
+        raise ConfigError(
+            f"{path}: quantization_config.{key} is {BOUNDED.repr(found)}, expected configs by layers' names; give a "
+            f"folder that {maker} has saved"
+        )
+    return found
 
 
 def check_config(path: Path, config: Mapping[str, object], written: Mapping[str, object], what: str) -> None:

@@ -31,7 +31,6 @@ from sd_quant.interchange.stored import (
     check_config,
     ignored_names,
     quantization_config,
-    quantized_by,
     stored_tensors,
     weight_shapes,
     whole,
@@ -42,6 +41,7 @@ from sd_quant.models.checkpoint import Checkpoint
 FACTS = ForeignFormat(
     "vllm_int8",
     reads="a pipeline's folder in vLLM-Omni's int8",
+    method="int8",
     bf16=True,
     consumer="vLLM-Omni",
     formats={"int8": PER_ROW},
@@ -56,22 +56,18 @@ FACTS = ForeignFormat(
     layers=("single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out"),
     families=frozenset({"flux"}),
 )
-METHOD, SCALE, IGNORED = "int8", "weight_scale", "ignored_layers"
+SCALE, IGNORED = "weight_scale", "ignored_layers"
 LAYOUT = Layout(
     "int8",
     "1 for a row",
     (Piece("weight", "N K", (INT8,), NUMBERS), Piece(SCALE, "N _", (FP32,))),
     consumer=FACTS.consumer,
 )
-WRITTEN = {"quant_method": METHOD, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
+WRITTEN = {"quant_method": FACTS.method, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
 STACKED = {  # what the server makes of linears, by the ends of their names
     **dict.fromkeys(("to_q", "to_k", "to_v"), "to_qkv"),
     **dict.fromkeys(("add_q_proj", "add_k_proj", "add_v_proj"), "add_kv_proj"),
 }
-
-
-def recognizes(path: Path) -> bool:
-    return quantized_by(path, METHOD)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:

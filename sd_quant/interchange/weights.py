@@ -8,7 +8,6 @@ not taken is a network with all its weights, from which other tools save: SDXL's
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +23,10 @@ from sd_quant.files.tensors import LazyTensor, Readable, Weights
 from sd_quant.interchange.stored import CONFIG, weights_name
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import Part
-from sd_quant.names.authors import Pieces, assembled, pieces_of, rows_in
+from sd_quant.names.authors import Pieces, Rows, assembled, pieces_of, rows_in
 from sd_quant.names.diffusers import TIED
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.formats import FORMATS
 
 Assignment = Mapping[str, LayerAssignment]  # as ``holding.adapted`` makes it for a format
 
@@ -78,18 +76,6 @@ def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Te
     return codes, *(each.float() for each in scales)
 
 
-def lazy_piece(
-    checkpoint: Checkpoint,
-    layer: LayerAssignment,
-    index: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    stored: Callable[[Tensor], Tensor] = lambda codes: codes,
-) -> LazyTensor:
-    """The codes, or from ``index`` 1 on the scales, of a layer's weight as a file stores them."""
-    return LazyTensor(shape, dtype, lambda: stored(codes_and_scales(checkpoint, layer)[index]).to(dtype).reshape(shape))
-
-
 @dataclass(frozen=True)
 class JoinedLayers:
     """Quantized linears that are one tensor in a file with the names of the model's authors."""
@@ -103,12 +89,17 @@ class JoinedLayers:
         return self.layers[self.pieces[0].name]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return rows_in(self.pieces), self.first.weight_shape[1]
+    def shape(self) -> tuple[int, ...]:
+        return rows_in(self.pieces), *self.first.weight_shape[1:]
 
     def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
         """The rows in their order of what ``of`` returns for each layer: [out of the layer, ...]."""
         return assembled(self.pieces, lambda name: of(self.layers[name]))
+
+
+def alone(layer: LayerAssignment) -> JoinedLayers:
+    name, rows = f"{layer.name}.weight", layer.weight_shape[0]
+    return JoinedLayers((Rows(name, 0, rows, rows),), {name: layer})
 
 
 def by_authors_names(
@@ -170,17 +161,3 @@ def write_folder(
     config = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     write_json(target / CONFIG, config | {"quantization_config": quantization})
     return folder
-
-
-def flat_shape(layer: LayerAssignment) -> tuple[int, int]:
-    """The shape of ``codes_and_scales``' codes."""
-    return layer.weight_shape[0], math.prod(layer.weight_shape[1:])
-
-
-def scales_shape(layer: LayerAssignment) -> tuple[int, int]:
-    """The shape of ``codes_and_scales``' scales, without reading the weight."""
-    outputs, inputs = flat_shape(layer)
-    block = FORMATS[layer.format].block
-    if block is None:
-        return (outputs if layer.weight_axis == 0 else 1), 1
-    return outputs, inputs // block

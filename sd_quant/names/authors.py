@@ -47,7 +47,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a stored tensor, from ``start`` to before ``stop``; ``of`` how many it has."""
+    """Rows of a tensor, from ``start`` to before ``stop``; ``of`` how many it has."""
 
     name: str
     start: int
@@ -55,19 +55,8 @@ class Rows:
     of: int
 
 
-Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; rows that are joined
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of the parameter that diffusers calls ``name``, from ``start`` to before ``stop``."""
-
-    name: str
-    start: int
-    stop: int
-
-
-Pieces = tuple[Piece, ...]  # of an authors' tensor, in the order of its rows
+Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; rows of a file's tensors that are joined
+Pieces = tuple[Rows, ...]  # of diffusers' parameters, which are joined to an authors' tensor
 
 # tensors of the authors' that diffusers computes, or does without: positions, and PixArt's caption of nothing
 UNUSED = {"PixArtTransformer2DModel": {"pos_embed", "y_embedder.y_embedding"}}
@@ -180,12 +169,12 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
 
 def pieces_of(network: nn.Module, needed: Mapping[str, Shape]) -> dict[str, Pieces]:
     """What every tensor in a file with its authors' names is made of: ``authors_places`` the other way round."""
-    found: dict[str, dict[int, Piece]] = {}
+    found: dict[str, dict[int, Rows]] = {}
     for name, parts in authors_places(network, needed).items():
         first = 0
         for rows in parts:
             stop = first + rows.stop - rows.start
-            found.setdefault(rows.name, {})[rows.start] = Piece(name, first, stop)
+            found.setdefault(rows.name, {})[rows.start] = Rows(name, first, stop, _rows(needed[name]))
             first = stop
     return {stored: tuple(pieces[start] for start in sorted(pieces)) for stored, pieces in found.items()}
 

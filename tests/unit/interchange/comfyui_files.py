@@ -147,7 +147,7 @@ def opened_by_kitchen(state: dict[str, Tensor], layer: str):
     if fmt == "mxfp8":
         params["scale"] = params["scale"].view(torch.float8_e8m0fnu)
     params = {name: each.float() if each.dtype == torch.float16 else each for name, each in params.items()}
-    shape = (len(codes), codes.shape[1] * (2 if METHODS[fmt].packed else 1))
+    shape = (len(codes), codes.shape[1] * METHODS[fmt].layout.pieces[0].packing.in_a_byte)
     params = getattr(kitchen(), layout).Params(orig_dtype=torch.float32, orig_shape=shape, **params, **entries)
     return kitchen().QuantizedTensor(codes, layout, params)
 

@@ -12,7 +12,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
-from sd_quant.interchange.comfyui_written import e8m0, in_tiles_of_e4m3, packed, signed, with_rows_of_zeros
+from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, TILES, e8m0
 from sd_quant.interchange.holding import held
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX
@@ -21,7 +21,6 @@ from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error, up_to
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import in_tiles
 from sd_quant.quantization.rotation import rotated
 
 from .cases import INT4_ROWS, PLAIN, ROTATED, W4A8
@@ -110,7 +109,7 @@ def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
                           weight_amax=turned.abs().amax(1), rotation=256)  # fmt: skip
     codes, (scale,) = row.codes_and_scales(weight)
     packed, scales = kernels.quantize_convrot_w4a4_weight(weight, 256)
-    assert torch.equal(packed, signed(codes).view_as(packed)) and torch.equal(scales, scale.flatten())
+    assert torch.equal(packed, SIGNED.pack(codes).view_as(packed)) and torch.equal(scales, scale.flatten())
     assert (8 * turned % 1 == 0.5).sum() > 50 and codes.unique().tolist() == [*range(-7, 8)]
 
 
@@ -178,8 +177,8 @@ def test_weights_and_inputs_of_mxfp8_are_what_comfy_kitchen_makes_of_them():
     scales = fmt.scales(weight, torch.zeros(()))
     codes = fmt.quantize(weight, *scales)
     expected = by_kitchen(weight, "mxfp8").state_dict("")
-    assert torch.equal(with_rows_of_zeros(codes).view(torch.uint8), expected[""].view(torch.uint8))
-    assert torch.equal(in_tiles(e8m0(codes, *scales)), expected["_scale"].view(torch.uint8))
+    assert torch.equal(PADDED.pack(codes).view(torch.uint8), expected[""].view(torch.uint8))
+    assert torch.equal(E8M0_TILES.pack(codes, *scales), expected["_scale"].view(torch.uint8))
     x = torch.randn(32, 96) * torch.logspace(-3, 2, 32)[:, None]
     x[0] = 0
     row = LayerAssignment("a", "ffn", (150, 96), "mxfp8", "mxfp8", activation_amax=0.0)
@@ -194,8 +193,8 @@ def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
     fmt = FORMATS["nvfp4"]
     scales = fmt.scales(weight, weight.abs().max())
     expected = by_kitchen(weight, "nvfp4").state_dict("")
-    assert torch.equal(packed(fmt.quantize(weight, *scales)), expected[""])
-    assert torch.equal(in_tiles_of_e4m3(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
+    assert torch.equal(PADDED_E2M1.pack(fmt.quantize(weight, *scales)), expected[""])
+    assert torch.equal(TILES.pack(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
     assert scales[1] == expected["_scale_2"]
 
 

@@ -73,7 +73,6 @@ def test_packed_backwards(bits):
 @pytest.mark.parametrize(
     "change, scheme, words",
     [
-        ({"qweight": torch.zeros(32, 4, dtype=torch.int32)}, Scheme(4, 32), "qweight.*expected .4, 32. in int32"),
         ({"weight": torch.zeros(32, 32)}, Scheme(4, 32), "two weights"),
         ({}, Scheme(8, 32), "qweight"),
         ({}, Scheme(4, 24), "groups of 24"),

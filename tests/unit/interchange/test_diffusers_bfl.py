@@ -8,10 +8,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
+from sd_quant.files.archive import whole_file
+from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
 from sd_quant.interchange.denoiser import needed
+from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, authors_places
+from sd_quant.names.authors import PREFIX, Rows, authors_places
 
 pytestmark = pytest.mark.commit
 
@@ -162,13 +165,8 @@ def test_scales_with_comfyui_marks_are_comfyui_files(flux, tmp_path):
 
 def test_inputs_of_odd_sides_stay(flux, tmp_path):
     """diffusers multiplies codes where both sides are multiples of 16, and dequantized weights elsewhere."""
-    from sd_quant.files.archive import whole_file
-    from sd_quant.files.safetensors import read_safetensors
-    from sd_quant.interchange.diffusers_bfl import quantized_layer, scaled_layers
-    from sd_quant.names.authors import Rows
-
     file = tmp_path / "a.safetensors"
     save_file({"a.weight": torch.ones(24, 32).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(24)}, file)
     own = scaled_layers(file, read_safetensors(whole_file(file)))["a"]
-    assert quantized_layer(own, (Rows("a.weight", 0, 24, 24),), (24, 32)).inputs is None
-    assert quantized_layer(own, (Rows("a.weight", 0, 16, 24),), (16, 32)).inputs is not None
+    assert own.layer((24, 32), [Rows("a.weight", 0, 24, 24)]).inputs is None
+    assert own.layer((16, 32), [Rows("a.weight", 0, 16, 24)]).inputs is not None

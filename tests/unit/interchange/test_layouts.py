@@ -28,7 +28,6 @@ from sd_quant.interchange import (
     sglang_fp8,
     vllm_int8,
 )
-from sd_quant.interchange.comfyui import quantized_layer
 from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.layouts import INPUTS, Layout, fitting, in_e2m1
 from sd_quant.interchange.stored import LayerTensors
@@ -59,27 +58,21 @@ class Row:
         return given if isinstance(given, Tensor) else torch.ones(fitting(given[0], SHAPE)[0]).to(given[1])
 
 
-def of_layout(layout: Layout) -> Row:
+def of_layout(layout: Layout, read: Reader | None = None, given: Collection[str] = ()) -> Row:
     pieces = {piece.end: (piece.shapes, piece.dtypes[0]) for piece in layout.pieces}
     optional = [piece.end for piece in layout.pieces if piece.optional]
     unread = [piece.end for piece in layout.pieces if piece.holds == INPUTS]
-    return Row(lambda own: layout.layer(own, SHAPE, 1, None), pieces, optional, unread=unread)
+    return Row(read or (lambda own: layout.layer(own, SHAPE, 1, None)), pieces, optional, given, unread)
 
 
 def of_mark(name: str) -> Row:
     method, entries = comfyui_marks.METHODS[name], {"format": name, "convrot_groupsize": 4}
-    shapes = {"weight": f"N K/{1 + method.packed}", **method.shapes}
-    dtypes = {"weight": (method.dtype,), **method.dtypes}
-    pieces = {end: (text.replace("g", str(method.group)), dtypes.get(end, (FP32,))[0]) for end, text in shapes.items()}
+    rows = [Rows("a.weight", 0, SHAPE[0], SHAPE[0])]
 
     def read(own: LayerTensors) -> QuantizedLayer:
-        rows = Rows("a.weight", 0, SHAPE[0], SHAPE[0])
-        codes = comfyui_marks.Codes(own, entries, SHAPE, rows)
-        comfyui_marks.check_codes(codes)
-        return quantized_layer(codes, (rows,))
+        return comfyui_marks.Marked(own, entries).layer(SHAPE, rows)
 
-    optional = method.shapes.keys() - {"weight", *method.needs}
-    return Row(read, pieces, optional, ["weight"], ["input_scale"])
+    return of_layout(method.layout.in_groups(method.group), read, ["weight"])
 
 
 def w4a4(own: LayerTensors) -> QuantizedLayer:

@@ -200,7 +200,7 @@ def test_such_rows_are_written_with_a_scale(monkeypatch):
     """200 rows are no whole blocks."""
     weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
     codes, (scales,) = ROW.codes_and_scales(weight)
-    monkeypatch.setattr(f"{codes_and_scales.__module__}.codes_and_scales", lambda checkpoint, layer: (codes, scales))
+    monkeypatch.setattr("sd_quant.interchange.layouts.codes_and_scales", lambda checkpoint, layer: (codes, scales))
     tensors = {name.removeprefix(f"{ROW.name}."): each.read() for name, each in LAYOUT.tensors(None, ROW).items()}
     assert tensors["weight_scale_inv"].tolist() == [scales[0].tolist(), scales[128].tolist()]
     assert torch.equal(scales[128], scales[199]) and not torch.equal(scales[0], scales[128])
