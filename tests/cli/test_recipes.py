@@ -14,6 +14,7 @@ from safetensors import safe_open
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
+from sd_quant.report.run_table import run_table
 
 from .conftest import LEVEL_3
 from .shared import PROMPTS, pixels, prompts_knob, record_of, rows_of
@@ -99,7 +100,7 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(done, job, range_of, t
     assert worst["chosen"] in ("int8_weight_only", "unquantized")
     assert abs(chosen["expected_psnr"] - chosen["psnr"]) < 14
     assert chosen["psnr"] == max(each["psnr"] for each in others)
-    assert re.search(r"fit in [\d.]+ [KM]iB of weights", (run / "report.html").read_text())
+    assert re.search(r"fit in [\d.]+ [KM]iB of weights", run_table(record))
 
     edited = tmp_path / "edited.yaml"
     shutil.copy(run / "assignment.yaml", edited)
