@@ -65,10 +65,9 @@ def main() -> None:
     for row, fitted in fits.items():
         best = max(singles[row], key=lambda label: fmean(psnr[label]), default=None)
         against = [best, paired(psnr[row], psnr[best])] if best else ["none", ""]
-        taken = fitted.solved.taken
         layers = ", ".join(f"{count} {label}" for label, count in Counter(fitted.labels.values()).items())
         limit = f"{row}: {fitted.limited.limit} bytes"
-        lines.append([limit, f"{layers} ({taken})", f"{fmean(psnr[row]):.2f}", *against])
+        lines.append([limit, f"{layers} ({fitted.solved.taken})", f"{fmean(psnr[row]):.2f}", *against])
     text = markdown(["preset alone", "dB"], [[name, f"{fmean(psnr[name]):.2f}"] for name in options.presets])
     text += "\n" + markdown(["limit", "layers", "dB", "best single preset within it", "difference, dB"], lines)
     write_text(options.out / "mixes.md", text)
