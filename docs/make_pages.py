@@ -27,6 +27,7 @@ ORDER = ("open", "Model", "Quantized", "compare", "Comparison", "Result", "Stati
 ONE_LINE = 100  # characters of a signature
 EXPLAINED = "Explained"  # the shape of a number with its reason
 
+
 def pages() -> dict[str, str]:
     """The text of each file by its path from this folder."""
     schema = record_schema()
@@ -37,9 +38,11 @@ def pages() -> dict[str, str]:
         "../sd_quant/report/metrics.schema.json": json.dumps(schema, indent=2) + "\n",
     }
 
+
 def python_page() -> str:
     head = f"# The Python interface\n\n{MADE}"
     return "\n".join([head, text_of(interface), *(section(name, getattr(sd_quant, name)) for name in ORDER)])
+
 
 def metrics_page(schema: dict) -> str:
     """A line for each name that a record can have, in the record's order."""
@@ -58,6 +61,7 @@ What of a run or a sweep is to be shipped stands in
 """
     lines = entries(schema, schema["$defs"], {})
     return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines if meaning)
+
 
 def targets_page() -> str:
     """Which preset goes where, and the facts of each target."""
@@ -120,6 +124,7 @@ What each computes of a layer in these tests, and how near, is in [hand_over.md]
         head += f"| `{name}` | {', '.join(target.tried) or '–'} | {back} | {read} |\n"
     return head
 
+
 def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:
     """Name, type and meaning of everything in a schema; one of ``shapes`` is described where it is ``told`` first."""
     inside = schema.get("properties") or {"<...>": schema.get("additionalProperties")}
@@ -136,9 +141,11 @@ def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") ->
             for content in [*(shapes[shape] for shape in named), *(each for each in options if "type" in each)]:
                 yield from entries(content, shapes, told, name)
 
+
 def shape_of(schema: dict) -> str | None:
     """The name of the shape that a schema refers to."""
     return schema.get("$ref", "").rpartition("/")[2] or None
+
 
 def kind_of(schema: dict) -> str:
     if shape_of(schema):
@@ -148,6 +155,7 @@ def kind_of(schema: dict) -> str:
     if "anyOf" in schema:
         return " or ".join(map(kind_of, schema["anyOf"]))
     return schema.get("type", "any")
+
 
 def section(name: str, thing: type) -> str:
     parts = [
@@ -163,6 +171,7 @@ def section(name: str, thing: type) -> str:
             parts += [f"### `.{attribute}`\n", title, text_of(member)]
     return "\n".join(parts)
 
+
 def signature(name: str, function: object) -> str:
     """``.images(prompts: Sequence[str], **knobs: object) -> np.ndarray`` as a block of code, without ``self``."""
     given = inspect.signature(function)  # type: ignore[arg-type]
@@ -172,6 +181,7 @@ def signature(name: str, function: object) -> str:
     if len(text) > ONE_LINE:
         text = re.sub(r", (?=\*|\w+:)", ",\n    ", text)
     return f"```python\n{text}\n```\n"
+
 
 def text_of(thing: object) -> str:
     """A docstring as Markdown: indented blocks become Python, ``Args`` and its like lists."""
@@ -188,6 +198,7 @@ def text_of(thing: object) -> str:
         else:
             made.append(f"```python\n{dedent(paragraph)}\n```")
     return "\n\n".join(made) + "\n"
+
 
 if __name__ == "__main__":
     for page_name, content in pages().items():
