@@ -60,7 +60,7 @@ What of a run or a sweep is to be shipped stands in
 |---|---|---|
 """
     lines = entries(schema, schema["$defs"], {})
-    return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines)
+    return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines if meaning)
 
 
 def targets_page() -> str:
