@@ -190,9 +190,10 @@ def t_quantile(degrees: int, confidence: float) -> float:
 
     From mpmath, a dependency of torch; a machine that only times a network may lack scipy.
     """
-    from mpmath import findroot  # late: every command imports this module, and few compute an interval
+    from mpmath import exp, findroot, log  # late: every command imports this module, and few compute an interval
 
-    return float(findroot(lambda t: _beyond(t, degrees) - (1 - confidence), (1, 2)))
+    # by logarithms, in which the tail is nearly straight: a level that many recipes share is far out in it
+    return float(exp(findroot(lambda u: log(_beyond(exp(u), degrees) / (1 - confidence)), (0, 1))))
 
 
 def t_beyond(t: float, degrees: int) -> float:
