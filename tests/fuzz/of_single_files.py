@@ -56,9 +56,9 @@ def summary(candidate: QuantizedDenoiser, decodes: bool = True) -> tuple:
     layers = {
         name: (each.format, each.scales, each.stored_bytes, str(each.inputs)) for name, each in candidate.layers.items()
     }
-    first = sorted(candidate.layers)[:4]
-    numbers = [candidate.layers[name].weight.read() for name in first if decodes]
-    numbers += [each.read() for _, each in sorted(candidate.parameters.items())[:4]]
+    first, others = sorted(candidate.layers)[:4], sorted(candidate.parameters)[:4]
+    read = [candidate.layers[name].weight for name in first] + [candidate.parameters[name] for name in others]
+    numbers = [each.read() for each in read if decodes]
     applied = []
     for name in first:
         if (inputs := candidate.layers[name].inputs) is not None:
