@@ -143,7 +143,7 @@ def calibrated(name: str, modulated: bool = False) -> Joint:
 
 
 def linear_statistics(network: nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, LayerStatistics]:
-    """What these linears read while ``call`` runs the network: ranges, and all rows."""
+    """Collect the input ranges of these linears, and all rows, while ``call`` runs the network."""
     read: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = [
         network.get_submodule(name).register_forward_pre_hook(

@@ -30,7 +30,7 @@ def is_finished_run(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is the folder of a run of quantize.py, of which at most one of the ``MARKS`` is missing."""
+    """Whether ``path`` is the folder of a run of quantize.py: it has all ``MARKS``, or all but one."""
     return sum((path / name).is_file() for name in MARKS) >= len(MARKS) - 1
 
 

@@ -165,7 +165,7 @@ class Marked:
         return group
 
     def linear_dtype(self) -> str:
-        """What convrot_w4a4's inputs are. Scales in groups, which no GPU has, are refused too."""
+        """Number format of convrot_w4a4's inputs. Refuses scales in groups too, because no GPU computes them."""
         found = self.entry("linear_dtype", "int4")
         if found not in ("int4", "int8") or self.entry("quant_group_size", 64) != 64:
             what = f"linear_dtype {ascii(found)[:100]} or another quant_group_size than 64"

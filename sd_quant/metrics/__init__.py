@@ -79,13 +79,13 @@ class Score:
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        """What ``Against`` says of the arguments, of a score by a network see ``network_scores.score_images``."""
+        """Compute the score of the arguments that ``Against`` lists; by a network, see ``network_scores.score_images``."""
         if self.weights:
             return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
         return pkgutil.resolve_name(self.function)(*arguments)
 
     def opener(self, weights: Path) -> Callable:
-        """What opens its network. Raises SdQuantError for other files, as far as shows without reading weights."""
+        """Return what opens its network. Raises SdQuantError for files of another network; reads no weights."""
         return pkgutil.resolve_name(self.function)(weights)
 
 

@@ -213,7 +213,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
 
 
 def quantized_of(entry: Any) -> str:
-    """What is quantized of the denoiser, or of another part, in words: ``90 Q4_0 of 100``."""
+    """Quantized layers of the denoiser, or of another part, in words: ``90 Q4_0 of 100``."""
     formats = at(entry, "formats") or {}
     return f"{lowered(formats) or 'none'} of {sum(filter(None, formats.values()))}"
 

@@ -207,7 +207,7 @@ RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a ti
 
 
 def _fit(record: Mapping[str, Any]) -> list[list[str]]:
-    """What ``fit`` or a budget chose for each part, and against what."""
+    """The formats that ``fit`` or a budget chose for each part, and the PSNR of all candidates."""
     entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
     chosen = candidates.get(entry.get("taken"))

@@ -224,7 +224,7 @@ def test_a_foreign_format_is_named_in_its_own_file():
 # all that was read, limits of knobs, and tests of what deliberate faults had survived are worth 220 and 440 lines. AMD
 # Quark's exports, graphs that are timed once, and bounds on regexes and tables are worth 360 lines of the package;
 # tests of formats lost more than came.
-BUDGETS = {"sd_quant": 52_026, "tests": 55_468, "benchmarks": 5_890}
+BUDGETS = {"sd_quant": 52_026, "tests": 55_470, "benchmarks": 5_890}
 TEXTS = {".py", ".diff", ".json"}
 
 

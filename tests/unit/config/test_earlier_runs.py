@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from sd_quant.config import CacheFolder, run_model
-from sd_quant.config.earlier_runs import MARKS, is_finished_run, is_run, recipe_of_run, run_job
+from sd_quant.config.earlier_runs import MARKS, is_finished_run, recipe_of_run, run_job
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.stages.subjects import subject_of
 
 pytestmark = pytest.mark.commit
 
@@ -40,12 +42,12 @@ def test_a_run_with_a_file_of_presets_has_its_copy(earlier, run):
 @pytest.mark.parametrize("missing", MARKS)
 def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
     """Not opened as someone's checkpoint, of which the first file of the folder would be a web page."""
-    folder = earlier()
+    earlier()
     assert is_finished_run(run)
     (run / missing).unlink()
-    assert is_run(run) and not is_finished_run(run)
+    assert not is_finished_run(run)
     with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
-        run_job(folder)
+        subject_of("run", run, None, None, SimpleNamespace(cache=CacheFolder(None, 1.0)))
 
 
 def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
