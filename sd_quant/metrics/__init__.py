@@ -79,7 +79,7 @@ class Score:
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        """Compute the score of the arguments that ``Against`` lists; by a network, see ``network_scores.score_images``."""
+        """Compute the score of the arguments that ``Against`` lists, a network's by ``score_images``."""
         if self.weights:
             return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
         return pkgutil.resolve_name(self.function)(*arguments)
