@@ -3,12 +3,12 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install test soak soak-tests soak-consumers release-check release-tests release-benchmarks \
 	cluster-check durations check style types quick \
-	mutations fuzz kills pairs processors hand-over-check gpu-bundle gpu-check report cache-clean clean
+	mutations fuzz kills pairs processors programs-check gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -37,7 +37,7 @@ soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
 
 release-check: ## All that is to be green before a release, some hours: soak, benchmarks, clusters, fuzz, faults, processors, consumers
 	@$(MAKE) --keep-going --no-print-directory test soak release-tests release-benchmarks cluster-check \
-		mutations fuzz kills pairs processors hand-over-check
+		mutations fuzz kills pairs processors programs-check
 
 release-tests: $(VENV)/.sd-quant-test
 	$(PYTEST) $(or $(FILES),tests/cli tests/faults tests/fuzz tests/unit) --cadence release --durations 10 \
@@ -80,8 +80,8 @@ pairs: $(VENV)/.sd-quant-test ## Run every knob at the ends of its range, in all
 processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
 	$(PYTHON) benchmarks/processors.py
 
-hand-over-check: $(VENV)/.sd-quant-test ## Hand results over to optimum-intel, OpenVINO GenAI and optimum-onnx, each in an environment of its own (2 GB)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.run hand-over
+programs-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Have each program that exports are for open them, in environments of their own; PROGRAMS=<folder with checkouts of those that are no packages>
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.run programs
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle
@@ -117,6 +117,6 @@ $(VENV)/.sd-quant-peers: tests/unit/benchmarks/requirements-peers.txt | $(PYTHON
 	$(PIP) --no-deps --upgrade --target $(VENV)/peers --requirement $<
 	touch $@
 
-$(VENV)/.sd-quant-consumers: tests/hand_over/requirements-consumers.txt | $(PYTHON)
+$(VENV)/.sd-quant-consumers: tests/programs/requirements-consumers.txt | $(PYTHON)
 	$(PIP) --no-deps --upgrade --target $(VENV)/consumers --requirement $<
 	touch $@

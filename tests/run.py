@@ -68,8 +68,9 @@ def of_pairs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1000, help="at most")
 
 
-def of_hand_over(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="cases and targets; by default all of all")
+def of_programs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these programs alone")
+    parser.add_argument("--keep", action="store_true", help="write their rows into benchmarks/results/programs.tsv")
 
 
 TOOLS = {
@@ -78,7 +79,7 @@ TOOLS = {
     "learn": Tool("tests.fuzz.learn", "The same, and inputs that lead somewhere new are changed again.", of_learning),
     "faults": Tool("tests.faults.run", "Every command killed, starved, raced and put into hard places.", of_faults),
     "pairs": Tool("tests.pairs.run", "Every knob at the ends of its range, in all pairs.", of_pairs),
-    "hand-over": Tool("tests.hand_over.check", "Results drawn by the tools that they are for.", of_hand_over),
+    "programs": Tool("tests.programs.check", "What is handed over, opened by the programs it is for.", of_programs),
 }
 
 

@@ -71,9 +71,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "tests/faults/": (),
     "tests/fuzz/": (),
     "tests/gpu/": (),
-    "tests/hand_over/": (),  # make hand-over-check
     "tests/mutations/": (),
     "tests/pairs/": ("tests/cli/test_pairs.py",),
+    "tests/programs/": (),  # make programs-check
     "tests/run.py": (),
     "tests/unit/": (),
 }

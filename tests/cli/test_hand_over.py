@@ -14,7 +14,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.stages.hand_over import assignment_of, rows_of
 from sd_quant.stages.session import open_unchecked
 
-from ..hand_over.pictures import PROMPTS, by_consumer, decibels, in_torch, printed_code
+from ..programs.pictures import PROMPTS, by_consumer, decibels, in_torch, printed_code
 from .shared import record_of, well
 
 pytestmark = pytest.mark.commit

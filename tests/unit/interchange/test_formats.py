@@ -98,7 +98,7 @@ def test_every_package_is_an_extra():
 
 
 def test_what_was_tried_is_what_the_tests_install():
-    lists = [path.read_text() for path in (HOME / "tests/hand_over").glob("requirements-*.txt")]
+    lists = [path.read_text() for path in (HOME / "tests/programs").glob("requirements-*.txt")]
     pinned = "\n".join([*lists, (HOME / "constraints.txt").read_text()]).splitlines()
     assert {package for row in TARGETS.values() for package in row.tried} <= set(pinned)
 

@@ -1,4 +1,4 @@
-"""The folders for optimum's pipelines, run by ONNX Runtime and OpenVINO. tests/hand_over has optimum load them."""
+"""The folders for optimum's pipelines, run by ONNX Runtime and OpenVINO. tests/programs has optimum load them."""
 
 import json
 from collections.abc import Mapping

@@ -1,11 +1,10 @@
-"""What is handed over to optimum-intel, OpenVINO GenAI and optimum-onnx, loaded by them in environments of their own.
+"""Rows of the programs that make images of a whole pipeline: optimum-intel, OpenVINO GenAI and optimum-onnx.
 
-``make hand-over-check`` quantizes the two shipped checkpoints and a tiny Flux by the command, which hands them over,
-and has each consumer draw pictures with the code of the result's README, which are compared with the simulation's.
-Environments are made with pip under ``outputs``, once for each list of requirements: consumers need older packages than
+The two shipped checkpoints and a tiny Flux are quantized by the command, which hands them over. Each program makes
+images with the code of the result's README, which are compared with the simulation's. Programs need older packages than
 the project, 2 GB of them.
 
-A picture of the consumer has to have at least ``LEAST_PSNR`` dB against the simulation's, in some cases more. Both
+An image of the program has to have at least ``LEAST_PSNR`` dB against the simulation's, in some cases more. Both
 compute the same codes, but the consumer's numbers between layers are others, and what rounds the other way in one layer
 changes all behind it (see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped
 SDXL, the worse of the two pictures has 31.6 dB where the text is not padded as NeMo pads it, 28.9 dB with four times
@@ -13,20 +12,17 @@ the size ids, 26.5 dB with the text encoders' last state for the last but one, 2
 dB with the pooled text reversed.
 """
 
-import argparse
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 
 from sd_quant.config import run_job
 from sd_quant.engines.openvino import saturates
@@ -35,10 +31,9 @@ from sd_quant.stages.hand_over import assignment_of, rows_of
 from sd_quant.stages.session import open_unchecked
 
 from ..zoo.families import flux
-from .pictures import CALL, HERE, LATENTS, PROMPTS, by_consumer, decibels, in_torch, printed_code
+from .pictures import CALL, LATENTS, PROMPTS, by_consumer, decibels, in_torch, printed_code
+from .rows import REPOSITORY, Row, python_of
 
-REPOSITORY = HERE.parents[1]
-ENVIRONMENTS = REPOSITORY / "outputs" / "hand_over_environments"
 TARGETS = ("openvino", "onnx")
 LEAST_PSNR = 33.0
 KNOBS = ("quant_level=3", "alpha=0.8", "export_trt=none", "timing.budget_s=0", "memory_of_parts=false")
@@ -92,20 +87,6 @@ CASES = {
 }
 
 
-def environment(target: str) -> Path:
-    """The interpreter of the consumer's environment, which is made unless it has this list of requirements already."""
-    requirements = HERE / f"requirements-{target}.txt"
-    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    folder = ENVIRONMENTS / target
-    python, made = folder / "bin" / "python", folder / "requirements.sha256"
-    if not made.is_file() or made.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "-r", requirements], check=True)
-        made.write_text(wanted)
-    return python
-
-
 def code_of(folder: Path) -> str:
     """The code of the README, told of a processor that saturates as docs/hand_over.md says."""
     code = printed_code(folder)
@@ -121,7 +102,7 @@ def code_of(folder: Path) -> str:
 def code_of_genai(folder: Path) -> str:
     """The same of the README's second code, once the tokenizers are made as it says before."""
     command = re.search(r"^ +(for tokenizer in .*)$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    path = f"{environment('openvino').parent}:{os.environ['PATH']}"
+    path = f"{python_of('openvino')[0].parent}:{os.environ['PATH']}"
     quiet = {"env": os.environ | {"PATH": path}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(["sh", "-ec", command[1]], check=True, cwd=folder.parent, **quiet)
     code = printed_code(folder, 1)
@@ -133,17 +114,13 @@ def code_of_bound(folder: Path) -> str:
     return code_of(folder).replace("('onnx'", "('onnx', use_io_binding=True")
 
 
-# by target: the environment, what makes the code, and the script that runs it
-CONSUMERS = {
+# by target and program: the environment, what makes the code, and the script that runs it
+PIPELINES = {
     "openvino": {"optimum-intel": ("openvino", code_of, "draw.py"),
                  "OpenVINO GenAI": ("genai", code_of_genai, "draw_by_genai.py")},
     "onnx": {"optimum-onnx": ("onnx", code_of, "draw.py"),
              "optimum-onnx, bound": ("onnx", code_of_bound, "draw.py")},
 }  # fmt: skip
-
-
-def shown(scores: list[float]) -> str:
-    return ", ".join(f"{score:.1f} dB" for score in scores)
 
 
 def handed_over(name: str, targets: list[str], work: Path) -> Path:
@@ -158,48 +135,40 @@ def handed_over(name: str, targets: list[str], work: Path) -> Path:
     return run
 
 
-def check(name: str, targets: list[str], run: Path, work: Path) -> bool:
-    """Check what a run of the case has handed over, print one line per fact, and say whether all of it is right."""
-    case, right, job = CASES[name], True, run_job(str(run))
+def rows_of_case(name: str, targets: list[str], run: Path, work: Path) -> Iterator[Row]:
+    """The rows of what a run of the case has handed over."""
+    case, job = CASES[name], run_job(str(run))
     loaded, assignments = assignment_of(job, run, StageTimer(), open_unchecked(job.model), work)
     for target in targets:
         folder = run / "hand_over" / target
         rows = rows_of([target], assignments, loaded.checkpoint)[target][loaded.denoiser]
         simulated = in_torch(loaded.checkpoint, folder, True, rows, target, case.call, case.latents)
-        full = in_torch(loaded.checkpoint, folder, True, call=case.call, latents=case.latents)
-        print(f"{name}, {target}: simulation against full precision: {shown(decibels(full, simulated))}", flush=True)
-        for consumer, (place, code, script) in CONSUMERS[target].items():
-            python, call, reference, origin = environment(place), case.call, simulated, "the simulation"
+        for program, (place, code, script) in PIPELINES[target].items():
+            row = Row(program, target, name, "int8", of=sum(each.format is not None for each in rows.values()))
+            python, call, reference, row.opened = python_of(place)[0], case.call, simulated, "the code of the README"
             try:
                 if place == "genai" and case.genai is not None:
-                    call, origin, optimum = case.genai, "optimum-intel", environment("openvino")
-                    reference, _ = by_consumer(optimum, code_of(folder), folder, work, call, case.latents)
+                    call, row.opened, optimum = (
+                        case.genai,
+                        f"{row.opened}, against optimum-intel",
+                        python_of("openvino"),
+                    )
+                    reference, _ = by_consumer(optimum[0], code_of(folder), folder, work, call, case.latents)
                 pictures, facts = by_consumer(python, code(folder), folder, work, call, case.latents, script)
             except subprocess.CalledProcessError as error:
-                print(f"{name}, {consumer}: FAILED: {error}", flush=True)
-                right = False
+                yield replace(row, opened="", verdict="FAILED", far=str(error))
                 continue
-            if call is case.call:
-                facts["against full precision"] = shown(decibels(full, pictures))
-            scores = decibels(reference, pictures)
-            right &= min(scores) > case.least_psnr
-            for fact, value in facts.items():
-                print(f"{name}, {consumer}: {fact}: {value}")
-            verdict = "ok" if min(scores) > case.least_psnr else "FAILED"
-            print(f"{name}, {consumer}: against {origin}: {shown(scores)}: {verdict}", flush=True)
-    return right
+            row.image = min(decibels(reference, pictures))
+            kernels = facts.pop("the denoiser's layers by kernel", {})
+            row.quantized = ", ".join(f"{count} {kind}" for kind, count in kernels.items())
+            row.versions = str(facts["versions"])
+            yield replace(row, verdict="ok" if row.image > case.least_psnr else "FAILED")
 
 
-def run(wanted: argparse.Namespace) -> int:
-    """Check the named targets of the named cases, by default all of all. 1 when one failed, else 0."""
-    if unknown := set(wanted.names) - {*TARGETS, *CASES}:
-        raise SystemExit(f"there is no case or target {', '.join(sorted(unknown))}")
-    targets = [name for name in TARGETS if name in wanted.names] or list(TARGETS)
-    cases = [name for name in CASES if name in wanted.names] or list(CASES)
-    torch.set_num_threads(1)
-    right = True
-    for name in cases:
+def pipeline_rows(programs: Collection[str]) -> Iterator[Row]:
+    """The rows of these programs."""
+    targets = [target for target, rows in PIPELINES.items() if set(rows) & set(programs)]
+    for name in CASES if targets else ():
         with TemporaryDirectory() as temporary:
             work = Path(temporary)
-            right &= check(name, targets, handed_over(name, targets, work), work)
-    return int(not right)
+            yield from rows_of_case(name, targets, handed_over(name, targets, work), work)

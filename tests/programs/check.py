@@ -1,0 +1,271 @@
+"""What is handed over, opened by the program that it is for, in an environment of its own.
+
+``make programs-check`` writes tiny checkpoints with random weights by each target's writer, one for every preset that
+the target holds. A program's script then loads them as a person would, with nothing of this project, and says what it
+did not find, what it left over, how many layers it holds as quantized, what each of them computes and what a call of
+the denoiser gives. The programs that make images of a whole pipeline are in ``pipelines``.
+
+A script and its requirements have the program's name; without requirements it is run by the project's own Python beside
+the consumers. A program that is no package is a checkout below the folder that ``$PROGRAMS`` names. Environments are
+made with pip under ``outputs``, once for each list of requirements.
+
+A layer of the program gets the input that ours gets. Its output is that of our reader's weight, with inputs rounded as
+the facts of the target say or, where the hardware lacks that, as they are; which of the two, the row says. A whole call
+is compared with our prediction of the same kind and may differ by more: an input within rounding of a half gets the
+other code, which changes all behind it.
+
+``benchmarks/results/programs.tsv`` keeps the rows; docs/targets.md is made from it. The check fails where a row is
+worse than the kept one. A program of another version than the kept one is run and marked as never tried.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.config.recipe import own_recipe, presets
+from sd_quant.config.targets import inputs_held
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.weights import JoinedLayers, by_authors_names
+from sd_quant.models.family import family_named
+from sd_quant.names.authors import assembled
+from sd_quant.numbers import relative_error
+
+from ..unit.tiny import TOKENS, Tiny
+from ..zoo.families import TINY, WIDE
+from .pipelines import PIPELINES, pipeline_rows
+from .rows import HERE, Row, is_worse, kept, python_of, save, shown
+
+AUTHORS = ("comfyui", "gguf")  # targets whose files have the names of a model's authors
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that opens files of the ``targets``: of the first family all presets, of the others one."""
+
+    script: str
+    targets: Mapping[str, tuple[str, ...]]
+    source: str = ""  # the folder of its checkout below $PROGRAMS; "": it is a package
+    makers: Mapping[str, Callable[[Path], None]] = field(default_factory=lambda: TINY | WIDE)
+    layer: float = 1e-5  # the largest relative error of a layer: both compute in fp32
+    call: float = 2e-3  # and of a call, see above
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def source_of(program: Program) -> tuple[Path | None, str]:
+    """The checkout of a program that is no package, and why there is none; a package has neither."""
+    if not program.source:
+        return None, ""
+    place = os.environ.get("PROGRAMS")
+    if place is None or not (folder := Path(place) / program.source).is_dir():
+        return None, f"it is no package; set PROGRAMS to a folder that has a checkout {program.source}"
+    return folder.resolve(), ""
+
+
+# What is opened
+
+
+@dataclass(frozen=True)
+class Case:
+    """A written file, what our reader makes of it, and both predictions of a call."""
+
+    row: Row
+    request: Mapping[str, Any]
+    predicted: Mapping[str, Tensor]  # by the kind of inputs
+
+
+def preset_names(target: str) -> list[str]:
+    """Presets whose linears the target holds."""
+    recipes = {name: own_recipe(name) for name in presets()}
+    return [name for name, each in recipes.items() if each and inputs_held(TARGETS[target], each) is not None]
+
+
+def cases_of(name: str, program: Program, folder: Path) -> Iterator[Case]:
+    @cache
+    def tiny(family: str) -> Tiny:
+        pipeline = folder / family
+        program.makers[family](pipeline)
+        family = family.partition("_")[0]
+        tokens = TOKENS if family_named(family).TOKENS else None
+        return Tiny(open_pipeline(pipeline, family, tokens, "diffusers"))
+
+    for target, families in program.targets.items():
+        for family in families:
+            wanted = preset_names(target)
+            for preset in wanted if family == families[0] else ["int8" if "int8" in wanted else wanted[0]]:
+                row = Row(name, target, family, preset)
+                if (case := written(tiny(family), row, folder / target / family / preset)) is not None:
+                    yield case
+
+
+@torch.no_grad()
+def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
+    """The case of a row, None where the target holds no layer of its recipe."""
+    recipe = own_recipe(row.preset)
+    assert recipe is not None
+    if recipe.enable.linear.weight not in TARGETS[row.target].multiplied:
+        recipe = replace(recipe, smoothing="none", alpha=None)
+    assignment = tiny.assignment(recipe, row.target)
+    joined = by_authors_names(tiny.checkpoint, assignment)[1] if row.target in AUTHORS else None
+    row.of = sum(layer.format is not None for layer in assignment.values()) if joined is None else len(joined)
+    if row.of == 0:
+        return None
+    path = tiny.written(assignment, row.target, folder)
+    read = tiny.read(path, row.target)
+    plain = replace(read, rounded={}, layers={name: replace(layer, inputs=None) for name, layer in read.layers.items()})
+    networks = {"rounded": tiny.network(read), "exact": tiny.network(plain)}
+    call, layers = folder / "call.safetensors", folder / "layers.safetensors"
+    save_file({name: each.clone() for name, each in arguments(tiny).items()}, call)
+    found = outputs_of_layers(tiny, networks, read)
+    if joined is not None:
+        found = by_stored_names(joined, found)
+    save_file({name: each.contiguous().clone() for name, each in found.items()}, layers)
+    request = {
+        "name": f"{row.target} {row.family} {row.preset}", "target": row.target, "family": row.family.partition("_")[0],
+        "format": row.preset, "path": str(path), "pipeline": str(tiny.checkpoint.path), "call": str(call),
+        "layers": str(layers), "output": str(folder / "output.safetensors"),
+    }  # fmt: skip
+    return Case(row, request, {kind: tiny.output(network) for kind, network in networks.items()})
+
+
+def arguments(tiny: Tiny) -> dict[str, Tensor]:
+    """The inputs of ``Tiny.output`` by the arguments of diffusers' class."""
+    given: dict[str, Tensor] = {}
+
+    def take(module: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        bound = inspect.signature(module.forward).bind(*positional, **named).arguments
+        every = bound | (bound.get("added_cond_kwargs") or {})
+        given.update({name: each.float() for name, each in every.items() if isinstance(each, Tensor)})
+
+    denoiser = tiny.denoiser()
+    denoiser.register_forward_pre_hook(take, with_kwargs=True)
+    tiny.output(denoiser)
+    return given
+
+
+def outputs_of_layers(tiny: Tiny, networks: Mapping[str, nn.Module], candidate: QuantizedDenoiser) -> dict[str, Tensor]:
+    """``NAME|input`` as a call brings it, ``NAME|exact`` and ``NAME|rounded`` of what is quantized, each [N, width].
+
+    Convolutions are left out: no program here computes them quantized.
+    """
+    found: dict[str, Tensor] = {}
+    names = [name for name in candidate.layers if isinstance(networks["exact"].get_submodule(name), nn.Linear)]
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda layer, inputs: found.update({f"{name}|input": inputs[0].flatten(0, -2).float()})
+
+    hooks = [
+        networks["exact"].get_submodule(name).register_forward_pre_hook(keep(name), prepend=True) for name in names
+    ]
+    tiny.output(networks["exact"])
+    for hook in hooks:
+        hook.remove()
+    for name in names:
+        for kind, network in networks.items():
+            found[f"{name}|{kind}"] = network.get_submodule(name)(found[f"{name}|input"])
+    return found
+
+
+def by_stored_names(joined: Mapping[str, JoinedLayers], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same by the authors' names, who store some layers as one."""
+
+    def whole(layers: JoinedLayers, kind: str) -> Tensor:
+        return assembled(layers.pieces, lambda name: found[f"{name.removesuffix('.weight')}|{kind}"].T).T
+
+    stored = {}
+    for weight, layers in joined.items():
+        name, first = weight.removesuffix(".weight"), layers.pieces[0].name.removesuffix(".weight")
+        if f"{first}|input" in found:
+            stored[f"{name}|input"] = found[f"{first}|input"]
+            stored |= {f"{name}|{kind}": whole(layers, kind) for kind in ("exact", "rounded")}
+    return stored
+
+
+# What the program makes of it
+
+
+def opened_by(program: Program, cases: list[Case], work: Path) -> list[Row]:
+    """The rows of a program, which is run once."""
+    source, why = source_of(program)
+    rows = [case.row for case in cases]
+    if why:
+        return [replace(row, verdict="not run", far=why) for row in rows]
+    python, variables = python_of(program.script)
+    facts, request = work / "facts.json", work / "request.json"
+    text = {"source": source and str(source), "facts": str(facts), "cases": [dict(case.request) for case in cases]}
+    request.write_text(json.dumps(text), encoding="utf-8")
+    script = HERE / f"{program.script}.py"
+    ended = subprocess.run([python, script, request], cwd=work, env=os.environ | variables)
+    found = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {"versions": {}, "cases": {}}
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    died = {"far": f"the script ended with {ended.returncode}"}
+    return [
+        judged(replace(case.row, versions=versions), found["cases"].get(case.request["name"], died), case, program)
+        for case in cases
+    ]
+
+
+def judged(row: Row, fact: Mapping[str, Any], case: Case, program: Program) -> Row:
+    """The row with what the program said, and the verdict."""
+    row = replace(
+        row, opened=fact.get("opened", ""), far=fact.get("far", ""), quantized=fact.get("quantized", ""),
+        missing=len(fact.get("missing", [])), left=len(fact.get("left", [])),
+    )  # fmt: skip
+    if not row.opened:
+        return replace(row, verdict="FAILED")
+    whole = row.missing == row.left == 0 and row.quantized == row.of
+    layers = fact.get("layers") or {}
+    if not layers:
+        return replace(row, verdict="loaded" if whole and row.far else "FAILED")
+    row.inputs = min(layers, key=lambda kind: layers[kind])
+    row.layer = layers[row.inputs]
+    output = Path(case.request["output"])
+    row.call = math.nan
+    if output.is_file():
+        row.call = relative_error(load_file(output)["output"].float(), case.predicted[row.inputs])
+    right = whole and row.layer <= program.layer and row.call <= program.call
+    return replace(row, verdict="ok" if right else "FAILED")
+
+
+def run(wanted: argparse.Namespace) -> int:
+    """Check the named programs, by default all. 1 when a row is worse than the kept one, else 0."""
+    of_pipelines = {name for programs in PIPELINES.values() for name in programs}
+    names = wanted.names or [*PROGRAMS, *of_pipelines]
+    if unknown := {*names} - {*PROGRAMS, *of_pipelines}:
+        raise SystemExit(f"no program {', '.join(sorted(unknown))}, expected {', '.join([*PROGRAMS, *of_pipelines])}")
+    torch.set_num_threads(1)
+    rows, before = [], kept()
+    for row in (*rows_of(names), *pipeline_rows(names)):
+        old = before.get(row.name)
+        said = [*row.name, row.verdict, "WORSE THAN KEPT" if is_worse(row, old) else ""]
+        said += ["this version was never tried:" if old and old["versions"] != row.versions else "", row.versions]
+        figures = {"layer": row.layer, "call": row.call, "image": row.image, "inputs": row.inputs, "far": row.far}
+        said += [f"{name} {shown(each)}" for name, each in figures.items() if each != ""]
+        print(" ".join(each for each in said if each), flush=True)
+        rows.append(row)
+    if wanted.keep:
+        save(rows)
+    return int(any(is_worse(row, before.get(row.name)) for row in rows))
+
+
+def rows_of(names: Collection[str]) -> Iterator[Row]:
+    for name in (name for name in names if name in PROGRAMS):
+        with TemporaryDirectory() as temporary:
+            work, program = Path(temporary), PROGRAMS[name]
+            yield from opened_by(program, list(cases_of(name, program, work)), work)

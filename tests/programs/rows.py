@@ -1,0 +1,89 @@
+"""The table of programs: its rows, the kept ones, and the environment in which a program is run."""
+
+import csv
+import hashlib
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+ENVIRONMENTS = REPOSITORY / "outputs" / "program_environments"
+RECORD = REPOSITORY / "benchmarks" / "results" / "programs.tsv"
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    program: str
+    target: str
+    family: str
+    preset: str
+    versions: str = ""
+    opened: str = ""  # the node, function or flag
+    missing: int | str = ""  # parameters that the program did not find
+    left: int | str = ""  # tensors of the file that it did not take
+    quantized: int | str = ""  # layers that the program holds as quantized
+    of: int = 0  # layers that the file holds as quantized
+    inputs: str = ""  # rounded, or as they are
+    layer: float | str = ""  # the largest relative error of a layer
+    call: float | str = ""  # the relative error of a call of the denoiser
+    image: float | str = ""  # PSNR of the worst image against ours, dB
+    verdict: str = ""  # ok, loaded, FAILED, or not run
+    far: str = ""  # how far it came, where it does not compute
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        return self.program, self.target, self.family, self.preset
+
+
+# The rank of a verdict: ``loaded`` is a program whose kernels need other hardware
+RANKS = {"ok": 3, "loaded": 2, "not run": 1, "FAILED": 0}
+
+
+def python_of(script: str) -> tuple[Path, dict[str, str]]:
+    """The interpreter with the environment variables for a script; its environment is made where it is not yet."""
+    requirements = HERE / f"requirements-{script}.txt"
+    if not requirements.is_file():
+        return Path(sys.executable), {"PYTHONPATH": str(Path(sys.prefix) / "consumers")}
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    folder = ENVIRONMENTS / script
+    python, made = folder / "bin" / "python", folder / "requirements.sha256"
+    if not made.is_file() or made.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "-r", requirements], check=True)
+        made.write_text(wanted)
+    return python, {}
+
+
+def kept() -> dict[tuple[str, ...], dict[str, str]]:
+    if not RECORD.is_file():
+        return {}
+    with RECORD.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return {(row["program"], row["target"], row["family"], row["preset"]): row for row in rows}
+
+
+def shown(value: object) -> str:
+    return f"{value:.1e}" if isinstance(value, float) and not math.isnan(value) else str(value)
+
+
+def save(rows: list[Row]) -> None:
+    """Writes the table: the new rows in place of the kept ones of the same programs."""
+    programs = {row.program for row in rows}
+    lines = {name: row for name, row in kept().items() if row["program"] not in programs}
+    lines |= {row.name: {key: shown(value) for key, value in vars(row).items()} for row in rows}
+    with RECORD.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(Row.__annotations__), delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines.values())
+
+
+def is_worse(row: Row, before: Mapping[str, str] | None) -> bool:
+    """Whether a program that ran has a worse verdict than in the kept row; a new row is compared with ``loaded``."""
+    return row.verdict != "not run" and RANKS[row.verdict] < RANKS[before["verdict"] if before else "loaded"]
