@@ -244,7 +244,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
 
     from sd_quant.engines import openvino as engines
 
-    model = openvino.Core().read_model(full_precision_onnx(context))
+    model = engines.core().read_model(full_precision_onnx(context))
     layers = {}  # a layer's multiplication to the layer
     others = []
     for node in model.get_ops():

@@ -43,6 +43,11 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # else extensions complain of what nobody collected
 
 
+def pytest_runtest_logreport(report) -> None:
+    if report.failed:  # at once: a run that is stopped prints no summary
+        print(f"\nfailed: {report.nodeid}", flush=True)
+
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would everything that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

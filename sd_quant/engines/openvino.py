@@ -60,6 +60,16 @@ Shapes = tuple[tuple[int, ...], ...]  # of the inputs in their order
 ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention")
 
 
+@cache
+def core() -> openvino.Core:
+    """The only core of this process.
+
+    Each core moves the stack of signal handlers where the processor has many registers (AMX). Two that end in the order
+    in which they began would leave freed memory to the next signal: Ctrl-C would end the process by SIGSEGV.
+    """
+    return openvino.Core()
+
+
 class OpenVinoEngine:
     """A model as an ``Engine``."""
 
@@ -130,7 +140,7 @@ class OpenVinoEngine:
             self.exported = shapes, stream.getvalue()
         del compiled
         self.compiled_models.clear()
-        self.compiled_models[shapes] = openvino.Core().import_model(BytesIO(self.exported[1]), "CPU", self.settings)
+        self.compiled_models[shapes] = core().import_model(BytesIO(self.exported[1]), "CPU", self.settings)
         return True
 
     def close(self) -> None:
@@ -166,7 +176,7 @@ def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
 def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:
     """Raises ArtifactError when OpenVINO cannot compile ``model``, ResourceError when it would not run on the CPU."""
     try:
-        compiled = openvino.compile_model(model, "CPU", settings)
+        compiled = core().compile_model(model, "CPU", settings)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
     if (devices := compiled.get_property("EXECUTION_DEVICES")) != ["CPU"]:
@@ -182,17 +192,16 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
     Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU.
     """
     onnx_files(path)
-    core = openvino.Core()
-    if "CPU" not in core.available_devices:
-        raise ResourceError(f"OpenVINO offers {core.available_devices} but not CPU; reinstall the package openvino")
+    if "CPU" not in core().available_devices:
+        raise ResourceError(f"OpenVINO offers {core().available_devices} but not CPU; reinstall the package openvino")
     settings = FP32 | {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads or default_threads()}
     try:
-        model = core.read_model(path)
+        model = core().read_model(path)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
     constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
     stored = {op.get_element_type().get_type_name() for op in constants}
-    if precision != "fp32" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if precision != "fp32" and "BF16" not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         LOG.info("this processor has no %s, so OpenVINO computes in fp32 what is not quantized", precision)
         precision = "fp32"
     if precision != "fp32" and not stored.isdisjoint(("f16", "bf16")):
@@ -258,7 +267,7 @@ def saturates() -> bool:
     weight_codes = opset.convert(opset.constant(LARGEST_CODES[None]), "f32")
     weight = opset.multiply(weight_codes, opset.constant(np.ones((1, 1), "f4")))
     product = opset.matmul(codes, weight, transpose_a=False, transpose_b=True)
-    compiled = openvino.compile_model(openvino.Model([product], [x]), "CPU", FP32)
+    compiled = core().compile_model(openvino.Model([product], [x]), "CPU", FP32)
     (sums,) = compiled([LARGEST_CODES[None].astype(np.float32)]).values()
     return sums.item() != int((LARGEST_CODES.astype(np.int64) ** 2).sum())
 

@@ -130,10 +130,12 @@ class Run:
             code = 1
             print(f"=== {target} is stopped: it was still running after {stop / 60:.0f} minutes", flush=True)
         finally:  # what it has started too, which Ctrl-C would not reach
-            for sent in (signal.SIGTERM, signal.SIGKILL):
+            for sent, seconds_to_end in ((signal.SIGINT, 20), (signal.SIGTERM, 1), (signal.SIGKILL, 1)):
                 try:
-                    os.killpg(process.pid, sent)
-                    time.sleep(1)
+                    os.killpg(process.pid, sent)  # pytest says what has failed so far when it is interrupted
+                    process.wait(seconds_to_end)
+                except subprocess.TimeoutExpired:
+                    continue
                 except ProcessLookupError:
                     break
             process.wait()

@@ -1,5 +1,6 @@
 """Every case states when it runs, and continuous integration takes what a change touches, within its time."""
 
+import os
 import subprocess
 import sys
 import time
@@ -45,7 +46,8 @@ def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.ma
     (folder / "test_case.py").write_text(f"import pytest\n{cases}\n", encoding="utf-8")
     settings = ["-c", "pyproject.toml", "-p", plugin]
     command = [sys.executable, "-m", "pytest", *settings, str(folder), *options]
-    ended = subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    ended = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -20,16 +23,42 @@ def float_onnx(tmp_path):
 
 @pytest.mark.parametrize("able", [True, False])
 def test_bf16_is_taken_where_the_processor_has_it(float_onnx, monkeypatch, caplog, able):
-    class Core(openvino.openvino.Core):
+    real = openvino.core()
+
+    class Core:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
         def get_property(self, device, name):
             return ["FP32", "INT8", *(["BF16"] if able else [])]
 
-    monkeypatch.setattr(openvino.openvino, "Core", Core)
+    monkeypatch.setattr(openvino, "core", Core)
     with caplog.at_level("INFO"):
         engine = openvino.load(float_onnx, threads=1, precision="bf16")
     assert engine.settings["INFERENCE_PRECISION_HINT"] == ("bf16" if able else "f32")
     assert ("this processor has no bf16" in caplog.text) == (not able)
     assert openvino.load(float_onnx, threads=1).settings["INFERENCE_PRECISION_HINT"] == "f32"
+
+
+HEARS_A_SIGNAL = """
+import signal, sys, time
+from pathlib import Path
+from sd_quant.engines import openvino
+engines = [openvino.load(Path(sys.argv[1]), threads=1) for _ in range(2)]
+for engine in engines:
+    engine.compiled
+while engines:  # the first one first
+    engines.pop(0).close()
+signal.signal(signal.SIGALRM, lambda *_: sys.exit(5))
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+time.sleep(200)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_is_handled_when_engines_have_come_and_gone(float_onnx):
+    """A processor with AMX shows it: with a core for each engine the signal ended the process by SIGSEGV."""
+    assert subprocess.run([sys.executable, "-c", HEARS_A_SIGNAL, str(float_onnx)], timeout=200).returncode == 5
 
 
 def test_float_layers_compute_in_fp32(float_onnx):

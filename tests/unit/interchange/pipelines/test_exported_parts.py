@@ -13,7 +13,7 @@ from torch import Tensor
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config.recipe import part_recipe
 from sd_quant.engines.onnxruntime import load
-from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
+from sd_quant.engines.openvino import DEQUANTIZED, FP32, core, saturates
 from sd_quant.errors import ArtifactError
 from sd_quant.export import onnx_file
 from sd_quant.inference.parity import PART_TOLERANCE
@@ -46,14 +46,14 @@ def run_onnx(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(folder: Path) -> openvino.Model:
-    return openvino.Core().read_model(folder / "openvino_model.xml")
+    return core().read_model(folder / "openvino_model.xml")
 
 
 def run_openvino(folder: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """As the consumer does: inputs by name, outputs in the file's order."""
     model = read(folder)
     settings = FP32 | {"INFERENCE_NUM_THREADS": 1} | (DEQUANTIZED if saturates() else {})
-    outputs = openvino.compile_model(model, "CPU", settings)({name: x.numpy() for name, x in inputs.items()})
+    outputs = core().compile_model(model, "CPU", settings)({name: x.numpy() for name, x in inputs.items()})
     return {port.any_name: torch.from_numpy(outputs[index]) for index, port in enumerate(model.outputs)}
 
 

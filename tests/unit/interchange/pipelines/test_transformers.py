@@ -12,7 +12,7 @@ from openvino import opset13
 from torch import Tensor
 
 from sd_quant.engines.onnxruntime import load
-from sd_quant.engines.openvino import DEQUANTIZED, FP32, saturates
+from sd_quant.engines.openvino import DEQUANTIZED, FP32, core, saturates
 from sd_quant.inference.parity import PART_TOLERANCE
 from sd_quant.interchange import exported_parts
 from sd_quant.interchange import openvino as openvino_target
@@ -83,7 +83,7 @@ def by_onnx(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
 def by_openvino(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     """As GenAI does, which casts nothing and reads the first output."""
     settings = FP32 | {"INFERENCE_NUM_THREADS": 1} | (DEQUANTIZED if saturates() else {})
-    request = openvino.compile_model(openvino.Core().read_model(path), "CPU", settings).create_infer_request()
+    request = core().compile_model(core().read_model(path), "CPU", settings).create_infer_request()
     for name, tensor in inputs.items():
         request.set_tensor(name, openvino.Tensor(tensor.numpy()))
     request.infer()
@@ -139,7 +139,7 @@ def test_a_unets_time_is_what_genai_passes():
     model = openvino.Model([opset13.multiply(sample, timestep)], [timestep, sample], "unet")
     openvino_target.take_whole_time(model)
     assert [port.any_name for port in model.inputs] == ["timestep", "sample"]
-    request = openvino.compile_model(model, "CPU").create_infer_request()
+    request = core().compile_model(model, "CPU").create_infer_request()
     request.set_tensor("sample", openvino.Tensor(np.array([[1, 2]], np.float32)))
     request.set_tensor("timestep", openvino.Tensor(np.array([500], np.int64)))
     request.infer()
