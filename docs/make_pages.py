@@ -1,14 +1,15 @@
 """``python docs/make_pages.py`` writes what is made from the code, as it is held by tests/unit/test_docs.py.
 
 docs/python.md comes from the docstrings of ``sd_quant.interface``; docs/metrics.md and the package's JSON schema come
-from the model of the record; docs/targets.md comes from the facts of foreign formats and from the presets. The road not
-taken is a generator of documentation: it wants a theme and a server for pages that GitHub shows.
+from the model of the record; docs/targets.md comes from the facts of foreign formats, the presets and the table of
+programs. The road not taken is a generator of documentation: it wants a theme and a server for pages that GitHub shows.
 """
 
+import csv
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
 
@@ -18,10 +19,11 @@ import sd_quant
 from sd_quant import interface
 from sd_quant.config.recipe import presets
 from sd_quant.config.targets import held_in, inputs_held
-from sd_quant.interchange import FP16, PER_ROW, READERS, TARGETS
+from sd_quant.interchange import FP16, PER_ROW, TARGETS
 from sd_quant.report.record import record_schema
 
 FOLDER = Path(__file__).parent
+PROGRAMS = FOLDER.parent / "benchmarks/results/programs.tsv"
 MADE = "<!-- python docs/make_pages.py writes this page -->\n"
 ORDER = ("open", "Model", "Quantized", "compare", "Comparison", "Result", "Statistics")  # as one meets them
 ONE_LINE = 100  # characters of a signature
@@ -109,20 +111,51 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
         head += (
             f"| `{name}` | {target.consumer} | {weights} | {' | '.join(listed)} | {branch} | {rest} | {families} |\n"
         )
-    head += """
+    return head + opened_section()
+
+
+def opened_section() -> str:
+    """What programs made of exports, by `make programs-check`."""
+    with PROGRAMS.open(encoding="utf-8", newline="") as file:
+        kept = list(csv.DictReader(file, delimiter="\t"))
+    text = """
 ## Who has opened it
 
-What each computes of a layer in these tests, and how near, is in [hand_over.md](hand_over.md#what-was-tested).
+`make programs-check` has each program open what is written of tiny checkpoints, of the first family in every preset
+that the target holds; [programs.tsv](../benchmarks/results/programs.tsv) has a line for each file. *Ok*: the program
+took every tensor, found every parameter, holds as many layers as quantized as were written, and computes what our
+reader predicts. *Layer* and *call* are the largest relative errors, in fp32: of a layer, and of a call of the denoiser,
+where an input that falls to the next code changes all behind it. *Image*: the lowest PSNR against the simulation's
+image.
 
-| target | opened in tests by | read back by `judge.py` | beyond the tests |
-|---|---|---|---|
+| target | program | opened with | presets, families | layer | call | image | |
+|---|---|---|---|---|---|---|---|
 """
-    for name, target in TARGETS.items():
-        servers = "; ".join(f"{server} {each.version}" for server, each in target.servers.items())
-        read = servers or target.untried or "–"
-        back = "codes are equal" if name in READERS else "no: its graphs are executed"
-        head += f"| `{name}` | {', '.join(target.tried) or '–'} | {back} | {read} |\n"
-    return head
+    for target, program in dict.fromkeys((row["target"], row["program"]) for row in kept):
+        rows = [row for row in kept if (row["target"], row["program"]) == (target, program)]
+        worst = [max((float(row[key]) for row in rows if row[key]), default=None) for key in ("layer", "call")]
+        images = [float(row["image"]) for row in rows if row["image"]]
+        how = "; ".join(dict.fromkeys(row["opened"] for row in rows if row["opened"]))
+        counted = f"{len({row['preset'] for row in rows})}, {', '.join(dict.fromkeys(row['family'] for row in rows))}"
+        figures = ["–" if each is None else f"{each:.0e}" for each in worst] + [
+            f"{min(images):.1f} dB" if images else "–"
+        ]
+        text += f"| `{target}` | {program}: {rows[0]['versions']} | {how} | {counted} | {' | '.join(figures)} | {said(rows)} |\n"
+    text += "\nNo GPU has run any of these. Known of programs beside:\n\n"
+    known = {name: target.untried for name, target in TARGETS.items() if target.untried}
+    return text + "".join(f"- `{name}`: {sentence}\n" for name, sentence in known.items())
+
+
+def said(rows: Iterable[Mapping[str, str]]) -> str:
+    """The verdicts of a program's files, with the presets and the reason where it is none of the best."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        found.setdefault((row["verdict"], row["far"]), []).append(f"`{row['preset']}` of {row['family']}")
+    parts = []
+    for (verdict, far), files in found.items():
+        which = "" if len(found) == 1 else f" ({', '.join(files)})" if verdict != "ok" else f" ({len(files)} files)"
+        parts.append(f"{verdict}{which}{f': {far}' if far else ''}")
+    return "; ".join(parts).replace("|", "\\|")
 
 
 def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") -> Iterator[tuple[str, str, str]]:

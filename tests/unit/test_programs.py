@@ -1,0 +1,95 @@
+"""What ``make programs-check`` makes of what a program says; the programs themselves are no part of these tests."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sd_quant.interchange import TARGETS
+from tests.programs import rows
+from tests.programs.check import PROGRAMS, Case, Program, judged, opened_by, preset_names
+from tests.programs.pipelines import PIPELINES
+from tests.programs.rows import HERE, Row, is_worse, kept, save
+
+pytestmark = pytest.mark.commit
+
+ROW = Row("a program", "comfyui", "flux", "int8", of=2)
+SOUND = {"opened": "a node", "missing": [], "left": [], "quantized": 2, "layers": {"exact": 0.01, "rounded": 1e-7}}
+PROGRAM = Program("a_program", {"comfyui": ("flux",)})
+
+
+@pytest.fixture
+def case(tmp_path):
+    """A program whose call is right where inputs are rounded, and 2 % off where they are not."""
+    predicted = {"rounded": torch.ones(4), "exact": torch.full((4,), 1.02)}
+    save_file({"output": torch.ones(4)}, tmp_path / "output.safetensors")
+    return Case(ROW, {"name": "int8", "output": str(tmp_path / "output.safetensors")}, predicted)
+
+
+@pytest.mark.parametrize(
+    "changed, verdict",
+    [
+        ({}, "ok"),
+        ({"opened": "", "far": "loaded not: KeyError"}, "FAILED"),
+        ({"missing": ["a.weight"]}, "FAILED"),
+        ({"left": ["a.weight_scale"]}, "FAILED"),
+        ({"quantized": 1}, "FAILED"),  # it takes a layer for one that is not quantized
+        ({"layers": {"exact": 2e-5, "rounded": 2e-5}}, "FAILED"),
+        ({"layers": {"exact": 1e-7, "rounded": 0.01}}, "FAILED"),  # layers as they are, and a call that is not
+        ({"layers": {}, "far": "no kernels without a GPU"}, "loaded"),
+        ({"layers": {}, "far": "no kernels without a GPU", "left": ["b"]}, "FAILED"),
+        ({"layers": {}}, "FAILED"),
+    ],
+)
+def test_a_verdict_needs_every_fact(case, changed, verdict):
+    assert judged(ROW, SOUND | changed, case, PROGRAM).verdict == verdict
+
+
+def test_a_call_without_an_output_or_whose_unrounded_form_is_off_fails(case, tmp_path):
+    save_file({"output": torch.ones(4), "exact": torch.ones(4)}, case.request["output"])
+    found = judged(ROW, SOUND, case, PROGRAM)
+    assert found.verdict == "FAILED" and found.unrounded == pytest.approx(0.02 / 1.02)
+    (tmp_path / "output.safetensors").unlink()
+    assert judged(ROW, SOUND, case, PROGRAM).verdict == "FAILED"
+
+
+def test_a_program_without_its_checkout_is_not_run_and_says_what_to_do(case, monkeypatch, tmp_path):
+    monkeypatch.delenv("PROGRAMS", raising=False)
+    (row,) = opened_by(replace(PROGRAM, source="Tool"), [case], tmp_path)
+    assert row.verdict == "not run" and "set PROGRAMS to a folder that has a checkout Tool" in row.far
+
+
+def test_a_script_that_dies_leaves_rows_that_say_so(case, monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.programs.check.HERE", tmp_path)
+    (tmp_path / "a_program.py").write_text("raise SystemExit(3)")
+    (row,) = opened_by(PROGRAM, [case], tmp_path)
+    assert row.verdict == "FAILED" and row.far == "the script ended with 3"
+
+
+def test_rows_are_kept_by_program_and_a_worse_one_is_noticed(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "RECORD", tmp_path / "programs.tsv")
+    others, right = replace(ROW, program="another", verdict="loaded"), replace(ROW, verdict="ok", layer=1.2345e-7)
+    save([others, replace(right, preset="gone"), right])
+    save([right])
+    found = kept()
+    assert set(found) == {others.name, right.name} and found[right.name]["layer"] == "1.2e-07"
+    assert is_worse(replace(right, verdict="loaded"), found[right.name])
+    assert is_worse(replace(ROW, verdict="FAILED"), None)
+    assert not is_worse(replace(right, verdict="not run"), found[right.name])
+    assert not is_worse(replace(others, verdict="FAILED"), found[others.name] | {"verdict": "FAILED"})
+
+
+def test_the_table_has_every_preset_of_every_target_that_a_program_opens():
+    """Of one family at least; ``--keep`` writes it."""
+    with rows.RECORD.open(encoding="utf-8", newline="") as file:
+        found = {(row["target"], row["preset"]) for row in csv.DictReader(file, delimiter="\t")}
+    for target, facts in TARGETS.items():
+        wanted = preset_names(target) if facts.runtime is None else ["int8"]
+        assert {(target, preset) for preset in wanted} <= found
+    assert all((HERE / f"{program.script}.py").is_file() for program in PROGRAMS.values())
+    assert {row["program"] for row in kept().values()} == {
+        *PROGRAMS,
+        *(name for each in PIPELINES.values() for name in each),
+    }
