@@ -1,0 +1,285 @@
+"""Opens files in ComfyUI and its node package ComfyUI-GGUF, and says what they hold and compute.
+
+It is run in an environment of its own, as ``python comfyui.py <request.json>``, which ``check`` describes. The source is
+a checkout of ComfyUI; the one of ComfyUI-GGUF is found beside it or in its ``custom_nodes``. A denoiser is loaded as
+the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced) load it, SDXL's file as Load Checkpoint does, all with
+``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32: the plain node decodes in
+fp16.
+
+Three things are not as a user has them. Torchvision and torchaudio, whose compiled extensions need the torch build that
+they were compiled with, are stand-ins: no image model here calls them. So is ComfyUI's own module ``nodes`` for
+ComfyUI-GGUF, whose loaders of text encoders alone look into it. And where ComfyUI knows no model of the file's sizes,
+as for a small SDXL, these sizes are registered, without text encoders and autoencoder.
+"""
+
+import ast
+import importlib.util
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FLAGS = ["--cpu", "--fp32-unet"]
+ABSENT = (
+    "torchvision", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional", "torchaudio",
+    "torchaudio.functional", "torchaudio.transforms",
+)  # fmt: skip
+LOGGED = {
+    "missing": r"(?:unet|clip) missing: (\[.*\])",
+    "left": r"(?:unet unexpected: |left over keys in diffusion model: dict_keys\()(\[.*\])",
+}
+
+
+def stand_in(name: str) -> None:
+    """A module whose every attribute is a mock."""
+
+    def attribute(wanted: str) -> MagicMock:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        return MagicMock()
+
+    module = importlib.util.module_from_spec(ModuleSpec(name, None))
+    module.__getattr__ = attribute  # type: ignore[method-assign]
+    sys.modules[name] = module
+
+
+def import_comfyui(source: Path) -> None:
+    """ComfyUI of the checkout, with the flags that its ``main.py`` would read."""
+    transformers.utils.is_torchvision_available()  # and remembers that it is not
+    for name in ABSENT:
+        stand_in(name)
+    sys.path.insert(0, str(source))
+    sys.argv[1:] = FLAGS
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy.sd  # noqa: F401
+
+
+def gguf_package(source: Path) -> ModuleType:
+    """The modules of ComfyUI-GGUF, imported as ComfyUI imports a folder of nodes."""
+    if "comfyui_gguf" in sys.modules:
+        return sys.modules["comfyui_gguf"]
+    places = source.parent, source / "custom_nodes"
+    folder = next((place / "ComfyUI-GGUF" for place in places if (place / "ComfyUI-GGUF").is_dir()), None)
+    if folder is None:
+        raise FileNotFoundError(f"no folder ComfyUI-GGUF in {' or '.join(map(str, places))}")
+    stand_in("nodes")
+    spec = importlib.util.spec_from_file_location(
+        "comfyui_gguf", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["comfyui_gguf"] = package
+    spec.loader.exec_module(package)
+    return package
+
+
+class Log(logging.Handler):
+    """What ComfyUI logs of names that it misses or leaves over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[str]] = {kind: [] for kind in LOGGED}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for kind, pattern in LOGGED.items():
+            if match := re.match(pattern, record.getMessage(), re.DOTALL):
+                self.found[kind] += ast.literal_eval(match[1])
+
+
+# Loading
+
+
+def register(state: dict[str, Tensor], case: dict) -> bool:
+    """Registers the sizes of a UNet as one of SDXL's if ComfyUI does not know them, and says whether it had to."""
+    import comfy.model_detection as detection
+    import comfy.supported_models as supported
+
+    prefix = detection.unet_prefix_from_state_dict(state)
+    sizes = detection.detect_unet_config(state, prefix)
+    if known := next((model for model in supported.models if model.matches(sizes, state, prefix)), None):
+        return known.__name__ == "Registered"
+    unet = json.loads((Path(case["pipeline"]) / "unet" / "config.json").read_text(encoding="utf-8"))
+    (width,) = {
+        channels // heads
+        for channels, heads, kind in zip(
+            unet["block_out_channels"], unet["attention_head_dim"], unet["down_block_types"], strict=True
+        )
+        if "CrossAttn" in kind
+    }
+
+    class Registered(supported.SDXL):
+        unet_config = sizes
+        unet_extra_config = {"num_heads": -1, "num_head_channels": width}
+
+    supported.models.insert(0, Registered)
+    return True
+
+
+def load_comfyui(case: dict, source: Path) -> tuple[Any, str]:
+    import comfy.sd
+    import comfy.utils
+
+    flags = " ".join(FLAGS)
+    if case["family"] != "sdxl":
+        return comfy.sd.load_diffusion_model(case["path"]), f"Load Diffusion Model, {flags}"
+    if register(comfy.utils.load_torch_file(case["path"]), case):
+        model = comfy.sd.load_checkpoint_guess_config(case["path"], output_vae=False, output_clip=False)[0]
+        return model, f"Load Checkpoint, its sizes registered, its model alone, {flags}"
+    return comfy.sd.load_checkpoint_guess_config(case["path"])[0], f"Load Checkpoint, {flags}"
+
+
+def load_gguf(case: dict, source: Path) -> tuple[Any, str]:
+    import folder_paths
+
+    package, path = gguf_package(source), Path(case["path"])
+    registered = case["family"] == "sdxl" and register(package.loader.gguf_sd_loader(case["path"]), case)
+    folder_paths.add_model_folder_path("diffusion_models", str(path.parent), is_default=True)
+    (model,) = package.nodes.UnetLoaderGGUFAdvanced().load_unet(path.name, dequant_dtype="float32")
+    return model, f"Unet Loader (GGUF/Advanced), dequant_dtype float32{', its sizes registered' if registered else ''}"
+
+
+LOADERS: dict[str, Callable[[dict, Path], tuple[Any, str]]] = {"comfyui": load_comfyui, "gguf": load_gguf}
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether the program holds the module's weight as codes."""
+    from comfy.quant_ops import QuantizedTensor
+
+    weight = getattr(module, "weight", None)
+    if "comfyui_gguf" in sys.modules and sys.modules["comfyui_gguf"].nodes.is_quantized(weight):
+        return True
+    return isinstance(weight, QuantizedTensor)
+
+
+# Computing
+
+
+def flux(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+    """Patches of 2 x 2 become a picture, and back."""
+    rows, columns = (int(each) + 1 for each in call["img_ids"][:, 1:].amax(0))
+    grid = torch.cartesian_prod(*map(torch.arange, (1.0, rows + 0.0, columns + 0.0)))
+    if not torch.equal(call["img_ids"], grid) or call["txt_ids"].any():
+        raise ValueError("img_ids are no grid or txt_ids no zeros: ComfyUI makes its own, and cannot be given others")
+    packed = call["hidden_states"].unflatten(1, (rows, columns)).unflatten(-1, (-1, 2, 2))
+    picture = packed.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    found = model(
+        picture, call["timestep"], call["encoder_hidden_states"], y=call["pooled_projections"],
+        guidance=call.get("guidance"),
+    )  # fmt: skip
+    patches = found.unflatten(3, (columns, 2)).unflatten(2, (rows, 2))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def sd3(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+    context, pooled = call["encoder_hidden_states"], call["pooled_projections"]
+    return model(call["hidden_states"], call["timestep"], context=context, y=pooled)
+
+
+def pixart(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+    """One at a time, without the words that the mask hides: ComfyUI has no mask. All channels, not the noise's alone."""
+    model.pred_sigma = False
+    rows = []
+    for index, (text, hidden) in enumerate(zip(call["encoder_hidden_states"], masks(call), strict=True)):
+        one = slice(index, index + 1)
+        rows.append(model(call["hidden_states"][one], call["timestep"][one], text[hidden][None]))
+    return torch.cat(rows)
+
+
+def masks(call: dict[str, Tensor]) -> Tensor:
+    texts = call["encoder_hidden_states"]
+    mask = call.get("encoder_attention_mask", torch.ones(texts.shape[:2]))
+    if mask.ndim == 3:  # a bias
+        mask = mask[:, 0] >= 0
+    return mask.bool()
+
+
+def unet(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+    y = None
+    if "time_ids" in call:
+        from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
+
+        sizes, texts = call["time_ids"], call["text_embeds"]
+        features = model.label_emb[0][0].in_features - texts.shape[1]
+        embedded = Timestep(features // sizes.shape[1])(sizes.flatten()).reshape(len(sizes), -1)
+        y = torch.cat([texts, embedded], 1)
+    times = call["timestep"].expand(len(call["sample"]))
+    return model(call["sample"], timesteps=times, context=call["encoder_hidden_states"], y=y)
+
+
+CALLS = {"flux": flux, "sd3": sd3, "pixart": pixart, "sd15": unet, "sd21": unet, "sdxl": unet}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def of_layers(model: nn.Module, path: str) -> dict[str, float]:
+    """The largest relative error of any layer, by what it is compared with."""
+    expected = load_file(path)
+    worst = {"exact": 0.0, "rounded": 0.0}
+    for key in expected:
+        name, kind = key.split("|")
+        if kind in worst:
+            found = model.get_submodule(name)(expected[f"{name}|input"])
+            worst[kind] = max(worst[kind], relative_error(found, expected[key]))
+    return worst
+
+
+@torch.no_grad()
+def opened(case: dict, source: Path, facts: dict) -> None:
+    """Fills the facts of a case as far as it comes."""
+    import comfy.model_management
+
+    log = Log()
+    logging.getLogger().addHandler(log)
+    try:
+        patcher, how = LOADERS[case["target"]](case, source)
+    finally:
+        logging.getLogger().removeHandler(log)
+        facts |= log.found
+    comfy.model_management.load_models_gpu([patcher], force_full_load=True)
+    model = patcher.model.diffusion_model
+    computed = patcher.model.manual_cast_dtype or patcher.model.get_dtype()
+    facts |= {
+        "opened": how if computed == torch.float32 else f"{how}, {computed}",
+        "quantized": sum(map(is_quantized, model.modules())),
+    }
+    facts["layers"] = of_layers(model, case["layers"])
+    output = CALLS[case["family"]](model, load_file(case["call"]))
+    save_file({"output": output.float().contiguous()}, case["output"])
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    source = Path(request["source"])
+    torch.set_num_threads(1)
+    logging.getLogger().setLevel(logging.INFO)
+    import_comfyui(source)
+    import comfyui_version
+
+    packages = {"comfy-kitchen": version("comfy-kitchen"), "torch": version("torch")}
+    written: dict[str, Any] = {"versions": {"ComfyUI": comfyui_version.__version__, **packages}, "cases": {}}
+    for case in request["cases"]:
+        facts = written["cases"][case["name"]] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0}
+        try:
+            opened(case, source, facts)
+        except Exception as error:
+            facts["far"] = f"{'computed' if facts['opened'] else 'loaded'} not: {type(error).__name__}: {error}"[:200]
+        Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
