@@ -137,10 +137,10 @@ image.
         images = [float(row["image"]) for row in rows if row["image"]]
         how = "; ".join(dict.fromkeys(row["opened"] for row in rows if row["opened"]))
         counted = f"{len({row['preset'] for row in rows})}, {', '.join(dict.fromkeys(row['family'] for row in rows))}"
-        figures = ["–" if each is None else f"{each:.0e}" for each in worst] + [
-            f"{min(images):.1f} dB" if images else "–"
-        ]
-        text += f"| `{target}` | {program}: {rows[0]['versions']} | {how} | {counted} | {' | '.join(figures)} | {said(rows)} |\n"
+        figures = ["–" if each is None else f"{each:.0e}" for each in worst]
+        figures.append(f"{min(images):.1f} dB" if images else "–")
+        cells = [f"`{target}`", f"{program}: {rows[0]['versions']}", how, counted, *figures, said(rows)]
+        text += f"| {' | '.join(cells)} |\n"
     text += "\nNo GPU has run any of these. Known of programs beside:\n\n"
     known = {name: target.untried for name, target in TARGETS.items() if target.untried}
     return text + "".join(f"- `{name}`: {sentence}\n" for name, sentence in known.items())
