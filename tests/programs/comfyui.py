@@ -3,8 +3,12 @@
 It is run in an environment of its own, as ``python comfyui.py <request.json>``, which ``check`` describes. The source is
 a checkout of ComfyUI; the one of ComfyUI-GGUF is found beside it or in its ``custom_nodes``. A denoiser is loaded as
 the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced) load it, SDXL's file as Load Checkpoint does, all with
-``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32: the plain node decodes in
-fp16.
+``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32, because the plain node decodes
+in fp16.
+
+The written file has a second output, ``exact``: of the same call once each quantized weight is dequantized by ComfyUI,
+so that no layer rounds its input. It differs from our prediction by the order of sums alone. Where inputs are rounded,
+some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart.
 
 Three things are not as a user has them. Torchvision and torchaudio, whose compiled extensions need the torch build that
 they were compiled with, are stand-ins: no image model here calls them. So is ComfyUI's own module ``nodes`` for
@@ -102,12 +106,11 @@ class Log(logging.Handler):
 # Loading
 
 
-def register(state: dict[str, Tensor], case: dict) -> bool:
+def register(state: dict[str, Tensor], prefix: str, case: dict) -> bool:
     """Registers the sizes of a UNet as one of SDXL's if ComfyUI does not know them, and says whether it had to."""
     import comfy.model_detection as detection
     import comfy.supported_models as supported
 
-    prefix = detection.unet_prefix_from_state_dict(state)
     sizes = detection.detect_unet_config(state, prefix)
     if known := next((model for model in supported.models if model.matches(sizes, state, prefix)), None):
         return known.__name__ == "Registered"
@@ -129,13 +132,15 @@ def register(state: dict[str, Tensor], case: dict) -> bool:
 
 
 def load_comfyui(case: dict, source: Path) -> tuple[Any, str]:
+    import comfy.model_detection
     import comfy.sd
     import comfy.utils
 
     flags = " ".join(FLAGS)
     if case["family"] != "sdxl":
         return comfy.sd.load_diffusion_model(case["path"]), f"Load Diffusion Model, {flags}"
-    if register(comfy.utils.load_torch_file(case["path"]), case):
+    state = comfy.utils.load_torch_file(case["path"])
+    if register(state, comfy.model_detection.unet_prefix_from_state_dict(state), case):
         model = comfy.sd.load_checkpoint_guess_config(case["path"], output_vae=False, output_clip=False)[0]
         return model, f"Load Checkpoint, its sizes registered, its model alone, {flags}"
     return comfy.sd.load_checkpoint_guess_config(case["path"])[0], f"Load Checkpoint, {flags}"
@@ -145,7 +150,7 @@ def load_gguf(case: dict, source: Path) -> tuple[Any, str]:
     import folder_paths
 
     package, path = gguf_package(source), Path(case["path"])
-    registered = case["family"] == "sdxl" and register(package.loader.gguf_sd_loader(case["path"]), case)
+    registered = case["family"] == "sdxl" and register(package.loader.gguf_sd_loader(path), "", case)
     folder_paths.add_model_folder_path("diffusion_models", str(path.parent), is_default=True)
     (model,) = package.nodes.UnetLoaderGGUFAdvanced().load_unet(path.name, dequant_dtype="float32")
     return model, f"Unet Loader (GGUF/Advanced), dequant_dtype float32{', its sizes registered' if registered else ''}"
@@ -238,6 +243,14 @@ def of_layers(model: nn.Module, path: str) -> dict[str, float]:
     return worst
 
 
+def without_rounding(model: nn.Module) -> None:
+    """Replaces ComfyUI's quantized weights by what ComfyUI dequantizes, which it multiplies with inputs as they are."""
+    for module in model.modules():
+        if getattr(module, "layout_type", None) is not None:
+            module.weight = nn.Parameter(module.weight.dequantize(), requires_grad=False)
+            module.layout_type = None
+
+
 @torch.no_grad()
 def opened(case: dict, source: Path, facts: dict) -> None:
     """Fills the facts of a case as far as it comes."""
@@ -258,8 +271,11 @@ def opened(case: dict, source: Path, facts: dict) -> None:
         "quantized": sum(map(is_quantized, model.modules())),
     }
     facts["layers"] = of_layers(model, case["layers"])
-    output = CALLS[case["family"]](model, load_file(case["call"]))
-    save_file({"output": output.float().contiguous()}, case["output"])
+    call = load_file(case["call"])
+    outputs = {"output": CALLS[case["family"]](model, call)}
+    without_rounding(model)
+    outputs["exact"] = CALLS[case["family"]](model, call)
+    save_file({kind: output.float().contiguous() for kind, output in outputs.items()}, case["output"])
 
 
 def main() -> None:
