@@ -1,10 +1,10 @@
 """Opens files in ComfyUI and its node package ComfyUI-GGUF, and says what they hold and compute.
 
-It is run in an environment of its own, as ``python comfyui.py <request.json>``, which ``check`` describes. The source is
-a checkout of ComfyUI; the one of ComfyUI-GGUF is found beside it or in its ``custom_nodes``. A denoiser is loaded as
+It is run in an environment of its own, as ``python comfyui.py <request.json>``, which ``check`` describes. The source
+is a checkout of ComfyUI; the one of ComfyUI-GGUF is found beside it or in its ``custom_nodes``. A denoiser is loaded as
 the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced) load it, SDXL's file as Load Checkpoint does, all with
-``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32, because the plain node decodes
-in fp16.
+``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32, because the plain node
+decodes in fp16.
 
 The written file has a second output, ``exact``: of the same call once each quantized weight is dequantized by ComfyUI,
 so that no layer rounds its input. It differs from our prediction by the order of sums alone. Where inputs are rounded,
@@ -194,7 +194,7 @@ def sd3(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
 
 
 def pixart(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-    """One at a time, without the words that the mask hides: ComfyUI has no mask. All channels, not the noise's alone."""
+    """All channels, not the noise's alone. One text at a time, without the words that a mask hides."""
     model.pred_sigma = False
     rows = []
     for index, (text, hidden) in enumerate(zip(call["encoder_hidden_states"], masks(call), strict=True)):
