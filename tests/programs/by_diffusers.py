@@ -3,21 +3,26 @@
 diffusers says itself which names it did not find and which it did not take. All compute in fp32.
 """
 
+import inspect
 import json
 import logging
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import diffusers
+import gguf
 import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 PACKAGES = ("diffusers", "torch", "accelerate", "gguf", "torchao", "sdnq", "auto-round", "nvidia-modelopt")
+Place = tuple[str, Tensor | slice]  # a module, and the rows of the file's layer that it holds
 CONDITIONS = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # which diffusers takes in a dictionary
 
 
@@ -39,6 +44,8 @@ class Messages(logging.Handler):
 def opened(case: dict) -> tuple[nn.Module, dict]:
     """The denoiser with the facts of its opening."""
     path, config = Path(case["path"]), next(Path(case["pipeline"]).glob("[ut][nr]*/config.json"))
+    if not path.is_file() and not (path / "config.json").is_file():
+        path = path / config.parent.name
     kind = getattr(diffusers, json.loads(config.read_text())["_class_name"])
     if path.is_file():
         return from_one_file(kind, path, config.parent)
@@ -117,34 +124,76 @@ def arguments(call: dict[str, Tensor]) -> dict:
     return plain | ({"added_cond_kwargs": added} if added else {})
 
 
+def without_rounding(network: nn.Module) -> bool:
+    """Leaves inputs as they are from now on; False where none is rounded, or where torchao multiplies in FP8."""
+    rounds = False
+    for module in network.modules():
+        if hasattr(module, "input_quantizer"):
+            module.input_quantizer.disable()
+            rounds = True
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "act_quant_kwargs", None) is not None and weight.qdata.dtype == torch.int8:
+            weight.act_quant_kwargs = None
+            rounds = True
+    return rounds
+
+
 def computed(network: nn.Module, call: dict[str, Tensor]) -> tuple[Tensor, dict[str, int]]:
     """The denoiser's output of a call, and the number of axes that each of its modules had its input with."""
     axes: dict[str, int] = {}
 
-    def remember(name: str):
+    def remember(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda module, inputs: axes.update({name: inputs[0].ndim}) if inputs else None
 
     hooks = [module.register_forward_pre_hook(remember(name)) for name, module in network.named_modules()]
     output = network(**arguments(call), return_dict=False)[0]
     for hook in hooks:
         hook.remove()
-    return output, axes
+    return output.contiguous(), axes
 
 
-def errors_of_layers(network: nn.Module, stored: dict[str, Tensor], axes: dict[str, int]) -> dict[str, float]:
-    """The largest relative error over the layers that diffusers has by the names of the file, and their number.
+def places_of(network: nn.Module, path: Path) -> dict[str, list[Place]]:
+    """Each layer of a GGUF file: diffusers' modules that hold it, with the numbers of the rows that they hold.
+
+    diffusers' own converter says so of the authors' names: it gets numbers of rows in place of weights.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in gguf.GGUFReader(path).tensors}
+    numbers = {name: torch.arange(int(shape[-1])) for name, shape in shapes.items()}
+    stored = {name: (numbers[name] + (index << 20)).unsqueeze(-1) for index, name in enumerate(shapes)}
+    convert = SINGLE_FILE_LOADABLE_CLASSES[type(network).__name__]["checkpoint_mapping_fn"]
+    options = {"config": dict(network.config)} if "config" in inspect.signature(convert).parameters else {}
+    names, found = list(shapes), dict[str, list[Place]]()
+    for module, rows in convert(checkpoint=stored, **options).items():
+        name = names[int(rows.flatten()[0]) >> 20].removeprefix("model.diffusion_model.")
+        if name.endswith(".weight"):
+            place = module.removesuffix(".weight"), rows.flatten() & ((1 << 20) - 1)
+            found.setdefault(name.removesuffix(".weight"), []).append(place)
+    return found
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Infinite where a number is missing."""
+    return (found - expected).norm().div(expected.norm()).nan_to_num(nan=torch.inf).item()
+
+
+def errors_of_layers(
+    network: nn.Module, stored: dict[str, Tensor], places: dict[str, list[Place]], axes: dict[str, int]
+) -> dict[str, float]:
+    """The largest relative error over the layers, and their number.
 
     A layer gets its rows with as many axes as in the network: torchao's static scales have that many.
     """
-    modules, found = dict(network.named_modules()), {"exact": 0.0, "rounded": 0.0, "compared": 0}
-    for name in {key.partition("|")[0] for key in stored} & axes.keys():
-        rows = stored[f"{name}|input"]
-        output = modules[name](rows[(None,) * (axes[name] - rows.ndim)]).reshape(stored[f"{name}|exact"].shape)
-        for kind in ("exact", "rounded"):
-            expected = stored[f"{name}|{kind}"]
-            found[kind] = max(found[kind], float((output - expected).norm() / expected.norm()))
-        found["compared"] += 1
-    return found if found["compared"] else {}
+    found, compared = {"exact": 0.0, "rounded": 0.0}, 0
+    for layer in {name.partition("|")[0] for name in stored}:
+        given, output = stored[f"{layer}|input"], torch.full_like(stored[f"{layer}|exact"], torch.nan)
+        for name, rows in places.get(layer, [(layer, slice(None))]):
+            part = network.get_submodule(name)(given[(None,) * (axes[name] - given.ndim)])
+            output[:, rows] = part.reshape(len(given), -1)
+        for kind in found:
+            expected = stored[f"{layer}|{kind}"]
+            found[kind] = max(found[kind], relative_error(output, expected))
+        compared += 1
+    return found | {"compared": compared} if compared else {}
 
 
 @torch.no_grad()
@@ -154,10 +203,17 @@ def tried(case: dict) -> dict:
     try:
         network, how = opened(case)
         facts |= how
-        facts["quantized"] = sum(map(is_quantized, network.modules()))
-        output, axes = computed(network, load_file(case["call"]))
-        save_file({"output": output.contiguous()}, case["output"])
-        facts["layers"] = errors_of_layers(network, load_file(case["layers"]), axes)
+        quantized = {name for name, module in network.named_modules() if is_quantized(module)}
+        path, call = Path(case["path"]), load_file(case["call"])
+        places = (
+            places_of(network, path) if path.suffix == ".gguf" else {name: [(name, slice(None))] for name in quantized}
+        )
+        facts["quantized"] = sum(quantized.issuperset(name for name, _ in each) for each in places.values())
+        output, axes = computed(network, call)
+        save_file({"output": output}, case["output"])
+        facts["layers"] = errors_of_layers(network, load_file(case["layers"]), places, axes)
+        if without_rounding(network):
+            save_file({"output": output, "exact": computed(network, call)[0]}, case["output"])
     except Exception as error:
         facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
     return facts

@@ -1,4 +1,4 @@
-"""Opens a Flux in GGUF or SDNQ with InvokeAI's probe and loaders, and has it compute one call: by_invokeai.py <request>.
+"""Opens a Flux in GGUF or SDNQ with InvokeAI's probe and loaders, and has it compute: by_invokeai.py <request>.
 
 InvokeAI takes the class of a file from its names, and has the sizes of the published models written in, so that the
 loader gets those of the pipeline instead; and fp32 in place of bf16, which is written in too. What has another class
@@ -22,10 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 # Beside torch's build for processors torchvision's operators cannot be loaded, and it describes them before it looks
-operators = torch.library.Library("torchvision", "DEF")
-with contextlib.suppress(ImportError, RuntimeError):
-    import torchvision
-if "torchvision" not in sys.modules:
+if "+cpu" in torch.__version__:
+    operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
 
@@ -111,14 +109,43 @@ def output_of(network: nn.Module, call: dict[str, Tensor]) -> Tensor:
     )  # fmt: skip
 
 
-def errors_of_layers(network: nn.Module, stored: dict[str, Tensor]) -> dict[str, float]:
-    """The largest relative error over the layers that it has by the names of the file."""
-    modules = dict(network.named_modules())
-    names = {key.partition("|")[0] for key in stored} & modules.keys()
+def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Each layer of the file with the module that holds it, and the numbers of its rows there.
+
+    A folder has diffusers' names, of which the loader joins some: it gets numbers of rows in place of weights.
+    """
+    if case["target"] == "gguf":
+        return {name: (name, torch.arange(module.out_features)) for name, module in linears(network)}
+    (file,) = Path(case["pipeline"], "transformer").glob("*.safetensors")
+    names, numbers = [], {}
+    for name, tensor in load_file(file).items():
+        numbers[name] = torch.arange(len(tensor)) + (len(names) << 20)
+        names.append(name)
     found = {}
-    for kind in ("exact", "rounded") if names else ():
-        pairs = [(modules[name](stored[f"{name}|input"]), stored[f"{name}|{kind}"]) for name in names]
-        found[kind] = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    for name, rows in flux.FluxSDNQDiffusersModel._convert_diffusers_sd_to_bfl(None, numbers).items():
+        for index in (rows >> 20).unique():
+            found[names[index].removesuffix(".weight")] = (
+                name.removesuffix(".weight"),
+                (rows >> 20 == index).nonzero()[:, 0],
+            )
+    return found
+
+
+def linears(network: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+
+
+def errors_of_layers(
+    network: nn.Module, stored: dict[str, Tensor], places: Mapping[str, tuple[str, Tensor]]
+) -> dict[str, float]:
+    """The largest relative error over the layers."""
+    found = {"exact": 0.0, "rounded": 0.0}
+    for layer in {key.partition("|")[0] for key in stored}:
+        name, rows = places[layer]
+        output = network.get_submodule(name)(stored[f"{layer}|input"])[:, rows]
+        for kind in found:
+            expected = stored[f"{layer}|{kind}"]
+            found[kind] = max(found[kind], float((output - expected).norm() / expected.norm()))
     return found
 
 
@@ -140,7 +167,7 @@ def tried(case: Mapping[str, Any]) -> dict[str, Any]:
         facts["missing"] = [name for name, tensor in names.items() if tensor.is_meta]
         facts["left"] = sorted(stored - names.keys())
         facts["quantized"] = sum(map(is_quantized, network.modules()))
-        facts["layers"] = errors_of_layers(network, load_file(case["layers"]))
+        facts["layers"] = errors_of_layers(network, load_file(case["layers"]), places_of(case, network))
         save_file({"output": output_of(network, load_file(case["call"])).contiguous()}, case["output"])
     except Exception as error:
         facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
