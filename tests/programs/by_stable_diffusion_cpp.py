@@ -1,0 +1,146 @@
+"""Draws with stable-diffusion.cpp from GGUF files of a Flux, and from the same weights in fp16: <this file> <request>.
+
+It gives images only, so the Flux is as wide as it wants one (256 pooled, 4096 of T5's, heads of 128) and few layers
+deep. The text encoder and the tiny autoencoder beside it have random weights: the first has to have its full size. The
+program rounds the inputs of quantized layers on a processor, so that the two images are no more than near. What it does
+not know may end the process, so each image is drawn by another.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+PACKAGES = ("stable-diffusion-cpp-python", "gguf")
+PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
+CALL = {"width": 64, "height": 64, "sample_steps": 4, "cfg_scale": 1.0, "sample_method": "euler", "seed": 1}
+DRAW = "--draw"
+TEXT, LAYERS, WORDS, PLACES = 768, 12, 49408, 77  # of CLIP-L
+
+
+def in_fp16(path: Path, target: Path) -> None:
+    """The same file with the numbers of quantized weights in fp16."""
+    writer = gguf.GGUFWriter(target, "flux")
+    for tensor in gguf.GGUFReader(path).tensors:
+        data = tensor.data
+        if tensor.tensor_type not in PLAIN:
+            data = gguf.quants.dequantize(data, tensor.tensor_type).astype(np.float16)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(data))
+    end(writer)
+
+
+def end(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Random:
+    """Writes a file of random weights that keep the scale of their input, by ``gain``."""
+
+    def __init__(self, path: Path) -> None:
+        self.writer, self.generator = gguf.GGUFWriter(path, path.stem), np.random.default_rng(0)
+
+    def weight(self, name: str, *shape: int, gain: float = 1.0, bias: float | None = 0.0) -> None:
+        numbers = self.generator.standard_normal(shape, np.float32) * gain / np.prod(shape[1:]) ** 0.5
+        self.writer.add_tensor(f"{name}.weight", numbers.astype(np.float16))
+        if bias is not None:
+            self.writer.add_tensor(f"{name}.bias", np.full(shape[0], bias, np.float32))
+
+    def norm(self, name: str) -> None:
+        self.writer.add_tensor(f"{name}.weight", np.ones(TEXT, np.float32))
+        self.writer.add_tensor(f"{name}.bias", np.zeros(TEXT, np.float32))
+
+
+def text_encoder(path: Path) -> None:
+    file = Random(path)
+    file.weight("text_model.embeddings.token_embedding", WORDS, TEXT, bias=None)
+    file.weight("text_model.embeddings.position_embedding", PLACES, TEXT, bias=None)
+    for layer in (f"text_model.encoder.layers.{index}" for index in range(LAYERS)):
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            file.weight(f"{layer}.self_attn.{name}", TEXT, TEXT)
+        file.weight(f"{layer}.mlp.fc1", 4 * TEXT, TEXT)
+        file.weight(f"{layer}.mlp.fc2", TEXT, 4 * TEXT)
+        for name in ("layer_norm1", "layer_norm2"):
+            file.norm(f"{layer}.{name}")
+    file.norm("text_model.final_layer_norm")
+    end(file.writer)
+
+
+def autoencoder(path: Path) -> None:
+    """The decoder of the tiny one, whose layers have the numbers of a sequence with its activations."""
+    file = Random(path)
+    file.weight("decoder.layers.0", 64, 16, 3, 3)
+    for index in (2, 3, 4, 7, 8, 9, 12, 13, 14, 17):
+        for part in (0, 2, 4):
+            file.weight(f"decoder.layers.{index}.conv.{part}", 64, 64, 3, 3)
+    for index in (6, 11, 16):
+        file.weight(f"decoder.layers.{index}", 64, 64, 3, 3, bias=None)
+    file.weight("decoder.layers.18", 3, 64, 3, 3, gain=2.0, bias=0.5)  # so that few pixels are black or white
+    end(file.writer)
+
+
+def draw(path: str, folder: str, image: str) -> None:
+    from stable_diffusion_cpp import StableDiffusion
+
+    parts = {"clip_l_path": f"{folder}/clip.gguf", "taesd_path": f"{folder}/tae.gguf"}
+    network = StableDiffusion(diffusion_model_path=path, **parts, n_threads=1, vae_decode_only=True)
+    (drawn,) = network.generate_image("a red cube", **CALL)
+    np.save(image, np.asarray(drawn.convert("RGB")))
+
+
+def drawn(path: Path, folder: Path) -> tuple[np.ndarray, str]:
+    """The image, and what was said. Raises RuntimeError with the last line of it where there is no image."""
+    image = folder / "image.npy"
+    image.unlink(missing_ok=True)
+    command = [sys.executable, __file__, DRAW, str(path), str(folder), str(image)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if not image.is_file():
+        said = [line for line in ended.stdout.splitlines() if line.strip()]
+        raise RuntimeError(f"ended with {ended.returncode} after: {said[-1] if said else ''}")
+    return np.load(image), ended.stdout
+
+
+def decibels(first: np.ndarray, second: np.ndarray) -> float:
+    error = np.mean((first.astype(np.float64) - second) ** 2)
+    return float(10 * np.log10(255**2 / max(error, 1e-9)))
+
+
+def tried(case: dict, folder: Path) -> dict:
+    """The facts of a case; an exception is among them."""
+    facts: dict = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+    path, plain = Path(case["path"]), folder / "plain.gguf"
+    try:
+        image, said = drawn(path, folder)
+        facts["opened"] = "StableDiffusion(diffusion_model_path=...)"
+        facts["missing"] = re.findall(r"tensor '(\S+)' not in model file", said)
+        facts["left"] = re.findall(r"unknown tensor '([^ ']+)", said)
+        counts = re.search(r"Diffusion model weight type stat: (.*)", said)
+        kinds = re.findall(r"(\w+): +(\d+)", counts[1]) if counts else []
+        facts["quantized"] = sum(int(count) for kind, count in kinds if kind not in ("f32", "f16", "bf16"))
+        in_fp16(path, plain)
+        facts["image"] = decibels(image, drawn(plain, folder)[0])
+    except Exception as error:
+        facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
+    return facts
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(request["facts"]).parent
+    text_encoder(folder / "clip.gguf")
+    autoencoder(folder / "tae.gguf")
+    facts: dict = {"versions": {package: version(package) for package in PACKAGES}, "cases": {}}
+    for case in request["cases"]:
+        facts["cases"][case["name"]] = tried(case, folder)
+        Path(request["facts"]).write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    draw(*sys.argv[2:]) if sys.argv[1] == DRAW else main()
