@@ -1,0 +1,141 @@
+"""nunchaku's loaders, its own and that of diffusers, fill their modules from written files, without nunchaku's kernels.
+
+    python nunchaku_loader.py request.json
+
+It is run in an environment of its own by ``check``, which describes the request. The source is a checkout of nunchaku
+(github.com/nunchaku-ai/nunchaku). Its compiled extension ``nunchaku._C`` needs CUDA, so an empty module stands in for
+it, and another for the package ``kernels``, from which diffusers gets the same kernels; diffusers' check for a GPU is
+left out. nunchaku takes INT4 or NVFP4 from the GPU, here from the file's ``quantization_config`` by a function of its
+own. Modules are made and filled, and nothing is computed. Both loaders are strict: a tensor that is missing, too many
+or of another shape raises. Dtypes and numbers are compared here, because torch's loader casts silently.
+
+nunchaku's other class of Flux (``NunchakuFluxTransformer2dModel``) loads in C++ and is not run.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+FAR = "loaded; computing takes nunchaku's kernels, which need an NVIDIA GPU"
+LOADERS = {  # by family: the module and class, the function that renames a file's tensors, and the dtype
+    "flux": (
+        "nunchaku.models.transformers.transformer_flux_v2", "NunchakuFluxTransformer2DModelV2",
+        "convert_flux_state_dict", torch.bfloat16,
+    ),
+    "sdxl": (
+        "nunchaku.models.unets.unet_sdxl", "NunchakuSDXLUNet2DConditionModel",
+        "convert_sdxl_state_dict", torch.float16,
+    ),
+}  # fmt: skip
+# Linears of diffusers in one module, by the end of its name; of the two parts of a single block's proj_out one counts
+MEMBERS = {"to_qkv": 3, "add_qkv_proj": 3, "mlp_fc2": 0}
+
+
+def without_kernels() -> None:
+    """Puts modules without kernels in the place of nunchaku's extension and of the package ``kernels``."""
+    extension, operators, package = map(ModuleType, ("nunchaku._C", "nunchaku._C.ops", "kernels"))
+    for name in ("attention_fp16", "gemm_awq", "gemv_awq"):
+        setattr(operators, name, None)
+    for name in ("QuantizedFluxModel", "QuantizedSanaModel", "utils"):
+        setattr(extension, name, object)
+    extension.ops = operators  # type: ignore[attr-defined]
+    package.get_kernel = lambda *_, **__: SimpleNamespace(ops=None)  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("kernels", None)
+    sys.modules |= {each.__name__: each for each in (extension, operators, package)}
+    from diffusers.utils import constants, import_utils
+
+    import_utils._kernels_available, import_utils._kernels_version = True, "0.13.0"
+    constants.DIFFUSERS_TRUST_REMOTE_KERNELS = True
+    from diffusers.quantizers.nunchaku.nunchaku_quantizer import NunchakuLiteQuantizer
+
+    NunchakuLiteQuantizer.validate_environment = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+def by_nunchaku(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor], str]:
+    """The network, the file's tensors by its names, and how it was opened."""
+    from nunchaku.utils import get_precision_from_quantization_config
+
+    place, kind, renaming, dtype = LOADERS[case["family"]]
+    module = importlib.import_module(place)
+    with safe_open(case["path"], "pt") as file:
+        precision = get_precision_from_quantization_config(json.loads(file.metadata()["quantization_config"]))
+    module.get_precision = lambda *_: precision  # type: ignore[attr-defined]
+    network = getattr(module, kind).from_pretrained(case["path"], torch_dtype=dtype)
+    return network, getattr(module, renaming)(load_file(case["path"])), f"{kind}.from_pretrained"
+
+
+def by_diffusers(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor], str]:
+    """The same by diffusers' quantizer of nunchaku_lite."""
+    import diffusers
+
+    folder = Path(case["path"])
+    if not (folder / "config.json").is_file():
+        (folder,) = (each.parent for each in folder.glob("*/config.json"))
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["_class_name"]
+    network = getattr(diffusers, kind).from_pretrained(folder, torch_dtype=torch.float16)
+    (file,) = folder.glob("*.safetensors")
+    return network, load_file(file), f"{kind}.from_pretrained"
+
+
+def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """What the program did not find, and what it did not take as it is in the file.
+
+    nunchaku keeps NVFP4's common scale of a weight, ``wtscale``, as a number of the module.
+    """
+    held, modules = network.state_dict(), dict(network.named_modules())
+    left = []
+    for name, tensor in stored.items():
+        owner, _, end = name.rpartition(".")
+        own = held.get(name, getattr(modules.get(owner), end, None) if end == "wtscale" else None)
+        if own is None:
+            left.append(name)
+        elif end == "wtscale" and name not in held:
+            left += [] if float(own) == float(tensor) else [f"{name}: {own}, {float(tensor)} in the file"]
+        elif own.dtype != tensor.dtype:
+            left.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
+        elif not torch.equal(own.float(), tensor.float()):
+            left.append(f"{name}: other numbers than in the file")
+    return {"missing": sorted(held.keys() - stored), "left": left}
+
+
+@torch.no_grad()
+def opened(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a case. Raises what the program raises."""
+    network, stored, how = (by_nunchaku if case["target"] == "nunchaku" else by_diffusers)(case)
+    linears = [name for name, each in network.named_modules() if type(each).__name__ == "SVDQW4A4Linear"]
+    count = sum(MEMBERS.get(name.rpartition(".")[2], 1) for name in linears)
+    return {"opened": how, "far": FAR, "quantized": count, "layers": {}} | as_taken(network, stored)
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    source = Path(request["source"])
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(source))
+    without_kernels()
+    nunchaku = (source / "nunchaku" / "__version__.py").read_text(encoding="utf-8").split('"')[1]
+    versions = {"nunchaku": nunchaku} | {name: version(name) for name in ("diffusers", "torch")}
+    written: dict[str, Any] = {"versions": versions, "cases": {}}
+    for case in request["cases"]:
+        facts = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+        try:
+            facts |= opened(case)
+        except Exception as error:
+            facts["far"] = f"{type(error).__name__}: {error}"[:200]
+        written["cases"][case["name"]] = facts
+        Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""SGLang's Flux loads written folders by its own loader, without its kernels, and says what each tensor became.
+
+    python sglang_server.py request.json
+
+It is run in an environment of its own by ``check``, which describes the request. SGLang finds that the platform is a
+processor. The config is read by its ``get_quant_config``, layers are made by its ``FluxTransformer2DModel``, and files
+are read by its ``maybe_load_fsdp_model``, which skips a tensor without a place with a warning, as the server does. Its
+arguments are those of the command line without any, and torch's attention. Two things are not as a user has them:
+torchvision's compiled extension needs the torch build that it was compiled with, so its operators are declared and
+never called; and weights are left as they are loaded, because preparing them and computing takes sgl-kernel, which
+needs CUDA, or a processor with AMX.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+FAR = "loaded; computing takes SGLang's kernels, which need a GPU or a processor with AMX"
+OPENED = "maybe_load_fsdp_model of FluxTransformer2DModel, float32"
+
+
+def import_sglang() -> None:
+    """SGLang's modules, told that the platform has no torchvision operators to call."""
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import_sglang.operators = operators  # type: ignore[attr-defined] # they go with the library
+    from sglang.multimodal_gen.runtime.loader import fsdp_load
+
+    fsdp_load.process_model_weights_after_loading = lambda *_, **__: 0
+
+
+def arguments() -> SimpleNamespace:
+    """The server's arguments as they are by default, of one process, with torch's attention."""
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+    found = {
+        each.name: each.default if each.default is not MISSING else each.default_factory()
+        for each in fields(ServerArgs)
+        if each.default is not MISSING or each.default_factory is not MISSING
+    }
+    given = {"attention_backend": "torch_sdpa", "kv_gather_degree": 1, "is_arg_explicitly_set": lambda *_: False}
+    return SimpleNamespace(**found | given)
+
+
+def loaded(folder: Path, file: Path) -> nn.Module:
+    """The network as the server's loader of transformers makes it."""
+    from sglang.multimodal_gen.configs.models.dits.flux import FluxConfig
+    from sglang.multimodal_gen.runtime.loader.fsdp_load import maybe_load_fsdp_model
+    from sglang.multimodal_gen.runtime.models.registry import ModelRegistry
+    from sglang.multimodal_gen.runtime.utils.quantization_utils import get_quant_config
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sizes = FluxConfig()
+    sizes.update_model_arch(dict(config))
+    kind, _ = ModelRegistry.resolve_model_cls(config.pop("_class_name"))
+    quantization = get_quant_config(config, str(folder))
+    quantization.remap_checkpoint_prefixes(kind.param_names_mapping)
+    return maybe_load_fsdp_model(
+        kind, {"config": sizes, "hf_config": config, "quant_config": quantization}, [str(file)], torch.device("cpu"),
+        hsdp_replicate_dim=1, hsdp_shard_dim=1, param_dtype=torch.float32, reduce_dtype=torch.float32, strict=False,
+    )  # fmt: skip
+
+
+def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """What the program did not find, and what it did not take as it is in the file.
+
+    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers would look equal.
+    """
+    from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
+
+    held = network.state_dict()
+    named = get_param_names_mapping(network.param_names_mapping, valid_target_names=set(held))
+    places = {name: named(name)[0] for name in stored}
+    left = []
+    for name, tensor in stored.items():
+        own = held.get(places[name])
+        if own is None:
+            left.append(name)
+        elif tensor.element_size() == 1 and own.dtype != tensor.dtype:
+            left.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
+        elif not torch.equal(own.float().flatten(), tensor.float().flatten()):
+            left.append(f"{name}: other numbers than in the file")
+    return {"missing": sorted(held.keys() - places.values()), "left": left}
+
+
+@torch.no_grad()
+def opened(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a case. Raises what the program raises."""
+    from sglang.multimodal_gen.runtime.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    folder = Path(case["path"])
+    (file,) = folder.glob("*.safetensors")
+    network = loaded(folder, file)
+    linears = [each for each in network.modules() if isinstance(each, LinearBase)]
+    quantized = [each for each in linears if not isinstance(each.quant_method, UnquantizedLinearMethod)]
+    kinds = {type(each.quant_method).__name__ for each in quantized}
+    facts = {
+        "opened": f"{OPENED}, {' and '.join(sorted(kinds))}",
+        "far": FAR,
+        "quantized": len(quantized),
+        "layers": {},
+    }
+    return facts | as_taken(network, load_file(file))
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    import_sglang()
+    from sglang.multimodal_gen.runtime.distributed import maybe_init_distributed_environment_and_model_parallel
+    from sglang.multimodal_gen.runtime.server_args.server_args import set_global_server_args
+
+    set_global_server_args(arguments())
+    written: dict[str, Any] = {"versions": {name: version(name) for name in ("sglang", "torch")}, "cases": {}}
+    with TemporaryDirectory() as folder:
+        maybe_init_distributed_environment_and_model_parallel(1, 1, distributed_init_method=f"file://{folder}/init")
+        for case in request["cases"]:
+            facts = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+            try:
+                facts |= opened(case)
+            except Exception as error:
+                facts["far"] = f"{type(error).__name__}: {error}"[:200]
+            written["cases"][case["name"]] = facts
+            Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""vLLM-Omni's Flux loads written folders by its own loader, and computes what a processor can.
+
+    python vllm_omni_server.py request.json
+
+It is run in an environment of its own by ``check``, which describes the request. The config is read by vLLM-Omni's
+``TransformerConfig``, layers are made by its ``FluxTransformer2DModel``, and files are read, adapted and checked by its
+``DiffusersPipelineLoader``, for a pipeline that has the transformer alone. All is computed in fp32.
+
+The wheel of vLLM on PyPI is built for CUDA; its Python code runs without. Two things are not as a user has them. The
+platform is vLLM's own processor (``CpuPlatform``), whose kernels of FP8 are torch's; its emulation of NVFP4, the last
+choice on a GPU, is registered for it. vLLM-Omni knows no processor, so a stand-in of its platform says CUDA, without
+which it refuses INT8, and names torch's attention. INT8 is loaded and not computed, because vLLM has compiled kernels
+for it alone.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch  # noqa: E402
+import vllm.platforms  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+from vllm.platforms.interface import PlatformEnum  # noqa: E402
+
+vllm.platforms._current_platform = CpuPlatform()
+
+import vllm_omni.platforms  # noqa: E402
+from vllm_omni.platforms.interface import OmniPlatformEnum, UnspecifiedOmniPlatform  # noqa: E402
+
+
+class Processor(UnspecifiedOmniPlatform):
+    """Stands in for a GPU, with attention by torch."""
+
+    _omni_enum = OmniPlatformEnum.CUDA
+
+    @classmethod
+    def get_diffusion_attn_backend_cls(cls, *_: object, **__: object) -> str:
+        return "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
+
+
+vllm_omni.platforms._current_omni_platform = Processor()
+
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config.device import DeviceConfig  # noqa: E402
+from vllm.config.load import LoadConfig  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, register_linear_kernel  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.models.utils import AutoWeightsLoader  # noqa: E402
+from vllm_omni.diffusion.data import TransformerConfig  # noqa: E402
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader  # noqa: E402
+from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel  # noqa: E402
+from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs  # noqa: E402
+
+OPENED = "DiffusersPipelineLoader.load_weights of FluxTransformer2DModel, float32"
+COMPILED = "loaded; computing INT8 takes vLLM's compiled kernels, which need an NVIDIA GPU"
+
+
+class Emulation(EmulationNvFp4LinearKernel):
+    """vLLM's emulation of NVFP4, which takes two axes alone, for inputs with more."""
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().apply_weights(layer, x.flatten(0, -2), bias).unflatten(0, x.shape[:-1])
+
+
+register_linear_kernel(Emulation, PlatformEnum.CPU, "nvfp4")
+
+
+class Pipeline(nn.Module):
+    """A pipeline of one transformer, which remembers what its loader takes."""
+
+    def __init__(self, transformer: nn.Module, folder: Path):
+        super().__init__()
+        self.transformer = transformer
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(str(folder.parent), folder.name, None, "transformer.")
+        ]
+        self.given: set[str] = set()
+        self.loaded: set[str] = set()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        self.loaded = AutoWeightsLoader(self).load_weights(self.remembered(weights))
+        return self.loaded
+
+    def remembered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.given.add(name.removeprefix("transformer."))
+            yield name, tensor
+
+
+def place_of(network: FluxTransformer2DModel, name: str) -> tuple[str, slice, int]:
+    """Where the linear ``name`` of diffusers is: the program's name, its rows there, and which part of it that is."""
+    owner, _, last = name.rpartition(".")
+    for stacked, members in network.packed_modules_mapping.items():
+        if last in members:
+            widths = network.get_submodule(f"{owner}.{stacked}").output_sizes
+            index = members.index(last)
+            return f"{owner}.{stacked}", slice(sum(widths[:index]), sum(widths[: index + 1])), index
+    return name, slice(None), 0
+
+
+def altered(network: FluxTransformer2DModel, stored: Mapping[str, Tensor]) -> list[str]:
+    """What the program took and holds otherwise than the file, before it prepares weights for its kernels.
+
+    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers would look equal.
+    """
+    held, found = network.state_dict(), []
+    for name, tensor in stored.items():
+        owner, _, end = name.rpartition(".")
+        module, rows, index = place_of(network, owner)
+        own = held[f"{module}.{end}"]
+        if module != owner:
+            own = own[index] if tensor.numel() == 1 else own[rows]
+        if tensor.element_size() == 1 and own.dtype != tensor.dtype:
+            found.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
+        elif not torch.equal(own.float().flatten(), tensor.float().flatten()):
+            found.append(f"{name}: other numbers than in the file")
+    return found
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return float(torch.linalg.norm(a.float() - b.float()) / torch.linalg.norm(b.float()))
+
+
+def layer_errors(network: FluxTransformer2DModel, path: str) -> dict[str, float]:
+    """The largest relative errors of the quantized layers' outputs to both predictions."""
+    tensors, errors = load_file(path), {"exact": 0.0, "rounded": 0.0}
+    for key in tensors:
+        name, _, what = key.partition("|")
+        if what == "input":
+            module, rows, _ = place_of(network, name)
+            linear = network.get_submodule(module)
+            output = linear.quant_method.apply(linear, tensors[key].contiguous(), linear.bias)[:, rows]
+            errors = {kind: max(errors[kind], relative_error(output, tensors[f"{name}|{kind}"])) for kind in errors}
+    return errors
+
+
+@torch.no_grad()
+def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    """Fills the facts of a case as far as it comes. Raises what the program raises."""
+    folder = Path(case["path"])
+    config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    network = FluxTransformer2DModel(
+        **get_transformer_config_kwargs(config, FluxTransformer2DModel), quant_config=config.quant_config
+    )
+    pipeline = Pipeline(network, folder)
+    settings = SimpleNamespace(quantization_config=config.quant_config, parallel_config=None)
+    loader = DiffusersPipelineLoader(LoadConfig(), settings)
+    loader.load_weights(pipeline)
+    (file,) = folder.glob("*.safetensors")
+    stored = load_file(file)
+    linears = [each for each in network.modules() if isinstance(each, LinearBase)]
+    quantized = [each for each in linears if not isinstance(each.quant_method, UnquantizedLinearMethod)]
+    taken = {name: tensor for name, tensor in stored.items() if name in pipeline.given}
+    facts |= {
+        "opened": OPENED,
+        "missing": sorted(name for name, _ in pipeline.named_parameters() if name not in pipeline.loaded),
+        "left": sorted(stored.keys() - taken.keys()) + altered(network, taken),
+        "quantized": sum(len(getattr(each, "output_sizes", [1])) for each in quantized),
+    }
+    if config.quant_method == "int8":
+        facts["far"] = COMPILED
+        return
+    loader._process_weights_after_loading(pipeline, torch.device("cpu"))
+    facts["layers"] = layer_errors(network, case["layers"])
+    output = network(**load_file(case["call"]), return_dict=False)[0]
+    save_file({"output": output.contiguous()}, case["output"])
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    versions = {name: version(name) for name in ("vllm-omni", "vllm", "torch")}
+    written: dict[str, Any] = {"versions": versions, "cases": {}}
+    with TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
+        parallel_state.initialize_model_parallel()
+        for case in request["cases"]:
+            facts: dict[str, Any] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+            try:
+                opened(case, facts)
+            except Exception as error:
+                facts["far"] = f"{type(error).__name__}: {error}"[:200]
+            written["cases"][case["name"]] = facts
+            Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
