@@ -124,6 +124,9 @@ def tried(case: dict, folder: Path) -> dict:
         counts = re.search(r"Diffusion model weight type stat: (.*)", said)
         kinds = re.findall(r"(\w+): +(\d+)", counts[1]) if counts else []
         facts["quantized"] = sum(int(count) for kind, count in kinds if kind not in ("f32", "f16", "bf16"))
+        if path.suffix != ".gguf":
+            facts["far"] = "it draws; only GGUF is compared with the same weights in fp16"
+            return facts
         in_fp16(path, plain)
         facts["image"] = decibels(image, drawn(plain, folder)[0])
     except Exception as error:
