@@ -80,8 +80,8 @@ pairs: $(VENV)/.sd-quant-test ## Run every knob at the ends of its range, in all
 processors: $(VENV)/.sd-quant-run ## Run the main job as each class of processor that this one can be, and say what changes
 	$(PYTHON) benchmarks/processors.py
 
-programs-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Have each program that exports are for open them, in environments of their own; PROGRAMS=<folder with checkouts of those that are no packages>
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.run programs
+programs-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Have each program that exports are for open them, each in an environment of its own (10 GB); PROGRAMS=<folder with checkouts of ComfyUI, ComfyUI-GGUF, nunchaku>
+	PYTHONPATH=$(abspath $(VENV)/consumers) OMP_NUM_THREADS=1 $(PYTHON) -m tests.run programs $(OPTIONS)
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle

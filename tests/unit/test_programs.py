@@ -25,7 +25,12 @@ def case(tmp_path):
     """A program whose call is right where inputs are rounded, and 2 % off where they are not."""
     predicted = {"rounded": torch.ones(4), "exact": torch.full((4,), 1.02)}
     save_file({"output": torch.ones(4)}, tmp_path / "output.safetensors")
-    return Case(ROW, {"name": "int8", "output": str(tmp_path / "output.safetensors")}, predicted)
+    return Case(
+        ROW,
+        {"name": "int8", "output": str(tmp_path / "output.safetensors")},
+        predicted,
+        {"rounded": 1e-4, "exact": 1e-7},
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,9 +68,9 @@ def test_a_program_without_its_checkout_is_not_run_and_says_what_to_do(case, mon
 
 def test_a_script_that_dies_leaves_rows_that_say_so(case, monkeypatch, tmp_path):
     monkeypatch.setattr("tests.programs.check.HERE", tmp_path)
-    (tmp_path / "a_program.py").write_text("raise SystemExit(3)")
+    (tmp_path / "a_program.py").write_text("raise SystemExit('no luck')")
     (row,) = opened_by(PROGRAM, [case], tmp_path)
-    assert row.verdict == "FAILED" and row.far == "the script ended with 3"
+    assert row.verdict == "FAILED" and row.far == "the script ended with 1: no luck"
 
 
 def test_rows_are_kept_by_program_and_a_worse_one_is_noticed(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Tiny pipelines of sizes that ComfyUI detects: it tells a model by sizes of published checkpoints.
+"""Tiny pipelines of sizes that programs detect: ComfyUI tells a model by sizes of published checkpoints.
 
 Each is the tiny pipeline of its family with another denoiser. ComfyUI 0.33.0 fixes these numbers: Flux's heads of 128
 with axes of 16, 56 and 56; Stable Diffusion 3's heads of 64, as many of them as layers; the width of a UNet's first
@@ -47,4 +47,11 @@ COMFYUI: dict[str, Callable[[Path], None]] = {
         pixart, "transformer", diffusers.PixArtTransformer2DModel, num_layers=1, num_attention_heads=16,
         sample_size=64, attention_head_dim=72, cross_attention_dim=1152, caption_channels=4096,
     ),
+}  # fmt: skip
+# And of the widths of the published text encoders, which InvokeAI and stable-diffusion.cpp expect
+PUBLISHED = {
+    "flux": resized(
+        flux, "transformer", diffusers.FluxTransformer2DModel, axes_dims_rope=(16, 56, 56), num_attention_heads=2,
+        attention_head_dim=128, joint_attention_dim=4096, pooled_projection_dim=768,
+    )
 }  # fmt: skip
