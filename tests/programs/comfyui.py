@@ -8,7 +8,8 @@ decodes in fp16.
 
 The written file has a second output, ``exact``: of the same call once each quantized weight is dequantized by ComfyUI,
 so that no layer rounds its input. It differs from our prediction by the order of sums alone. Where inputs are rounded,
-some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart.
+some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart. A case
+with an ``image`` is sampled in the same two ways in place of a call, and the noise levels are written too.
 
 Three things are not as a user has them. Torchvision and torchaudio, whose compiled extensions need the torch build that
 they were compiled with, are stand-ins: no image model here calls them. So is ComfyUI's own module ``nodes`` for
@@ -214,11 +215,8 @@ def masks(call: dict[str, Tensor]) -> Tensor:
 def unet(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
     y = None
     if "time_ids" in call:
-        from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
-
         sizes, texts = call["time_ids"], call["text_embeds"]
-        features = model.label_emb[0][0].in_features - texts.shape[1]
-        embedded = Timestep(features // sizes.shape[1])(sizes.flatten()).reshape(len(sizes), -1)
+        embedded = embedder(model, texts.shape[1])(sizes.flatten()).reshape(len(sizes), -1)
         y = torch.cat([texts, embedded], 1)
     times = call["timestep"].expand(len(call["sample"]))
     return model(call["sample"], timesteps=times, context=call["encoder_hidden_states"], y=y)
@@ -251,6 +249,32 @@ def without_rounding(model: nn.Module) -> None:
             module.layout_type = None
 
 
+def embedder(model: nn.Module, pooled: int) -> nn.Module:
+    """Of SDXL's six sizes, as wide as the file has them."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
+
+    return Timestep((model.label_emb[0][0].in_features - pooled) // 6)
+
+
+def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
+    """Latents and noise levels of the function behind the node KSampler, from given noise and texts."""
+    import comfy.sample
+    import comfy.samplers
+
+    given, steps = load_file(image["given"]), image["steps"]
+    patcher.model.embedder = embedder(patcher.model.diffusion_model, given["pooled"].shape[1])
+    sizes = {"width": image["width"], "height": image["height"]}
+    positive, negative = (
+        [[given[f"{start}context"], {"pooled_output": given[f"{start}pooled"], **sizes}]] for start in ("", "negative ")
+    )
+    empty, kind = torch.zeros_like(given["noise"]), ("euler", "normal")
+    found = comfy.sample.sample(
+        patcher, given["noise"], steps, image["guidance"], *kind, positive, negative, empty, disable_pbar=True, seed=0
+    )
+    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), kind[1], steps)
+    return {"output": patcher.model.process_latent_in(found), "sigmas": sigmas}  # before the VAE's factor
+
+
 @torch.no_grad()
 def opened(case: dict, source: Path, facts: dict) -> None:
     """Fills the facts of a case as far as it comes."""
@@ -270,12 +294,17 @@ def opened(case: dict, source: Path, facts: dict) -> None:
         "opened": how if computed == torch.float32 else f"{how}, {computed}",
         "quantized": sum(map(is_quantized, model.modules())),
     }
-    facts["layers"] = of_layers(model, case["layers"])
-    call = load_file(case["call"])
-    outputs = {"output": CALLS[case["family"]](model, call)}
-    without_rounding(model)
-    outputs["exact"] = CALLS[case["family"]](model, call)
-    save_file({kind: output.float().contiguous() for kind, output in outputs.items()}, case["output"])
+    if "image" in case:
+        found = sampled(patcher, case["image"])
+        without_rounding(model)
+        found["exact"] = sampled(patcher, case["image"])["output"]
+    else:
+        facts["layers"] = of_layers(model, case["layers"])
+        call = load_file(case["call"])
+        found = {"output": CALLS[case["family"]](model, call)}
+        without_rounding(model)
+        found["exact"] = CALLS[case["family"]](model, call)
+    save_file({kind: each.float().contiguous() for kind, each in found.items()}, case["output"])
 
 
 def main() -> None:
