@@ -23,6 +23,7 @@ import json
 import logging
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -73,14 +74,16 @@ def import_comfyui(source: Path) -> None:
     import comfy.sd  # noqa: F401
 
 
+def gguf_folder(source: Path) -> Path:
+    places = source.parent / "ComfyUI-GGUF", source / "custom_nodes" / "ComfyUI-GGUF"
+    return next((place for place in places if place.is_dir()), places[0])
+
+
 def gguf_package(source: Path) -> ModuleType:
     """The modules of ComfyUI-GGUF, imported as ComfyUI imports a folder of nodes."""
     if "comfyui_gguf" in sys.modules:
         return sys.modules["comfyui_gguf"]
-    places = source.parent, source / "custom_nodes"
-    folder = next((place / "ComfyUI-GGUF" for place in places if (place / "ComfyUI-GGUF").is_dir()), None)
-    if folder is None:
-        raise FileNotFoundError(f"no folder ComfyUI-GGUF in {' or '.join(map(str, places))}")
+    folder = gguf_folder(source)
     stand_in("nodes")
     spec = importlib.util.spec_from_file_location(
         "comfyui_gguf", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -196,7 +199,7 @@ def sd3(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
 
 def pixart(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
     """All channels, not the noise's alone. One text at a time, without the words that a mask hides."""
-    model.pred_sigma = False
+    model.pred_sigma = False  # type: ignore[assignment]
     rows = []
     for index, (text, hidden) in enumerate(zip(call["encoder_hidden_states"], masks(call), strict=True)):
         one = slice(index, index + 1)
@@ -253,7 +256,7 @@ def embedder(model: nn.Module, pooled: int) -> nn.Module:
     """Of SDXL's six sizes, as wide as the file has them."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
 
-    return Timestep((model.label_emb[0][0].in_features - pooled) // 6)
+    return Timestep((model.get_submodule("label_emb.0.0").in_features - pooled) // 6)
 
 
 def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
@@ -315,8 +318,12 @@ def main() -> None:
     import_comfyui(source)
     import comfyui_version
 
-    packages = {"comfy-kitchen": version("comfy-kitchen"), "torch": version("torch")}
-    written: dict[str, Any] = {"versions": {"ComfyUI": comfyui_version.__version__, **packages}, "cases": {}}
+    versions = {"ComfyUI": comfyui_version.__version__}
+    described = gguf_folder(source) / "pyproject.toml"
+    if any(case["target"] == "gguf" for case in request["cases"]) and described.is_file():
+        versions["ComfyUI-GGUF"] = tomllib.loads(described.read_text(encoding="utf-8"))["project"]["version"]
+    versions |= {package: version(package) for package in ("comfy-kitchen", "torch")}
+    written: dict[str, Any] = {"versions": versions, "cases": {}}
     for case in request["cases"]:
         facts = written["cases"][case["name"]] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0}
         try:

@@ -63,7 +63,8 @@ class Shipped(Tiny):
     def sample(self, denoiser: nn.Module, sigmas: Tensor) -> Tensor:
         """Latents by Euler's method from these noise levels, with the nearest of the trained ones as times."""
         part, given = denoiser_part(self.checkpoint).wrap(denoiser), self.given
-        kept = torch.cumprod(1 - torch.linspace(*(beta**0.5 for beta in BETAS), 1000, dtype=torch.float64) ** 2, 0)
+        first, last = (beta**0.5 for beta in BETAS)
+        kept = torch.cumprod(1 - torch.linspace(first, last, 1000, dtype=torch.float64) ** 2, 0)
         trained = ((1 - kept) / kept).log() / 2
         sizes = torch.tensor([[SIZE, SIZE, 0, 0, SIZE, SIZE]] * len(PROMPTS), dtype=torch.float32)
         x = given["noise"] * (1 + sigmas[0] ** 2).sqrt()
