@@ -29,6 +29,7 @@ from sd_quant.models.text_encoders import padded
 from sd_quant.numbers import relative_error
 
 from ..unit.tiny import Tiny
+from .calls import unrounded
 from .pictures import PROMPTS, decibels
 from .rows import HERE, REPOSITORY, Row, python_of
 
@@ -114,8 +115,7 @@ def judged(shipped: Shipped, read: QuantizedDenoiser, row: Row, facts: Path, out
     row.verdict = "FAILED"
     if output.is_file():
         made = load_file(output)
-        plain = {layer: replace(each, inputs=None) for layer, each in read.layers.items()}
-        ours = shipped.sample(shipped.network(replace(read, rounded={}, layers=plain)), made["sigmas"])
+        ours = shipped.sample(shipped.network(unrounded(read)), made["sigmas"])
         row.unrounded = relative_error(ours, made["exact"])
         rounded = shipped.sample(shipped.network(read), made["sigmas"])
         row.image = min(decibels(shipped.images(rounded), shipped.images(made["output"])))
