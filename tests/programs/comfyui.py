@@ -8,7 +8,8 @@ decodes in fp16.
 
 The written file has a second output, ``exact``: of the same call once each quantized weight is dequantized by ComfyUI,
 so that no layer rounds its input. It differs from our prediction by the order of sums alone. Where inputs are rounded,
-some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart.
+some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart. A case
+with an ``image`` is sampled in the same two ways in place of a call, and the noise levels are written too.
 
 Three things are not as a user has them. Torchvision and torchaudio, whose compiled extensions need the torch build that
 they were compiled with, are stand-ins: no image model here calls them. So is ComfyUI's own module ``nodes`` for
@@ -22,6 +23,7 @@ import json
 import logging
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -72,14 +74,16 @@ def import_comfyui(source: Path) -> None:
     import comfy.sd  # noqa: F401
 
 
+def gguf_folder(source: Path) -> Path:
+    places = source.parent / "ComfyUI-GGUF", source / "custom_nodes" / "ComfyUI-GGUF"
+    return next((place for place in places if place.is_dir()), places[0])
+
+
 def gguf_package(source: Path) -> ModuleType:
     """The modules of ComfyUI-GGUF, imported as ComfyUI imports a folder of nodes."""
     if "comfyui_gguf" in sys.modules:
         return sys.modules["comfyui_gguf"]
-    places = source.parent, source / "custom_nodes"
-    folder = next((place / "ComfyUI-GGUF" for place in places if (place / "ComfyUI-GGUF").is_dir()), None)
-    if folder is None:
-        raise FileNotFoundError(f"no folder ComfyUI-GGUF in {' or '.join(map(str, places))}")
+    folder = gguf_folder(source)
     stand_in("nodes")
     spec = importlib.util.spec_from_file_location(
         "comfyui_gguf", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -195,7 +199,7 @@ def sd3(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
 
 def pixart(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
     """All channels, not the noise's alone. One text at a time, without the words that a mask hides."""
-    model.pred_sigma = False
+    model.pred_sigma = False  # type: ignore[assignment]
     rows = []
     for index, (text, hidden) in enumerate(zip(call["encoder_hidden_states"], masks(call), strict=True)):
         one = slice(index, index + 1)
@@ -214,11 +218,8 @@ def masks(call: dict[str, Tensor]) -> Tensor:
 def unet(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
     y = None
     if "time_ids" in call:
-        from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
-
         sizes, texts = call["time_ids"], call["text_embeds"]
-        features = model.label_emb[0][0].in_features - texts.shape[1]
-        embedded = Timestep(features // sizes.shape[1])(sizes.flatten()).reshape(len(sizes), -1)
+        embedded = embedder(model, texts.shape[1])(sizes.flatten()).reshape(len(sizes), -1)
         y = torch.cat([texts, embedded], 1)
     times = call["timestep"].expand(len(call["sample"]))
     return model(call["sample"], timesteps=times, context=call["encoder_hidden_states"], y=y)
@@ -251,6 +252,32 @@ def without_rounding(model: nn.Module) -> None:
             module.layout_type = None
 
 
+def embedder(model: nn.Module, pooled: int) -> nn.Module:
+    """Of SDXL's six sizes, as wide as the file has them."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import Timestep
+
+    return Timestep((model.get_submodule("label_emb.0.0").in_features - pooled) // 6)
+
+
+def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
+    """Latents and noise levels of the function behind the node KSampler, from given noise and texts."""
+    import comfy.sample
+    import comfy.samplers
+
+    given, steps = load_file(image["given"]), image["steps"]
+    patcher.model.embedder = embedder(patcher.model.diffusion_model, given["pooled"].shape[1])
+    sizes = {"width": image["width"], "height": image["height"]}
+    positive, negative = (
+        [[given[f"{start}context"], {"pooled_output": given[f"{start}pooled"], **sizes}]] for start in ("", "negative ")
+    )
+    empty, kind = torch.zeros_like(given["noise"]), ("euler", "normal")
+    found = comfy.sample.sample(
+        patcher, given["noise"], steps, image["guidance"], *kind, positive, negative, empty, disable_pbar=True, seed=0
+    )
+    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), kind[1], steps)
+    return {"output": patcher.model.process_latent_in(found), "sigmas": sigmas}  # before the VAE's factor
+
+
 @torch.no_grad()
 def opened(case: dict, source: Path, facts: dict) -> None:
     """Fills the facts of a case as far as it comes."""
@@ -270,12 +297,17 @@ def opened(case: dict, source: Path, facts: dict) -> None:
         "opened": how if computed == torch.float32 else f"{how}, {computed}",
         "quantized": sum(map(is_quantized, model.modules())),
     }
-    facts["layers"] = of_layers(model, case["layers"])
-    call = load_file(case["call"])
-    outputs = {"output": CALLS[case["family"]](model, call)}
-    without_rounding(model)
-    outputs["exact"] = CALLS[case["family"]](model, call)
-    save_file({kind: output.float().contiguous() for kind, output in outputs.items()}, case["output"])
+    if "image" in case:
+        found = sampled(patcher, case["image"])
+        without_rounding(model)
+        found["exact"] = sampled(patcher, case["image"])["output"]
+    else:
+        facts["layers"] = of_layers(model, case["layers"])
+        call = load_file(case["call"])
+        found = {"output": CALLS[case["family"]](model, call)}
+        without_rounding(model)
+        found["exact"] = CALLS[case["family"]](model, call)
+    save_file({kind: each.float().contiguous() for kind, each in found.items()}, case["output"])
 
 
 def main() -> None:
@@ -286,8 +318,12 @@ def main() -> None:
     import_comfyui(source)
     import comfyui_version
 
-    packages = {"comfy-kitchen": version("comfy-kitchen"), "torch": version("torch")}
-    written: dict[str, Any] = {"versions": {"ComfyUI": comfyui_version.__version__, **packages}, "cases": {}}
+    versions = {"ComfyUI": comfyui_version.__version__}
+    described = gguf_folder(source) / "pyproject.toml"
+    if any(case["target"] == "gguf" for case in request["cases"]) and described.is_file():
+        versions["ComfyUI-GGUF"] = tomllib.loads(described.read_text(encoding="utf-8"))["project"]["version"]
+    versions |= {package: version(package) for package in ("comfy-kitchen", "torch")}
+    written: dict[str, Any] = {"versions": versions, "cases": {}}
     for case in request["cases"]:
         facts = written["cases"][case["name"]] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0}
         try:
