@@ -50,9 +50,10 @@ from sd_quant.numbers import relative_error
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.detected import COMFYUI, PUBLISHED
 from ..zoo.families import TINY, WIDE
-from .calls import Called
+from .calls import Called, unrounded
 from .pipelines import PIPELINES, pipeline_rows
 from .rows import HERE, Row, is_worse, kept, python_of, save, shown
+from .sampled import sampled_row
 
 ORDER_OF_SUMS = 3e-7  # relative: so far another order of a sum moves it in fp32
 AUTHORS = ("comfyui", "gguf")  # targets whose files have the names of a model's authors
@@ -69,6 +70,8 @@ class Program:
     # Limits of relative errors, both sides in fp32: of a layer, and of a call, unless the control allows more
     layer: float = 1e-5
     call: float = 1e-5
+    absent: frozenset[str] = frozenset()  # what it does not find in any file of diffusers, and never uses
+    samples: bool = False  # whether its own sampler makes images of the shipped SDXL, see ``sampled``
     image: float = 50.0  # dB of an image to that of the same weights in fp16, where a program gives no more
 
 
@@ -76,9 +79,10 @@ EVERY = TINY | WIDE
 UNETS = ("sd21", "sd15", "sdxl")
 # diffusers, InvokeAI and ComfyUI-GGUF's plain node decode GGUF in fp16, ModelOpt's file has its weights in it
 HALF = 4e-3
+OF_COMFYUI: Any = {"makers": EVERY | COMFYUI, "absent": frozenset({"y_embedder.y_embedding"}), "samples": True}
 PROGRAMS = {
-    "ComfyUI": Program("comfyui", {"comfyui": ("flux", "sd3", "pixart", *UNETS)}, "ComfyUI", EVERY | COMFYUI),
-    "ComfyUI-GGUF": Program("comfyui", {"gguf": ("flux", "sd3", *UNETS)}, "ComfyUI", EVERY | COMFYUI),
+    "ComfyUI": Program("comfyui", {"comfyui": ("flux", "sd3", "pixart", *UNETS)}, "ComfyUI", **OF_COMFYUI),
+    "ComfyUI-GGUF": Program("comfyui", {"gguf": ("flux", "sd3", *UNETS)}, "ComfyUI", **OF_COMFYUI),
     "InvokeAI": Program("by_invokeai", {"gguf": ("flux",), "diffusers_sdnq": ("flux",)}, "", PUBLISHED, HALF, HALF),
     "stable-diffusion.cpp": Program("by_stable_diffusion_cpp", {name: ("flux",) for name in AUTHORS}, "", PUBLISHED),
     "diffusers": Program("by_diffusers", {
@@ -155,8 +159,7 @@ def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
         return None
     path = tiny.written(assignment, row.target, folder)
     read = tiny.read(path, row.target)
-    plain = replace(read, rounded={}, layers={name: replace(layer, inputs=None) for name, layer in read.layers.items()})
-    networks = {"rounded": tiny.network(read), "exact": tiny.network(plain)}
+    networks = {"rounded": tiny.network(read), "exact": tiny.network(unrounded(read))}
     call, layers = folder / "call.safetensors", folder / "layers.safetensors"
     save_file({name: each.clone() for name, each in arguments(tiny).items()}, call)
     found = outputs_of_layers(tiny, networks, read)
@@ -274,7 +277,7 @@ def judged(row: Row, fact: Mapping[str, Any], case: Case, program: Program) -> R
     """The row with what the program said, and the verdict."""
     row = replace(
         row, opened=fact.get("opened", ""), far=fact.get("far", ""), quantized=fact.get("quantized", ""),
-        missing=len(fact.get("missing", [])), left=len(fact.get("left", [])),
+        missing=len({*fact.get("missing", [])} - program.absent), left=len(fact.get("left", [])),
     )  # fmt: skip
     if not row.opened:
         return replace(row, verdict="FAILED")
@@ -333,3 +336,6 @@ def rows_of(names: Collection[str]) -> Iterator[Row]:
         with TemporaryDirectory() as temporary:
             work, program = Path(temporary), PROGRAMS[name]
             yield from opened_by(program, list(cases_of(name, program, work)), work)
+            source, _ = source_of(program)
+            for target in program.targets if program.samples and source else ():
+                yield sampled_row(name, program.script, target, source, work / "sampled")

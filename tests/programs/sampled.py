@@ -8,7 +8,6 @@ checkpoint is not calibrated, so its recipes need weights alone.
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -84,15 +83,15 @@ class Shipped(Tiny):
 
 
 @torch.no_grad()
-def sampled_rows(name: str, script: str, target: str, source: Path, work: Path) -> Iterator[Row]:
+def sampled_row(name: str, script: str, target: str, source: Path, work: Path) -> Row:
     """The row of a program's images of the shipped checkpoint."""
     shipped = Shipped(open_checkpoint(CHECKPOINT, "sdxl", io="diffusers", max_sequence_length=None))
     recipe = own_recipe(PRESETS[target])
     assert recipe is not None
     assignment = shipped.assignment(replace(recipe, smoothing="none", alpha=None), target)
     config, given, facts = work / "unet" / "config.json", work / "given.safetensors", work / "facts.json"
+    config.parent.mkdir(parents=True)
     path, output = TARGETS[target].module.write(shipped.checkpoint, assignment, work), work / "output.safetensors"
-    config.parent.mkdir()
     config.write_text(shipped.pipe.unet.to_json_string(), encoding="utf-8")
     save_file(shipped.given, given)
     image = {"given": str(given), "steps": STEPS, "guidance": GUIDANCE, "width": SIZE, "height": SIZE}
@@ -100,9 +99,10 @@ def sampled_rows(name: str, script: str, target: str, source: Path, work: Path) 
             "output": str(output), "image": image}  # fmt: skip
     request, (python, variables) = work / "request.json", python_of(script)
     request.write_text(json.dumps({"source": str(source), "facts": str(facts), "cases": [case]}), encoding="utf-8")
-    subprocess.run([python, HERE / f"{script}.py", request], cwd=work, env=os.environ | variables)
+    command = [python, HERE / f"{script}.py", request]
+    subprocess.run(command, cwd=work, env=os.environ | variables, capture_output=True)
     read = shipped.read(path, target)
-    yield judged(shipped, read, Row(name, target, "sdxl_mini", PRESETS[target], of=len(read.layers)), facts, output)
+    return judged(shipped, read, Row(name, target, "sdxl_mini", PRESETS[target], of=len(read.layers)), facts, output)
 
 
 def judged(shipped: Shipped, read: QuantizedDenoiser, row: Row, facts: Path, output: Path) -> Row:
