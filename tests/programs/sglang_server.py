@@ -99,7 +99,7 @@ def opened(case: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a case. Raises what the program raises."""
     from sglang.multimodal_gen.runtime.layers.linear import LinearBase, UnquantizedLinearMethod
 
-    folder = Path(case["path"])
+    folder = Path(case["path"]) / "transformer"
     (file,) = folder.glob("*.safetensors")
     network = loaded(folder, file)
     linears = [each for each in network.modules() if isinstance(each, LinearBase)]

@@ -148,7 +148,7 @@ def layer_errors(network: FluxTransformer2DModel, path: str) -> dict[str, float]
 @torch.no_grad()
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     """Fills the facts of a case as far as it comes. Raises what the program raises."""
-    folder = Path(case["path"])
+    folder = Path(case["path"]) / "transformer"
     config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     network = FluxTransformer2DModel(
         **get_transformer_config_kwargs(config, FluxTransformer2DModel), quant_config=config.quant_config
