@@ -40,6 +40,7 @@ from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.config.targets import inputs_held
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.servers import why_not_served
 from sd_quant.interchange.weights import JoinedLayers, by_authors_names
 from sd_quant.models.family import family_named
 from sd_quant.names.authors import assembled
@@ -119,20 +120,27 @@ def cases_of(name: str, program: Program, folder: Path) -> Iterator[Case]:
 
 @torch.no_grad()
 def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
-    """The case of a row, None where the target holds no layer of its recipe."""
+    """The case of a row, None where the target holds no layer of its recipe, or the program loads none of its formats.
+
+    Layers that a server loads in high precision, whatever a file says, are not quantized for it.
+    """
     recipe = own_recipe(row.preset)
     assert recipe is not None
     if recipe.enable.linear.weight not in TARGETS[row.target].multiplied:
         recipe = replace(recipe, smoothing="none", alpha=None)
-    assignment = tiny.assignment(recipe, row.target)
+    server, pipelines = TARGETS[row.target].servers.get(row.program), tiny.checkpoint.family.PIPELINES
+    plain = [] if server is None else [pattern for name in pipelines for pattern in server.plain.get(name, ())]
+    assignment = tiny.assignment(recipe, row.target, plain)
+    if server is not None and why_not_served(server, tiny.checkpoint, assignment) is not None:
+        return None
     joined = by_authors_names(tiny.checkpoint, assignment)[1] if row.target in AUTHORS else None
     row.of = sum(layer.format is not None for layer in assignment.values()) if joined is None else len(joined)
     if row.of == 0:
         return None
     path = tiny.written(assignment, row.target, folder)
     read = tiny.read(path, row.target)
-    plain = replace(read, rounded={}, layers={name: replace(layer, inputs=None) for name, layer in read.layers.items()})
-    networks = {"rounded": tiny.network(read), "exact": tiny.network(plain)}
+    exact = replace(read, rounded={}, layers={name: replace(layer, inputs=None) for name, layer in read.layers.items()})
+    networks = {"rounded": tiny.network(read), "exact": tiny.network(exact)}
     call, layers = folder / "call.safetensors", folder / "layers.safetensors"
     save_file({name: each.clone() for name, each in arguments(tiny).items()}, call)
     found = outputs_of_layers(tiny, networks, read)
