@@ -32,8 +32,7 @@ class Row:
     inputs: str = ""  # rounded, or as they are
     layer: float | str = ""  # the largest relative error of a layer
     call: float | str = ""  # the relative error of a call of the denoiser
-    control: float | str = ""  # of our own call to itself, see ``check``
-    unrounded: float | str = ""  # as ``call``, where the program can be told to leave inputs as they are
+    unrounded: float | str = ""  # the same, where the program can be told to leave inputs as they are
     image: float | str = ""  # PSNR of the worst image against ours, dB
     verdict: str = ""  # ok, loaded, FAILED, or not run
     far: str = ""  # how far it came, where it does not compute

@@ -75,7 +75,7 @@ def loaded(folder: Path, file: Path) -> nn.Module:
 def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """What the program did not find, and what it did not take as it is in the file.
 
-    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers would look equal.
+    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers look equal.
     """
     from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 
@@ -87,7 +87,7 @@ def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list
         own = held.get(places[name])
         if own is None:
             left.append(name)
-        elif tensor.element_size() == 1 and own.dtype != tensor.dtype:
+        elif 1 in (tensor.element_size(), own.element_size()) and own.dtype != tensor.dtype:
             left.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
         elif not torch.equal(own.float().flatten(), tensor.float().flatten()):
             left.append(f"{name}: other numbers than in the file")
@@ -99,7 +99,7 @@ def opened(case: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a case. Raises what the program raises."""
     from sglang.multimodal_gen.runtime.layers.linear import LinearBase, UnquantizedLinearMethod
 
-    folder = Path(case["path"])
+    folder = Path(case["path"]) / "transformer"
     (file,) = folder.glob("*.safetensors")
     network = loaded(folder, file)
     linears = [each for each in network.modules() if isinstance(each, LinearBase)]

@@ -112,7 +112,7 @@ def place_of(network: FluxTransformer2DModel, name: str) -> tuple[str, slice, in
 def altered(network: FluxTransformer2DModel, stored: Mapping[str, Tensor]) -> list[str]:
     """What the program took and holds otherwise than the file, before it prepares weights for its kernels.
 
-    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers would look equal.
+    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers look equal.
     """
     held, found = network.state_dict(), []
     for name, tensor in stored.items():
@@ -121,7 +121,7 @@ def altered(network: FluxTransformer2DModel, stored: Mapping[str, Tensor]) -> li
         own = held[f"{module}.{end}"]
         if module != owner:
             own = own[index] if tensor.numel() == 1 else own[rows]
-        if tensor.element_size() == 1 and own.dtype != tensor.dtype:
+        if 1 in (tensor.element_size(), own.element_size()) and own.dtype != tensor.dtype:
             found.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
         elif not torch.equal(own.float().flatten(), tensor.float().flatten()):
             found.append(f"{name}: other numbers than in the file")
@@ -133,22 +133,23 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def layer_errors(network: FluxTransformer2DModel, path: str) -> dict[str, float]:
-    """The largest relative errors of the quantized layers' outputs to both predictions."""
-    tensors, errors = load_file(path), {"exact": 0.0, "rounded": 0.0}
+    """The largest relative errors of the quantized layers' outputs to both predictions; NaN where one is NaN."""
+    tensors, errors = load_file(path), {"exact": [0.0], "rounded": [0.0]}
     for key in tensors:
         name, _, what = key.partition("|")
         if what == "input":
             module, rows, _ = place_of(network, name)
             linear = network.get_submodule(module)
             output = linear.quant_method.apply(linear, tensors[key].contiguous(), linear.bias)[:, rows]
-            errors = {kind: max(errors[kind], relative_error(output, tensors[f"{name}|{kind}"])) for kind in errors}
-    return errors
+            for kind, found in errors.items():
+                found.append(relative_error(output, tensors[f"{name}|{kind}"]))
+    return {kind: float(torch.tensor(found).max()) for kind, found in errors.items()}
 
 
 @torch.no_grad()
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     """Fills the facts of a case as far as it comes. Raises what the program raises."""
-    folder = Path(case["path"])
+    folder = Path(case["path"]) / "transformer"
     config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     network = FluxTransformer2DModel(
         **get_transformer_config_kwargs(config, FluxTransformer2DModel), quant_config=config.quant_config
@@ -164,7 +165,9 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     taken = {name: tensor for name, tensor in stored.items() if name in pipeline.given}
     facts |= {
         "opened": OPENED,
-        "missing": sorted(name for name, _ in pipeline.named_parameters() if name not in pipeline.loaded),
+        "missing": sorted(
+            name for name, _ in network.named_parameters() if f"transformer.{name}" not in pipeline.loaded
+        ),
         "left": sorted(stored.keys() - taken.keys()) + altered(network, taken),
         "quantized": sum(len(getattr(each, "output_sizes", [1])) for each in quantized),
     }

@@ -22,8 +22,8 @@ PROGRAM = Program("a_program", {"comfyui": ("flux",)})
 
 @pytest.fixture
 def case(tmp_path):
-    """A program whose call is right where inputs are rounded, and 2 % off where they are not."""
-    predicted = {"rounded": torch.ones(4), "exact": torch.full((4,), 1.02)}
+    """A program whose call is right where inputs are rounded, and 5 % off where they are not."""
+    predicted = {"rounded": torch.ones(4), "exact": torch.full((4,), 1.05)}
     save_file({"output": torch.ones(4)}, tmp_path / "output.safetensors")
     return Case(
         ROW,
@@ -55,7 +55,7 @@ def test_a_verdict_needs_every_fact(case, changed, verdict):
 def test_a_call_without_an_output_or_whose_unrounded_form_is_off_fails(case, tmp_path):
     save_file({"output": torch.ones(4), "exact": torch.ones(4)}, case.request["output"])
     found = judged(ROW, SOUND, case, PROGRAM)
-    assert found.verdict == "FAILED" and found.unrounded == pytest.approx(0.02 / 1.02)
+    assert found.verdict == "FAILED" and found.unrounded == pytest.approx(0.05 / 1.05)
     (tmp_path / "output.safetensors").unlink()
     assert judged(ROW, SOUND, case, PROGRAM).verdict == "FAILED"
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -132,16 +132,17 @@ class Tiny:
                 part(**self.inputs(now["prompt"]))
         return statistics
 
-    def derived(self, recipe: Recipe) -> dict[str, LayerAssignment]:
+    def derived(self, recipe: Recipe, exclude: Collection[str] = ()) -> dict[str, LayerAssignment]:
         denoiser = self.denoiser()
         return derive(
             self.roles, lambda name: denoiser.get_submodule(name).weight, self.statistics.layers, recipe,
             self.checkpoint.family.shared_inputs(self.roles), bias_of=lambda name: denoiser.get_submodule(name).bias,
+            exclude=exclude,
         )  # fmt: skip
 
-    def assignment(self, recipe: Recipe, target: str) -> dict[str, LayerAssignment]:
-        """What the ``target`` holds of what the recipe derives."""
-        return adapted(self.derived(recipe), TARGETS[target])
+    def assignment(self, recipe: Recipe, target: str, exclude: Collection[str] = ()) -> dict[str, LayerAssignment]:
+        """What the ``target`` holds of what the recipe derives, without layers that match a pattern of ``exclude``."""
+        return adapted(self.derived(recipe, exclude), TARGETS[target])
 
     def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
         """What the ``target`` writes into ``folder``, a pipeline's with nothing else that is needed."""
