@@ -21,7 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-PACKAGES = ("diffusers", "torch", "accelerate", "gguf", "torchao", "sdnq", "auto-round", "nvidia-modelopt")
+PACKAGES = {  # by target
+    "gguf": "gguf", "diffusers_torchao": "torchao", "diffusers_sdnq": "sdnq", "diffusers_autoround": "auto-round",
+    "diffusers_modelopt": "nvidia-modelopt", "diffusers_bfl": "diffusers",
+}  # fmt: skip
 Place = tuple[str, Tensor | slice]  # a module, and the rows of the file's layer that it holds
 CONDITIONS = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # which diffusers takes in a dictionary
 
@@ -200,6 +203,7 @@ def errors_of_layers(
 def tried(case: dict) -> dict:
     """The facts of a case; an exception is among them."""
     facts: dict = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+    facts["versions"] = {name: version(name) for name in ("diffusers", PACKAGES[case["target"]], "torch")}
     try:
         network, how = opened(case)
         facts |= how
@@ -219,19 +223,9 @@ def tried(case: dict) -> dict:
     return facts
 
 
-def installed() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except ModuleNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
-    facts: dict = {"versions": installed(), "cases": {}}
+    facts: dict = {"versions": {}, "cases": {}}
     for case in request["cases"]:
         facts["cases"][case["name"]] = tried(case)
         Path(request["facts"]).write_text(json.dumps(facts, indent=1))

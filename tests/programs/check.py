@@ -86,14 +86,15 @@ OF_COMFYUI: Any = {"makers": EVERY | COMFYUI, "absent": frozenset({"y_embedder.y
 PROGRAMS = {
     "ComfyUI": Program("comfyui", {"comfyui": ("flux", "sd3", "pixart", *UNETS)}, "ComfyUI", **OF_COMFYUI),
     "ComfyUI-GGUF": Program("comfyui", {"gguf": ("flux", "sd3", *UNETS)}, "ComfyUI", **OF_COMFYUI),
-    "InvokeAI": Program("by_invokeai", {"gguf": ("flux",), "diffusers_sdnq": ("flux",)}, "", PUBLISHED, HALF, HALF, holds_all=False),
+    "InvokeAI": Program("by_invokeai", {"gguf": ("flux",), "diffusers_sdnq": ("flux",)}, "", PUBLISHED, HALF, HALF,
+                        holds_all=False),
     "stable-diffusion.cpp": Program("by_stable_diffusion_cpp", {name: ("flux",) for name in AUTHORS}, "", PUBLISHED),
     "diffusers": Program("by_diffusers", {
         "diffusers_torchao": ("flux", "sd21", "sdxl", "sd3", "pixart"), "diffusers_sdnq": ("flux", "sd21", "sd3"),
         "diffusers_autoround": ("flux", "sd21"), "diffusers_bfl": ("flux", "sd21", "sdxl", "sd3"),
     }),
-    "diffusers with ModelOpt": Program("by_diffusers", {"diffusers_modelopt": ("sd21", "flux")}, layer=HALF, call=HALF, rounded=0.1),
-    "diffusers' GGUF": Program("by_diffusers", {"gguf": ("sdxl", "sd15", "sd21", "sd3", "flux")}, layer=HALF, call=HALF),
+    "diffusers with ModelOpt": Program("by_diffusers", {"diffusers_modelopt": ("sd21", "flux")}, "", EVERY, HALF, HALF, 0.1),
+    "diffusers' GGUF": Program("by_diffusers", {"gguf": ("sdxl", "sd15", "sd21", "sd3", "flux")}, "", EVERY, HALF, HALF),
     "vLLM-Omni": Program("vllm_omni_server", {"modelopt_export": ("flux",), "vllm_int8": ("flux",)}),
     "SGLang": Program("sglang_server", {"modelopt_export": ("flux",), "sglang_fp8": ("flux",)}),
     "nunchaku": Program("nunchaku_loader", {"nunchaku": ("flux", "sdxl_wide")}, "nunchaku"),
@@ -168,7 +169,7 @@ def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
         return None
     path = tiny.written(assignment, row.target, folder)
     read = tiny.read(path, row.target)
-    networks = {"rounded": tiny.network(read), "exact": tiny.network(unrounded(read))}
+    networks = {"exact": tiny.network(unrounded(read)), "rounded": tiny.network(read)}
     call, layers = folder / "call.safetensors", folder / "layers.safetensors"
     save_file({name: each.clone() for name, each in arguments(tiny).items()}, call)
     found = outputs_of_layers(tiny, networks, read)
@@ -256,13 +257,17 @@ def opened_by(program: Program, cases: list[Case], work: Path) -> list[Row]:
     with printed.open("w", encoding="utf-8") as file:
         ended = subprocess.run(command, cwd=work, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT)
     found = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {"versions": {}, "cases": {}}
-    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     last = printed.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
     died = {"far": f"the script ended with {ended.returncode}: {last[:200]}"}
+    facts_of = [found["cases"].get(case.request["name"], died) for case in cases]
     return [
-        judged(replace(case.row, versions=versions), found["cases"].get(case.request["name"], died), case, program)
-        for case in cases
+        judged(replace(case.row, versions=listed(fact.get("versions", found["versions"]))), fact, case, program)
+        for case, fact in zip(cases, facts_of, strict=True)
     ]
+
+
+def listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def judged(row: Row, fact: Mapping[str, Any], case: Case, program: Program) -> Row:
