@@ -79,7 +79,7 @@ class Program:
 
 
 EVERY = TINY | WIDE
-UNETS = ("sd21", "sd15", "sdxl")
+UNETS = ("sdxl", "sd15", "sd21")
 # diffusers, InvokeAI and ComfyUI-GGUF's plain node decode GGUF in fp16, ModelOpt's file has its weights in it
 HALF = 4e-3
 OF_COMFYUI: Any = {"makers": EVERY | COMFYUI, "absent": frozenset({"y_embedder.y_embedding"}), "samples": True}
@@ -93,8 +93,10 @@ PROGRAMS = {
         "diffusers_torchao": ("flux", "sd21", "sdxl", "sd3", "pixart"), "diffusers_sdnq": ("flux", "sd21", "sd3"),
         "diffusers_autoround": ("flux", "sd21"), "diffusers_bfl": ("flux", "sd21", "sdxl", "sd3"),
     }),
-    "diffusers with ModelOpt": Program("by_diffusers", {"diffusers_modelopt": ("sd21", "flux")}, "", EVERY, HALF, HALF, 0.1),
-    "diffusers' GGUF": Program("by_diffusers", {"gguf": ("sdxl", "sd15", "sd21", "sd3", "flux")}, "", EVERY, HALF, HALF),
+    "diffusers with ModelOpt": Program(
+        "by_diffusers", {"diffusers_modelopt": ("sd21", "flux")}, layer=HALF, call=HALF, rounded=0.1,
+    ),
+    "diffusers' GGUF": Program("by_diffusers", {"gguf": (*UNETS, "sd3", "flux")}, "", EVERY, HALF, HALF),
     "vLLM-Omni": Program("vllm_omni_server", {"modelopt_export": ("flux",), "vllm_int8": ("flux",)}),
     "SGLang": Program("sglang_server", {"modelopt_export": ("flux",), "sglang_fp8": ("flux",)}),
     "nunchaku": Program("nunchaku_loader", {"nunchaku": ("flux", "sdxl_wide")}, "nunchaku"),
