@@ -75,9 +75,11 @@ FACTS = ForeignFormat(
     loading="import sdnq  # without it transformers takes a text encoder's codes for weights, and does not say so\n"
     "import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.{dtype})",
+    also="InvokeAI 6.14.2 opens a Flux too, in INT8 and FP8.",
     convolutions=frozenset({"int8", "fp8"}),
     low_rank=True,
     networks=("*",),
+    traps={"int4": ("InvokeAI 6.14.2 does not open INT4 (`shape ... is invalid for input`).",)},
     broken={"sdnq<0.2.2": "diffusers refuses older ones"},
 )
 MAKER = "SDNQ"
