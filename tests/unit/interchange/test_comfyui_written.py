@@ -1,7 +1,8 @@
-"""Files for ComfyUI of every family: comfy-kitchen decodes their linears, and diffusers' converters find their names.
+"""Files for ComfyUI of every family: what it reads off a file before it opens it, and codes as comfy-kitchen has them.
 
-ComfyUI itself is no package. What it reads off a file before it opens it is written down here from its
-``model_detection.py``, ``utils.py`` and ``ops.py``.
+The first is written down here from ComfyUI's ``model_detection.py``, ``utils.py`` and ``ops.py``. ComfyUI itself opens
+some of these files in ``tests.programs``. ``test_round_trip`` holds their weights against the reader, and
+``test_comfyui`` the reader against comfy-kitchen.
 """
 
 import pytest
@@ -14,32 +15,22 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
 from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, TILES, e8m0
 from sd_quant.interchange.holding import held
-from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error, up_to
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 
-from .cases import INT4_ROWS, PLAIN, ROTATED, W4A8
+from .cases import INT4_ROWS, PLAIN
 from .comfyui_files import by_kitchen, marks_of, opened_by_kitchen
 from .conftest import recipe_of
-from .single_files import authors_state, in_diffusers
+from .single_files import authors_state
 
 pytestmark = pytest.mark.commit
 
-CHOSEN = {"rounding": "gptq", "scale_search": True}
-CASES = [  # one a mark
-    ("sdxl", "nvfp4", PLAIN),
-    ("sdxl", "int4", {"activation": None, "alpha": None}),
-    ("sd3", "fp8", {"per_channel": False, "alpha": None}),
-    ("sd3", "mxfp8", PLAIN),
-    ("sd3", "int4_in_int8", W4A8 | CHOSEN),
-    ("flux", "int8", {**ROTATED, "rotation": 256}),
-    ("flux", "int4_per_row", INT4_ROWS | CHOSEN),
-]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
 DETECTED = {
@@ -68,34 +59,6 @@ def written(written_once):
         return case, assignment, path, state, metadata
 
     return write
-
-
-@pytest.mark.slow
-@pytest.mark.consumer
-@pytest.mark.parametrize("family, fmt, options", CASES)
-@torch.no_grad()
-def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(written, family, fmt, options):
-    """Halves in the authors' order, nibbles in ComfyUI's, scales in tiles: any other order gives other numbers."""
-    case, assignment, _, state, _ = written(family, fmt, options)
-    network, weights = empty_denoiser(case.checkpoint), denoiser_weights(case.checkpoint)
-    marks = marks_of(state)
-    opened = {f"{layer}.weight": opened_by_kitchen(state, layer).dequantize() for layer in marks}
-    plain = {name: each.float() for name, each in state.items()
-             if name.rpartition(".")[0] not in marks or name.endswith(".bias")}  # fmt: skip
-    found = in_diffusers(network, plain | opened)
-    assert found.keys() == set(network.state_dict())
-    quantized = [row for row in assignment.values() if row.format]
-    assert len(quantized) > 15
-    if family == "sd3":  # shift and scale are exchanged in it, and the scales of rows with them
-        assert "joint_blocks.1.context_block.adaLN_modulation.1" in marks
-    for name, tensor in found.items():
-        row: LayerAssignment | None = assignment.get(name.rpartition(".")[0])
-        if name.endswith(".weight") and row is not None and row.format:
-            expected, near = row.rounded_weight(rewritten(weights[name], row)), 1e-3 if fmt == "nvfp4" else 1e-6
-        else:
-            changed = row is not None and row.role != "attention"
-            expected, near = rewritten(weights[name], row).half() if changed else weights[name].half(), 0
-        torch.testing.assert_close(tensor, expected.float(), rtol=near, atol=near * expected.abs().max().item())
 
 
 @pytest.mark.consumer
