@@ -124,7 +124,6 @@ COUNTS = {  # of roles; and of inputs that a layer that may be quantized reads, 
     "auraflow": ({Q: 12, L: 4, F: 12, E: 10}, {"producer": 6, "none": 10}),
     "cogview4": ({Q: 6, L: 2, E: 14}, {"producer": 2, "none": 2}),  # one feed-forward for image and text, called twice
     "hidream": ({Q: 9, L: 3, F: 33, E: 12}, {"producer": 16, "none": 12}),
-    "allegro": ({Q: 12, L: 4, F: 4, E: 7}, {"producer": 4, "none": 10}),
     "latte": ({Q: 18, L: 6, F: 8, E: 7}, {"producer": 6, "none": 16}),
     "kandinsky5": ({Q: 15, L: 5, F: 6, E: 10}, {"producer": 13, "none": 5}),
 }  # fmt: skip
