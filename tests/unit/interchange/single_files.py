@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
-from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX, authors_places
 
 
@@ -51,13 +51,6 @@ def in_diffusers(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, T
     known = vars(single_file_utils).copy()
     exec(source.replace("inner_dim = 3072", f"inner_dim = {network.inner_dim}"), known)
     return known["convert_flux_transformer_checkpoint_to_diffusers"](named)
-
-
-def loaded(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> nn.Module:
-    """The denoiser as diffusers builds it, with these tensors in fp32."""
-    network = checkpoint.build()[denoiser_part(checkpoint).component]
-    network.load_state_dict({name: each.float() for name, each in state.items()})
-    return network.eval()
 
 
 def read_all(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
