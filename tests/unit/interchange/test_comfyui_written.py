@@ -17,7 +17,6 @@ from sd_quant.interchange.holding import held
 from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
-from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
@@ -25,7 +24,6 @@ from sd_quant.quantization.rotation import rotated
 from .cases import PLAIN
 from .comfyui_files import by_kitchen, marks_of
 from .conftest import recipe_of
-from .single_files import authors_state
 
 pytestmark = pytest.mark.commit
 
@@ -142,20 +140,6 @@ def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
     assert torch.equal(PADDED_E2M1.pack(fmt.quantize(weight, *scales)), expected[""])
     assert torch.equal(TILES.pack(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
     assert scales[1] == expected["_scale_2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_no_padding_changes_a_size_that_comfyui_counts(written, family):
-    """MXFP8 packs nothing, so that more layers have it than NVFP4."""
-    case, assignment, _, state, _ = written(family, "mxfp8", PLAIN)
-    plain, marks, sized = authors_state(case.checkpoint), marks_of(state), DETECTED[family][1]
-    assert all(state[name].shape == plain[name].shape for name in sized)
-    assert family == "flux" or sized[0].removesuffix(".weight") in marks
-    for layer in marks:
-        rows, columns = plain[f"{layer}.weight"].shape
-        assert state[f"{layer}.weight"].shape == (up_to(rows, 32), columns) and f"{layer}.input_scale" not in state
-        assert state[f"{layer}.weight_scale"].dtype == torch.uint8
 
 
 def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():
