@@ -44,7 +44,6 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
 
 @pytest.mark.parametrize(("script", "arguments", "code", "words"), [
     ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
-    ("quantize.py", ["quantize=int9"], 2, "there is no preset quantize=int9; did you mean int8"),
     ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
     ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
     ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),

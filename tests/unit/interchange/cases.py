@@ -25,7 +25,6 @@ CASES = [
     ("comfyui", "flux", "mxfp8", PLAIN | {"rounding": "gptq"}),
     ("comfyui", "pixart", "mxfp8", PLAIN),
     ("comfyui", "flux", "int8", {**ROTATED, "rotation": 256}),
-    ("comfyui", "flux", "fp8", {"per_channel": False, "alpha": None}),
     ("comfyui", "flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("comfyui", "flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),

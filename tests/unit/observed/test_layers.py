@@ -51,11 +51,10 @@ def stated(family, network: nn.Module) -> tuple[dict[str, str], list[SharedInput
     return roles, family.shared_inputs([name for name, role in roles.items() if role != "conv"])
 
 
-@pytest.mark.parametrize("device", ["meta", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name, device):
+def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name):
     family = family_named(FAMILIES[name].family)
-    network, observed = FAMILIES[name].meta(), seen(name, device)
+    network, observed = FAMILIES[name].meta(), seen(name)
     roles, inputs = stated(family, network)
     explained = EXPLAINED.get(FAMILIES[name].family, {})
     met = set()
