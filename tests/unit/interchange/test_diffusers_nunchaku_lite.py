@@ -1,8 +1,6 @@
-"""Folders for nunchaku_lite: products by formula, names and shapes by diffusers' own modules, and traps."""
+"""Folders for nunchaku_lite: products by formula, and traps. ``tests.programs`` has diffusers load one."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,30 +69,6 @@ def test_files_hold_what_diffusers_config_says(made):
     tensors = load_file(file)
     assert not any(name.endswith(("smooth_factor_orig", "wcscales", "wtscale")) for name in tensors)
     assert all(f"{name}.weight" not in tensors for name in section["targets"])
-
-
-@pytest.mark.slow
-@pytest.mark.consumer
-def test_diffusers_modules_have_its_names_and_shapes(made, monkeypatch):
-    """No program opens it without a GPU. Its numbers are laid out as nunchaku's, see ``test_nunchaku``."""
-    from diffusers.quantizers.quantization_config import NunchakuLiteQuantizationConfig
-    from diffusers.utils import import_utils
-
-    case, _, folder = made
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda *_, **__: SimpleNamespace(ops=None)))
-    monkeypatch.setattr(import_utils, "_kernels_available", True)
-    monkeypatch.setattr("diffusers.utils.constants.DIFFUSERS_TRUST_REMOTE_KERNELS", True)
-    monkeypatch.setattr(import_utils, "_kernels_version", "0.13.0")
-    from diffusers.quantizers.nunchaku import utils
-
-    (file,) = (folder / case.component).glob("*.safetensors")
-    tensors = load_file(file)
-    config = json.loads((folder / case.component / "config.json").read_text())["quantization_config"]
-    NunchakuLiteQuantizationConfig(**{name: each for name, each in config.items() if name != "quant_method"})
-    network = case.denoiser()
-    utils.replace_with_nunchaku_linear(network, config, torch.float32)
-    utils.check_strict_state_dict_match(network, tensors)
-    assert all(each.shape == tensors[name].shape for name, each in network.state_dict().items())
 
 
 # What a folder cannot hold, and folders that are wrong
