@@ -229,11 +229,6 @@ OTHERS: dict[str, Watched] = {
         axes_dims_rope=(8, 4, 4), max_resolution=(8, 8), llama_layers=(0, 1), force_inference_output=True,
         **CHANNELS | {"num_layers": 1},
     ),
-    "allegro": watched(
-        "AllegroTransformer3DModel", OF_VIDEO | {"encoder_attention_mask": MASK["encoder_attention_mask"].double()},
-        cross_attention_dim=32, sample_height=8, sample_width=8, sample_frames=3, caption_channels=TEXT_WIDTH,
-        **CHANNELS,
-    ),
     "latte": watched(
         "LatteTransformer3DModel", OF_VIDEO,
         cross_attention_dim=32, attention_bias=True, sample_size=8, patch_size=2, activation_fn="gelu-approximate",

@@ -537,45 +537,37 @@ CASES: dict[str, Case] = {
     "SanaSprintPipeline": Case(lambda: sana(True), 96, 64, (128, 96), SHORT | {"use_resolution_binning": False}),
     "ZImagePipeline": small(z_image, arguments=SHORT),
 }
-GUIDED = "another kind of guidance around the networks of a pipeline that is built"
-STAGE = "first of two stages: makes embeddings of an image"
-ONNX = "runs graphs of ONNX, has no networks of PyTorch"
-SOUND = "makes sound"
+REASONS = {
+    "another kind of guidance around the networks of a pipeline that is built": (
+        "HunyuanDiTPAGPipeline KolorsPAGPipeline PixArtSigmaPAGPipeline SanaPAGPipeline "
+        "SemanticStableDiffusionPipeline StableDiffusion3PAGPipeline StableDiffusionAttendAndExcitePipeline "
+        "StableDiffusionPAGPipeline StableDiffusionPipelineSafe StableDiffusionSAGPipeline "
+        "StableDiffusionXLPAGPipeline"
+    ),
+    "first of two stages: makes embeddings of an image": (
+        "KandinskyPriorPipeline KandinskyV22PriorPipeline WuerstchenPriorPipeline"
+    ),
+    "runs graphs of ONNX, has no networks of PyTorch": "OnnxStableDiffusionPipeline StableDiffusionOnnxPipeline",
+}
 LEFT_OUT: dict[str, str] = {
     "AltDiffusionPipeline": "Stable Diffusion's with a multilingual text encoder; deprecated",
     "Cosmos2TextToImagePipeline": "makes a safety checker of the package cosmos_guardrail, and does not go without",
-    "HunyuanDiTPAGPipeline": GUIDED,
     "KandinskyCombinedPipeline": "Kandinsky 2.1, whose later version 2.2 is built",
-    "KandinskyPriorPipeline": STAGE,
-    "KandinskyV22PriorPipeline": STAGE,
-    "KolorsPAGPipeline": GUIDED,
     "LDMTextToImagePipeline": "latent diffusion before Stable Diffusion, with a text encoder of a class of its own",
     "LLaDA2Pipeline": "makes text",
-    "OnnxStableDiffusionPipeline": ONNX,
-    "PixArtSigmaPAGPipeline": GUIDED,
     "QwenImage21Pipeline": "a true processor of Qwen3-VL, which needs torchvision, is read in its constructor",
-    "SanaPAGPipeline": GUIDED,
     "SanaWMLTX2Refiner": "second stage: refines a video that another pipeline made",
-    "SemanticStableDiffusionPipeline": GUIDED,
-    "StableAudio3Pipeline": SOUND,
+    "StableAudio3Pipeline": "makes sound",
     "StableCascadeCombinedPipeline": "two stages, each with a denoiser of its own",
-    "StableDiffusion3PAGPipeline": GUIDED,
-    "StableDiffusionAttendAndExcitePipeline": GUIDED,
     "StableDiffusionLDM3DPipeline": "makes depth beside colours; deprecated",
     "StableDiffusionModelEditingPipeline": "edits the weights of Stable Diffusion; deprecated",
-    "StableDiffusionOnnxPipeline": ONNX,
-    "StableDiffusionPAGPipeline": GUIDED,
     "StableDiffusionPanoramaPipeline": "Stable Diffusion over overlapping windows; deprecated",
     "StableDiffusionParadigmsPipeline": "Stable Diffusion with parallel steps; deprecated",
-    "StableDiffusionPipelineSafe": GUIDED,
     "StableDiffusionPix2PixZeroPipeline": "edits an image that is given as noise; deprecated",
-    "StableDiffusionSAGPipeline": GUIDED,
-    "StableDiffusionXLPAGPipeline": GUIDED,
     "StableUnCLIPPipeline": "two stages, each with a denoiser of its own",
     "UnCLIPPipeline": "three stages, each with a denoiser of its own; deprecated",
     "UniDiffuserPipeline": "makes image and text together; deprecated",
     "VQDiffusionPipeline": "learns its guidance's embeddings in a module of its own; deprecated",
     "VersatileDiffusionTextToImagePipeline": "swaps layers between two networks while it runs; deprecated",
     "WuerstchenCombinedPipeline": "two stages, each with a denoiser of its own; deprecated",
-    "WuerstchenPriorPipeline": STAGE,
-}
+} | {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -9,22 +9,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sd_quant.interchange.comfyui_marks import METHODS
 from sd_quant.interchange.denoiser import needed
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import authors_places
 
 MARK = ".comfy_quant"
-LAYOUTS = {  # comfy-kitchen's, and which tensors of a file its parameters are, by the formats of marks
-    "float8_e4m3fn": ("TensorCoreFP8Layout", {"scale": "weight_scale"}),
-    "float8_e5m2": ("TensorCoreFP8Layout", {"scale": "weight_scale"}),
-    "int8_tensorwise": ("TensorWiseINT8Layout", {"scale": "weight_scale"}),
-    "nvfp4": ("TensorCoreNVFP4Layout", {"scale": "weight_scale_2", "block_scale": "weight_scale"}),
-    "mxfp8": ("TensorCoreMXFP8Layout", {"scale": "weight_scale"}),
-    "convrot_w4a4": ("TensorCoreConvRotW4A4Layout", {"scale": "weight_scale"}),
-    "asym_w4a8_int8": ("AsymW4A8Int8Layout", {"scale": "weight_s_rel", "s_channel": "weight_s_channel"}),
-    "awq_w4a16": ("TensorCoreAWQW4A16Layout", {"scale": "weight_scale", "zeros": "weight_zeros"}),
-}
+LAYOUTS = {  # comfy-kitchen's, by the formats of marks
+    "float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
+    "int8_tensorwise": "TensorWiseINT8Layout", "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
+    "convrot_w4a4": "TensorCoreConvRotW4A4Layout", "asym_w4a8_int8": "AsymW4A8Int8Layout",
+    "awq_w4a16": "TensorCoreAWQW4A16Layout",
+}  # fmt: skip
 STATIC = torch.tensor(0.013)
 
 
@@ -87,7 +82,7 @@ def kitchen():
 def by_kitchen(weight: Tensor, fmt: str, **options):
     """comfy-kitchen's ``QuantizedTensor``; it quantizes no AWQ, whose zero points are any numbers."""
     if fmt != "awq_w4a16":
-        return kitchen().QuantizedTensor.from_float(weight, LAYOUTS[fmt][0], **options)
+        return kitchen().QuantizedTensor.from_float(weight, LAYOUTS[fmt], **options)
     rows, columns = weight.shape
     groups = weight.unflatten(1, (-1, options.get("group_size", 64)))
     low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -97,7 +92,7 @@ def by_kitchen(weight: Tensor, fmt: str, **options):
         scale=scale[..., 0].T.contiguous(), zeros=(low + 8 * scale)[..., 0].T.contiguous(), orig_dtype=torch.float32,
         orig_shape=(rows, columns), group_size=groups.shape[-1],
     )  # fmt: skip
-    return kitchen().QuantizedTensor((codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), LAYOUTS[fmt][0], params)
+    return kitchen().QuantizedTensor((codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), LAYOUTS[fmt], params)
 
 
 def stored_pieces(weight, name: str) -> dict[str, Tensor]:
@@ -136,20 +131,6 @@ def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str
 def marks_of(state: dict[str, Tensor]) -> dict[str, dict]:
     return {name.removesuffix(MARK): json.loads(bytes(each.tolist())) for name, each in state.items()
             if name.endswith(MARK)}  # fmt: skip
-
-
-def opened_by_kitchen(state: dict[str, Tensor], layer: str):
-    """The weight of a layer of a file as ComfyUI opens it: comfy-kitchen's ``QuantizedTensor``."""
-    entries = marks_of({f"{layer}{MARK}": state[f"{layer}{MARK}"]})[layer]
-    fmt = entries.pop("format")
-    layout, names = LAYOUTS[fmt]
-    codes, params = state[f"{layer}.weight"], {name: state[f"{layer}.{end}"] for name, end in names.items()}
-    if fmt == "mxfp8":
-        params["scale"] = params["scale"].view(torch.float8_e8m0fnu)
-    params = {name: each.float() if each.dtype == torch.float16 else each for name, each in params.items()}
-    shape = (len(codes), codes.shape[1] * METHODS[fmt].layout.pieces[0].packing.in_a_byte)
-    params = getattr(kitchen(), layout).Params(orig_dtype=torch.float32, orig_shape=shape, **params, **entries)
-    return kitchen().QuantizedTensor(codes, layout, params)
 
 
 def chosen(name: str, tensor: Tensor) -> bool:

@@ -9,20 +9,30 @@ from torch import Tensor, nn
 
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.interchange.denoiser import QuantizedDenoiser, needed
-from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX, authors_places
 
 
 def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
-    """The denoiser's tensors by its authors' names; ``names.test_authors`` holds these against diffusers."""
-    weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
+    """The denoiser's tensors by its authors' names."""
+    return in_authors_rows(checkpoint, denoiser_weights(checkpoint))
+
+
+def in_authors_rows(checkpoint: DiffusersCheckpoint, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some of the denoiser's tensors, or scales of their rows, as its authors name and stack them.
+
+    ``names.test_authors`` holds this against diffusers.
+    """
+    network = empty_denoiser(checkpoint)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     state: dict[str, Tensor] = {}
     for name, parts in authors_places(network, shapes).items():
-        weight, first = weights[name], 0
+        if name not in tensors:
+            continue
+        weight, first = tensors[name], 0
         for rows in parts:
             shape = (rows.of, *weight.shape[1:]) if weight.ndim else ()
-            stored = state.setdefault(rows.name, torch.zeros(shape, dtype=weight.dtype))
+            stored = state.setdefault(rows.name, torch.zeros(shape).to(weight.dtype))
             stored[rows.start : rows.stop] = weight[first : first + rows.stop - rows.start]
             first += rows.stop - rows.start
     return state
@@ -41,13 +51,6 @@ def in_diffusers(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, T
     known = vars(single_file_utils).copy()
     exec(source.replace("inner_dim = 3072", f"inner_dim = {network.inner_dim}"), known)
     return known["convert_flux_transformer_checkpoint_to_diffusers"](named)
-
-
-def loaded(checkpoint: DiffusersCheckpoint, state: Mapping[str, Tensor]) -> nn.Module:
-    """The denoiser as diffusers builds it, with these tensors in fp32."""
-    network = checkpoint.build()[denoiser_part(checkpoint).component]
-    network.load_state_dict({name: each.float() for name, each in state.items()})
-    return network.eval()
 
 
 def read_all(candidate: QuantizedDenoiser) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
-"""Files for ComfyUI of every family: comfy-kitchen decodes their linears, and diffusers' converters find their names.
+"""Files for ComfyUI of every family: what it reads off a file before it opens it, and codes as comfy-kitchen has them.
 
-ComfyUI itself is no package. What it reads off a file before it opens it is written down here from its
-``model_detection.py``, ``utils.py`` and ``ops.py``.
+The first is written down here from ComfyUI's ``model_detection.py``, ``utils.py`` and ``ops.py``. ComfyUI itself opens
+some of these files in ``tests.programs``. ``test_round_trip`` holds their weights against the reader, and
+``test_comfyui`` the reader against comfy-kitchen.
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
@@ -14,32 +14,19 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
 from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, TILES, e8m0
 from sd_quant.interchange.holding import held
-from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
-from sd_quant.numbers import relative_error, up_to
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 
-from .cases import INT4_ROWS, PLAIN, ROTATED, W4A8
-from .comfyui_files import by_kitchen, marks_of, opened_by_kitchen
+from .cases import PLAIN
+from .comfyui_files import by_kitchen, marks_of
 from .conftest import recipe_of
-from .single_files import authors_state, in_diffusers
 
 pytestmark = pytest.mark.commit
 
-CHOSEN = {"rounding": "gptq", "scale_search": True}
-CASES = [  # one a mark
-    ("sdxl", "nvfp4", PLAIN),
-    ("sdxl", "int4", {"activation": None, "alpha": None}),
-    ("sd3", "fp8", {"per_channel": False, "alpha": None}),
-    ("sd3", "mxfp8", PLAIN),
-    ("sd3", "int4_in_int8", W4A8 | CHOSEN),
-    ("flux", "int8", {**ROTATED, "rotation": 256}),
-    ("flux", "int4_per_row", INT4_ROWS | CHOSEN),
-]
 DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
 # by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
 DETECTED = {
@@ -70,34 +57,6 @@ def written(written_once):
     return write
 
 
-@pytest.mark.slow
-@pytest.mark.consumer
-@pytest.mark.parametrize("family, fmt, options", CASES)
-@torch.no_grad()
-def test_comfy_kitchen_and_diffusers_find_the_assignments_weights(written, family, fmt, options):
-    """Halves in the authors' order, nibbles in ComfyUI's, scales in tiles: any other order gives other numbers."""
-    case, assignment, _, state, _ = written(family, fmt, options)
-    network, weights = empty_denoiser(case.checkpoint), denoiser_weights(case.checkpoint)
-    marks = marks_of(state)
-    opened = {f"{layer}.weight": opened_by_kitchen(state, layer).dequantize() for layer in marks}
-    plain = {name: each.float() for name, each in state.items()
-             if name.rpartition(".")[0] not in marks or name.endswith(".bias")}  # fmt: skip
-    found = in_diffusers(network, plain | opened)
-    assert found.keys() == set(network.state_dict())
-    quantized = [row for row in assignment.values() if row.format]
-    assert len(quantized) > 15
-    if family == "sd3":  # shift and scale are exchanged in it, and the scales of rows with them
-        assert "joint_blocks.1.context_block.adaLN_modulation.1" in marks
-    for name, tensor in found.items():
-        row: LayerAssignment | None = assignment.get(name.rpartition(".")[0])
-        if name.endswith(".weight") and row is not None and row.format:
-            expected, near = row.rounded_weight(rewritten(weights[name], row)), 1e-3 if fmt == "nvfp4" else 1e-6
-        else:
-            changed = row is not None and row.role != "attention"
-            expected, near = rewritten(weights[name], row).half() if changed else weights[name].half(), 0
-        torch.testing.assert_close(tensor, expected.float(), rtol=near, atol=near * expected.abs().max().item())
-
-
 @pytest.mark.consumer
 def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
     """Bit for bit, halves between two codes too, where fp16 holds the scales: all numbers are multiples of 2^-15."""
@@ -111,21 +70,6 @@ def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
     packed, scales = kernels.quantize_convrot_w4a4_weight(weight, 256)
     assert torch.equal(packed, SIGNED.pack(codes).view_as(packed)) and torch.equal(scales, scale.flatten())
     assert (8 * turned % 1 == 0.5).sum() > 50 and codes.unique().tolist() == [*range(-7, 8)]
-
-
-@pytest.mark.slow
-@pytest.mark.consumer
-@torch.no_grad()
-def test_comfy_kitchen_multiplies_rotated_rows_as_the_simulation(written):
-    case, _, _, state, _ = written("sd3", "int4_per_row", INT4_ROWS)
-    recipe = case.assignment(recipe_of("int4_per_row", **INT4_ROWS), "onnx")  # whose inputs are as the recipe says
-    for ours, theirs in {"attn.to_out.0": "x_block.attn.proj", "ff.net.0.proj": "x_block.mlp.fc1"}.items():
-        row = recipe[f"transformer_blocks.0.{ours}"]
-        weight = denoiser_weights(case.checkpoint)[f"{row.name}.weight"].float()
-        x = torch.randn(40, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        found = F.linear(x, opened_by_kitchen(state, f"joint_blocks.0.{theirs}"))
-        assert relative_error(F.linear(row.rounded_input(x), row.rounded_weight(weight)), found) < 0.02
-        assert relative_error(F.linear(x, weight), found) > 0.1  # as much as four bits round
 
 
 @pytest.mark.slow
@@ -196,20 +140,6 @@ def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
     assert torch.equal(PADDED_E2M1.pack(fmt.quantize(weight, *scales)), expected[""])
     assert torch.equal(TILES.pack(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
     assert scales[1] == expected["_scale_2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_no_padding_changes_a_size_that_comfyui_counts(written, family):
-    """MXFP8 packs nothing, so that more layers have it than NVFP4."""
-    case, assignment, _, state, _ = written(family, "mxfp8", PLAIN)
-    plain, marks, sized = authors_state(case.checkpoint), marks_of(state), DETECTED[family][1]
-    assert all(state[name].shape == plain[name].shape for name in sized)
-    assert family == "flux" or sized[0].removesuffix(".weight") in marks
-    for layer in marks:
-        rows, columns = plain[f"{layer}.weight"].shape
-        assert state[f"{layer}.weight"].shape == (up_to(rows, 32), columns) and f"{layer}.input_scale" not in state
-        assert state[f"{layer}.weight_scale"].dtype == torch.uint8
 
 
 def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():

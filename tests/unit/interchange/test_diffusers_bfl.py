@@ -1,28 +1,25 @@
-"""diffusers opens what is written, under its own names and under the authors', and has the weights that are read."""
+"""Files of scaled weights under diffusers' names and under the authors', as diffusers decodes them, and damage."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
-from sd_quant.interchange.denoiser import needed
 from sd_quant.interchange.diffusers_bfl import scaled_layers
-from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows, authors_places
+from sd_quant.names.authors import PREFIX, Rows
+
+from .single_files import in_authors_rows
 
 pytestmark = pytest.mark.commit
 
 BFL = "diffusers_bfl"
 PLAIN = {"smoothing": "none", "alpha": None}
 FP8 = PLAIN | {"per_channel": True, "per_token": True}
-CASES = [("flux", "fp8", FP8), ("sd3", "fp8", FP8), ("sd15", "fp8", FP8), ("sd21", "nvfp4", PLAIN),
-         ("sdxl", "fp8", FP8), ("sdxl", "nvfp4", PLAIN), ("flux", "nvfp4", PLAIN)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,63 +38,26 @@ def nvfp4(written):
     return written("flux", "nvfp4", PLAIN)
 
 
-def opened_by_diffusers(case, file: Path) -> nn.Module:
-    pytest.importorskip("accelerate")
-    from diffusers import BFLQuantizationConfig
+def test_weights_are_what_diffusers_decodes(flux, nvfp4):
+    """``tests.programs`` has diffusers open the file."""
+    from diffusers.quantizers.bfl import utils
 
-    config = BFLQuantizationConfig(compute_dtype=torch.float32)
-    network = case.kind.from_single_file(
-        str(file), config=str(case.folder), quantization_config=config, torch_dtype=torch.float32
-    )
-    return network.eval()
-
-
-def assert_weights_are_theirs(case, file: Path) -> None:
-    from diffusers.quantizers.bfl.utils import QUANTIZED_LINEARS, dequantize_fp8r
-    from diffusers.quantizers.bfl.utils import dequantize_nvfp4 as dequantize
-
-    read, theirs = case.read(file, BFL), opened_by_diffusers(case, file)
-    kinds = tuple(QUANTIZED_LINEARS.values())
-    assert {name for name, module in theirs.named_modules() if isinstance(module, kinds)} == read.layers.keys()
-    for name, layer in read.layers.items():
-        module = theirs.get_submodule(name)
-        if layer.format == "nvfp4":
-            weight = dequantize(module.weight, module.weight_scale, module.weight_scale_2)
-            assert layer.inputs.common == module.input_scale.item()
-        else:
-            weight = dequantize_fp8r(module.weight, module.weight_scale)
-        assert torch.equal(layer.weight.read(), weight), name
-    for name, parameter in read.parameters.items():
-        assert torch.equal(parameter.read().float(), theirs.state_dict()[name].float()), name
-    exact = case.denoiser()
-    assert 1e-4 < case.error(exact, theirs) < 0.5
-    for name, layer in read.layers.items():
-        exact.get_submodule(name).weight.data = layer.weight.read()
-    assert case.error(exact, theirs) < 2e-3  # what fp16 rounds of the other weights
-
-
-@pytest.mark.consumer
-@pytest.mark.slow
-@pytest.mark.parametrize("family, fmt, options", CASES)
-@torch.no_grad()
-def test_diffusers_opens_it_and_has_our_weights(written, family, fmt, options):
-    assert_weights_are_theirs(*written(family, fmt, options))
+    for case, file in (flux, nvfp4):
+        stored = load_file(file)
+        for name, layer in case.read(file, BFL).layers.items():
+            scales = [stored[each] for end in ("", "_2") if (each := f"{name}.weight_scale{end}") in stored]
+            decode = utils.dequantize_nvfp4 if layer.format == "nvfp4" else utils.dequantize_fp8r
+            assert torch.equal(layer.weight.read(), decode(stored[f"{name}.weight"], *scales)), name
+            assert layer.format != "nvfp4" or layer.inputs.common == stored[f"{name}.input_scale"].item()
 
 
 def with_authors_names(case, file: Path, folder: Path, prefix: str) -> Path:
     """The file of FP8 by row with the names of those who trained the model, their rows stacked as they stack them."""
-    network, tensors = empty_denoiser(case.checkpoint), load_file(file)
-    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
-    state: dict[str, Tensor] = {}
-    for name, parts in places.items():
-        for end in ("", "_scale") if f"{name}_scale" in tensors else ("",):
-            tensor, first = tensors[name + end], 0
-            for rows in parts:
-                stacked = torch.zeros((rows.of, *tensor.shape[1:])).to(tensor.dtype)
-                stacked = state.setdefault(prefix + rows.name + end, stacked)
-                stacked[rows.start : rows.stop] = tensor[first : first + rows.stop - rows.start]
-                first += rows.stop - rows.start
-    save_file(state, folder / "authors.safetensors")
+    tensors = load_file(file)
+    scales = {name.removesuffix("_scale"): each for name, each in tensors.items() if name.endswith("_scale")}
+    state = in_authors_rows(case.checkpoint, tensors)
+    state |= {f"{name}_scale": each for name, each in in_authors_rows(case.checkpoint, scales).items()}
+    save_file({prefix + name: each for name, each in state.items()}, folder / "authors.safetensors")
     return folder / "authors.safetensors"
 
 
@@ -113,15 +73,6 @@ def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, pref
         assert str(layer.inputs) == str(authors.layers[name].inputs)
     for name, parameter in read.parameters.items():
         assert torch.equal(parameter.read(), authors.parameters[name].read()), name
-
-
-@pytest.mark.consumer
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd3", "sd21"])
-@torch.no_grad()
-def test_diffusers_takes_authors_rows_apart_as_we_do(written, tmp_path, family):
-    case, file = written(family, "fp8", FP8)
-    assert_weights_are_theirs(case, with_authors_names(case, file, tmp_path, PREFIX))
 
 
 def changed(file: Path, folder: Path, change) -> Path:
@@ -147,13 +98,6 @@ def test_damage_is_refused(nvfp4, tmp_path, message):
     case, file = nvfp4
     with pytest.raises(ArtifactError, match=message):
         READERS[BFL].module.read(changed(file, tmp_path, DAMAGE[message]), case.checkpoint)
-
-
-@pytest.mark.consumer
-def test_diffusers_too_wants_the_scale_of_inputs(nvfp4, tmp_path):
-    case, file = nvfp4
-    with pytest.raises(ValueError, match="no `input_scale`"):
-        opened_by_diffusers(case, changed(file, tmp_path, lambda tensors, layer: tensors.pop(f"{layer}.input_scale")))
 
 
 def test_scales_with_comfyui_marks_are_comfyui_files(flux, tmp_path):

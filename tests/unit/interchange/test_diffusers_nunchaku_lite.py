@@ -1,8 +1,6 @@
-"""Folders for nunchaku_lite: products by formula and by comfy-kitchen's kernels, diffusers' own loader, and traps."""
+"""Folders for nunchaku_lite: products by formula, and traps. ``tests.programs`` has diffusers load one."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
 from ..tiny import changed
-from .svdquant_kernels import product, quantized_inputs
 
 pytestmark = pytest.mark.commit
 
@@ -72,54 +69,6 @@ def test_files_hold_what_diffusers_config_says(made):
     tensors = load_file(file)
     assert not any(name.endswith(("smooth_factor_orig", "wcscales", "wtscale")) for name in tensors)
     assert all(f"{name}.weight" not in tensors for name in section["targets"])
-
-
-def kernels():
-    """The two calls of diffusers' linear."""
-
-    def quantize_w4a4_act_fuse_lora(x, quantized, scales, down, lora, smooth, fuse_glu, fp4):
-        found = quantized_inputs(x, down, smooth, 256)
-        for place, each in zip((quantized.view(torch.int8), scales, lora), found, strict=True):
-            place.copy_(each)
-
-    def gemm_w4a4(act, weight, out, _out, ascales, wscales, _a, _b, lora, up, *others):
-        bias = next(other for other in others if other is not None and not isinstance(other, bool))
-        out.copy_(product((act.view(torch.int8), ascales, lora), weight, wscales, up, bias)[: len(out)])
-
-    return SimpleNamespace(quantize_w4a4_act_fuse_lora=quantize_w4a4_act_fuse_lora, gemm_w4a4=gemm_w4a4)
-
-
-@pytest.mark.slow
-@pytest.mark.consumer
-@torch.no_grad()
-def test_diffusers_loads_it_and_computes_the_same(made, monkeypatch):
-    """diffusers' own modules and its check of keys, with comfy-kitchen's arithmetic in place of the GPU's kernels."""
-    pytest.importorskip("comfy_kitchen")
-    from diffusers.quantizers.quantization_config import NunchakuLiteQuantizationConfig
-    from diffusers.utils import import_utils
-
-    case, _, folder = made
-    ops = kernels()
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda *_, **__: SimpleNamespace(ops=ops)))
-    monkeypatch.setattr(import_utils, "_kernels_available", True)
-    monkeypatch.setattr("diffusers.utils.constants.DIFFUSERS_TRUST_REMOTE_KERNELS", True)
-    monkeypatch.setattr(import_utils, "_kernels_version", "0.13.0")
-    from diffusers.quantizers.nunchaku import utils
-
-    (file,) = (folder / case.component).glob("*.safetensors")
-    tensors = load_file(file)
-    config = json.loads((folder / case.component / "config.json").read_text())["quantization_config"]
-    NunchakuLiteQuantizationConfig(**{name: each for name, each in config.items() if name != "quant_method"})
-    network = case.denoiser()
-    utils.replace_with_nunchaku_linear(network, config, torch.float32)
-    utils.check_strict_state_dict_match(network, tensors)
-    network.to_empty(device="cpu")
-    for name, tensor in {**network.state_dict()}.items():
-        assert tensor.shape == tensors[name].shape
-        tensor.copy_(tensors[name])
-    read = case.read(folder, NAME)
-    errors = case.error_of_layers(case.network(read), network, read)
-    assert max(errors.values()) < 1e-3
 
 
 # What a folder cannot hold, and folders that are wrong

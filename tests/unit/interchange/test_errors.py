@@ -45,27 +45,15 @@ def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision(network, 
     assert errors["0"].output == pytest.approx(relative_error(torch.cat(images), torch.cat(theirs)), rel=1e-5)
 
 
+@pytest.mark.parametrize("smooths", [False, True])
 @torch.no_grad()
-def test_a_branch_is_multiplied_with_inputs_as_they_come(network, x):
+def test_a_branch_is_multiplied_with_inputs_as_they_come_or_smoothed(network, x, smooths):
     """And what is left of the weight with their codes."""
     inputs, residual = RowInteger(-8, 7), rounded(network, "3").weight.read()
     up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in ((5, 2), (2, 12)))
-    layer = QuantizedLayer("int4", "1 for all", 30, lazy(residual + up @ down), inputs, (lazy(up), lazy(down)))
-    read = network[:3](x)
-    expected = inputs(read) @ residual.T + read @ (up @ down).T
-    error = relative_error(read @ network[3].weight.T, expected)
-    assert layer_errors(network, {"3": layer}, lambda: network(x))["3"].output == pytest.approx(error, rel=1e-5)
-    with put_in(network, "3", layer):
-        torch.testing.assert_close(network(x), expected + network[3].bias)
-
-
-@torch.no_grad()
-def test_a_branch_behind_smoothing_reads_smoothed_inputs(network, x):
-    inputs, residual = RowInteger(-8, 7), rounded(network, "3").weight.read()
-    up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in ((5, 2), (2, 12)))
-    factor = torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.5
-    smoothing = Multiplied(factor, False, inputs)
-    layer = QuantizedLayer("int4", "1 for all", 30, lazy(residual + up @ down), smoothing, (lazy(up), lazy(down)))
+    factor = torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.5 if smooths else torch.ones(12)
+    own = Multiplied(factor, False, inputs) if smooths else inputs
+    layer = QuantizedLayer("int4", "1 for all", 30, lazy(residual + up @ down), own, (lazy(up), lazy(down)))
     read = network[:3](x) * factor
     expected = inputs(read) @ residual.T + read @ (up @ down).T
     error = relative_error(network[:3](x) @ network[3].weight.T, expected)

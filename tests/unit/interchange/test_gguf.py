@@ -12,7 +12,7 @@ from sd_quant.interchange.gguf import QUANTIZED, read, read_header
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
 
-from .single_files import authors_state, in_diffusers, loaded, read_all
+from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.consumer
 gguf = pytest.importorskip("gguf")
@@ -102,7 +102,6 @@ def test_a_whole_network_is_what_ggml_and_diffusers_make_of_it(tiny, prefix, fam
     assert len(candidate.layers) > 20
     assert candidate.stored_bytes == sum(each.n_bytes for each in gguf.GGUFReader(path).tensors)
     ours, theirs = case.network(candidate), candidate.runtime()
-    assert case.error(loaded(case.checkpoint, expected), ours) == 0
     assert any(type(module).__name__ == "GGUFLinear" for module in theirs.modules())
     assert 0 < case.error(theirs, ours) < 2e-3
 

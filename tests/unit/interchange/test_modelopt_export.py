@@ -237,43 +237,6 @@ def test_the_exclusions_mean_the_same_to_every_server(pipeline, seed):
     assert wrong(pipeline, ignored(linears, quantized), quantized, linears) == set()
 
 
-FEW = "norm|embed|^proj_out"
-QWENS_JOINT = r"^.*\.(add_q?kv_proj|to_added_qkv)\*$"
-TRAPS = {  # pipeline, what is not quantized, what becomes of entries, and what is wrong to all servers or to some
-    "an entry is missing": (FLUX, FEW, r"^x_embedder\*$", "", "^x_embedder$"),
-    "a quantized layer is listed": (
-        FLUX, FEW, r"\Z", "\ntransformer_blocks.3.attn.to_out.0", r"s\.3\.attn\.to_out\.0$"
-    ),
-    "a part of a joint layer is listed": (  # and to vLLM, a part of another name
-        FLUX, FEW, r"\Z", "\ntransformer_blocks.3.attn.to_q",
-        {"SGLang": r"^transformer_blocks\.3\.attn\.to_q$", "vLLM-Omni": r"transformer_blocks\.3\.attn\.to_[qkv]$"},
-    ),
-    "a whole name is a part of others": (FLUX, FEW, r"^proj_out\*$", "proj_out", {"vLLM-Omni": r"^s.*\.proj_out$"}),
-    "a number begins another": (
-        FLUX, rf"{FEW}|^transformer_blocks\.1\.", r"^(transformer_blocks\.1)\.\*$", r"\1*",
-        r"^transformer_blocks\.1\d\.(attn|ff)",
-    ),
-    "parts are listed by their own names": (
-        FLUX, rf"{FEW}|\.2\.attn\.add_", r"^.*\.add_q?kv_proj\*$", "",
-        dict.fromkeys(SERVERS[1:], r"\.2\.attn\.add_._proj$"),
-    ),
-    "parts are listed by their own names that none begins": (QWEN, "add_", QWENS_JOINT, "", r"\.add_._proj$"),
-    "diffusers has a sequence": (QWEN, r"_mod\.1$", r"_mod\*$", "_mod.1*", {"SGLang": r"_mod\.1$"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("pipeline, kept, entry, other, expected", TRAPS.values(), ids=TRAPS)
-def test_what_each_server_would_make_of_another_list(pipeline, kept, entry, other, expected):
-    linears = linears_of(pipeline)
-    quantized = {name for name in linears if not re.search(kept, name)}
-    right = ignored(linears, quantized)
-    assert wrong(pipeline, right, quantized, linears) == set()
-    changed = re.sub(entry, other, "\n".join(right), flags=re.MULTILINE).split()
-    by_server = expected if isinstance(expected, dict) else dict.fromkeys(SERVERS, expected)
-    taken = {f"{server}: {name}" for server, ends in by_server.items() for name in linears if re.search(ends, name)}
-    assert wrong(pipeline, changed, quantized, linears) == taken != set()
-
-
 def test_what_neither_list_nor_config_says_is_refused_before_anything_is_written():
     with pytest.raises(ConfigError, match=r"layers\.1 stays in high precision and layers\.10 does not"):
         ignored(["layers.1", "layers.10"], {"layers.10"})

@@ -1,7 +1,7 @@
 """What is written of an assignment is what is read: the same codes, the same scales, inputs rounded the same.
 
 It needs no consumer's package but gguf. ``test_<format>`` holds the readers against those packages, bit for bit;
-``test_consumers`` has some of them load what is written.
+``tests.programs`` has the programs load what is written.
 """
 
 from dataclasses import replace

@@ -40,11 +40,6 @@ RECIPES = {
     SGLANG: recipe_of("fp8_128x128", "fp8_128", smoothing="none", alpha=None),
     VLLM: recipe_of("int8", smoothing="none", alpha=None, per_token=True),
 }
-LINEARS = {  # of which some have codes
-    SGLANG: "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_add_out to_out proj_mlp proj_out".split(),
-    VLLM: ["proj_mlp", "proj_out"],
-}
-Needed = dict[str, tuple[tuple[int, ...], torch.dtype | None]]  # shapes of a server's parameters, and dtypes of codes
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +72,6 @@ def skipped_by_sglang(prefix: str, ignored: list[str]) -> bool:
     return any(tuple(name.split(".")) in parts for name in both)
 
 
-def parameters_of_sglang(network: nn.Module, config: dict, gpus: int = 1) -> Needed:
-    """Linears of attention and of single blocks are made with the config, with more than one GPU feed-forwards too."""
-    assert config["quant_method"] == "fp8" and config["activation_scheme"] == "dynamic"
-    rows, columns = config["weight_block_size"]
-    needed: Needed = {name: (tuple(each.shape), None) for name, each in network.state_dict().items()}
-    for name, module in network.named_modules():
-        if not isinstance(module, nn.Linear) or "transformer_blocks." not in name or ".norm" in name:
-            continue
-        if (".ff" in name and gpus == 1) or skipped_by_sglang(name, config["ignored_layers"]):
-            continue
-        (outputs, inputs) = module.weight.shape
-        assert inputs % columns == 0, "an assertion of per_token_group_quant"
-        needed[f"{name}.weight"] = (outputs, inputs), torch.float8_e4m3fn
-        needed[f"{name}.weight_scale_inv"] = ((outputs + rows - 1) // rows, inputs // columns), torch.float32
-    return needed
-
-
 # vLLM-Omni's
 
 PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
@@ -108,43 +86,7 @@ def skipped_by_vllm(prefix: str, ignored: list[str]) -> bool:
     return found
 
 
-def parameters_of_vllm(network: nn.Module, config: dict, gpus: int = 1) -> Needed:
-    """Double blocks, norms and embedders get no quantization; single blocks' linears do unless they are ignored."""
-    assert config.pop("quant_method") == "int8"
-    assert config.keys() <= {"is_checkpoint_int8_serialized", "activation_scheme", "ignored_layers"}  # its arguments
-    assert config["activation_scheme"] == "dynamic" and config["is_checkpoint_int8_serialized"]
-    needed: Needed = {name: (tuple(each.shape), None) for name, each in network.state_dict().items()}
-    stacked = {part: whole for whole, parts in PARTS.items() for part in parts}
-    for name, module in network.named_modules():
-        owner, _, last = name.rpartition(".")
-        quantizes = name.startswith("single_transformer_blocks.") and not owner.endswith(".norm")
-        prefix = f"{owner}.{stacked[last]}" if last in stacked else name
-        if isinstance(module, nn.Linear) and quantizes and not skipped_by_vllm(prefix, config["ignored_layers"]):
-            assert last not in stacked, "the server would take the scales of three rows for all"
-            needed[f"{name}.weight"] = tuple(module.weight.shape), torch.int8
-            needed[f"{name}.weight_scale"] = (len(module.weight), 1), torch.float32
-    return needed
-
-
 # What is written
-
-
-@pytest.mark.parametrize(
-    "target, parameters, gpus",
-    [(SGLANG, parameters_of_sglang, 1), (SGLANG, parameters_of_sglang, 2), (VLLM, parameters_of_vllm, 1)],
-)
-def test_every_tensor_has_a_place_in_the_server_and_every_place_its_tensor(written, target, parameters, gpus):
-    case, assignment, folder = written(target)
-    stored = load_file(folder / WEIGHTS)
-    needed = parameters(empty_denoiser(case.checkpoint), config_of(folder), gpus)
-    shapes = {name: shape for name, (shape, _) in needed.items()}
-    assert {name: tuple(each.shape) for name, each in stored.items()} == shapes
-    for name, (_, dtype) in needed.items():
-        assert stored[name].dtype == (dtype or torch.float16), name
-    found = {row.name.removesuffix(".0").rpartition(".")[2] for row in assignment.values() if row.format}
-    assert found == set(LINEARS[target])
-    row = assignment["transformer_blocks.0.ff.net.2"]
-    assert row.reason == f"{TARGETS[target].consumer} leaves such layers in high precision"
 
 
 def test_transformers_decodes_the_numbers_of_the_assignment(written):

@@ -16,6 +16,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from sd_quant.config.recipe import MOST_LAYERS
@@ -26,11 +27,11 @@ from sd_quant.models.parts import axes
 from sd_quant.quantization.recipe import ROLES, reason_kept
 
 from ..config.composition import composed
-from ..denoisers import DENOISERS
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[3]
+DENOISERS = yaml.safe_load((REPOSITORY / "benchmarks/denoisers.yaml").read_text())  # of published checkpoints
 LEVELS = (1, 2, 2.5, 3)
 
 

@@ -17,16 +17,11 @@ FORMULAS = {
     "images of a batch with guidance": (lambda batch, width, height: batch // 2, "batch"),
     "columns of latents": (lambda batch, width, height: width // 8, "width"),
     "rows of latents": (lambda batch, width, height: height // 8, "height"),
-    "rows of larger patches": (lambda batch, width, height: height // 32, "height"),
     "tokens": (lambda batch, width, height: width * height // 256, "width*height"),
-    "tokens of the frames": (lambda batch, width, height: 3 * width * height // 256, "width*height"),
     "all tokens of a batch": (lambda batch, width, height: batch * width * height // 256, "batch*width*height"),
     "all columns of a batch": (lambda batch, width, height: batch * width // 16, "batch*width"),
-    "all rows of a batch": (lambda batch, width, height: batch * height // 16, "batch*height"),
     "tokens behind a text": (lambda batch, width, height: width * height // 256 + 77, "width*height"),
-    "tokens behind a long text": (lambda batch, width, height: width * height // 1024 + 512, "width*height"),
     "columns and one more": (lambda batch, width, height: width // 8 + 1, "width"),
-    "images and one more": (lambda batch, width, height: batch + 1, "batch"),
 }
 
 

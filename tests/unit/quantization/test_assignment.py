@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_quant.interchange.comfyui_marks import INT8
+from sd_quant.interchange.comfyui_marks import INT4, INT8
+from sd_quant.interchange.inputs import Rotated
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from tests.layers import drawn
 
@@ -49,3 +51,11 @@ def test_what_one_token_is_changes_no_other(fmt):
     assert torch.equal(after[others], before[others])
     torch.testing.assert_close(after[3], 1000 * before[3])
     assert torch.equal(after[5], torch.zeros(96))
+
+
+@pytest.mark.parametrize(("fmt", "read"), [("int8", INT8), ("int4_per_row", INT4)])
+def test_rotated_tokens_are_those_that_comfyui_rounds(fmt, read):
+    """``interchange`` holds what is read of its files against comfy-kitchen, bit for bit."""
+    x = tokens()
+    assert relative_error(Rotated(read, 16)(x), per_token(fmt, 16).rounded_input(x)) < 0.02
+    assert relative_error(x, per_token(fmt, 16).rounded_input(x)) > 0.005

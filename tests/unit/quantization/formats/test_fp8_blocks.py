@@ -1,11 +1,8 @@
-"""FP8 in blocks against ModelOpt's tensor in blocks and transformers' decoder of such files."""
-
-from types import SimpleNamespace
+"""FP8 in blocks against ModelOpt's tensor; ``interchange.test_servers`` has transformers' decoder of such files."""
 
 import pytest
 import torch
 from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
@@ -31,14 +28,6 @@ def test_a_weights_codes_are_modelopts_with_its_scales_rounded_to_fp16():
     assert all(torch.equal(each, each[:1].expand_as(each)) for each in scale.split(128))  # the last has 44 rows
     stored, _ = FP8QTensor.quantize(x.clamp(-1e4, 1e4), scales=scale[::128], block_sizes=SQUARE)
     assert torch.equal(WEIGHTS.quantize(x, scale).float(), stored._quantized_data.float())
-
-
-def test_transformers_decodes_a_weight_to_the_same_numbers():
-    x = spread(256)
-    (scale,) = WEIGHTS.scales(x, ANY)
-    codes = WEIGHTS.quantize(x, scale)
-    found = Fp8Dequantize(SimpleNamespace()).convert({"weight": codes, "weight_scale_inv": scale[::128].contiguous()})
-    assert torch.equal(found["weight"], WEIGHTS.dequantize(codes, scale))
 
 
 def test_inputs_have_a_scale_for_each_row():

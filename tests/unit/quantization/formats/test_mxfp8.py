@@ -1,4 +1,4 @@
-"""MXFP8 against the blocks that comfy-kitchen, and so ComfyUI, and ModelOpt make."""
+"""MXFP8 against the blocks that ModelOpt makes; ``interchange.test_comfyui_written`` has those of comfy-kitchen."""
 
 import pytest
 import torch
@@ -44,14 +44,3 @@ def test_numbers_are_those_of_modelopt_and_those_that_the_reader_makes_of_inputs
     assert torch.equal(codes.view(torch.uint8), theirs._quantized_data.view(torch.uint8))
     assert torch.equal(2.0 ** (exponents.float() - 127), scale)
     assert torch.equal(dequantize(codes, scale), Mxfp8()(x))
-
-
-@pytest.mark.consumer
-def test_numbers_are_those_of_comfy_kitchen():
-    tensor = pytest.importorskip("comfy_kitchen.tensor")
-    x = spread()[:32].contiguous()
-    weight = tensor.QuantizedTensor.from_float(x, "TensorCoreMXFP8Layout")
-    (scale,) = scales(x, ANY)
-    codes = weight.state_dict("a")["a"]
-    assert torch.equal(quantize(x, scale).view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(dequantize(quantize(x, scale), scale), weight.dequantize())
