@@ -1,4 +1,4 @@
-"""What graphs of SD3 and Flux compute. optimum's classes and OpenVINO GenAI call them in ``tests.programs``."""
+"""SD3 and Flux as optimum's classes and OpenVINO GenAI call them: names and order, and what the graphs compute."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +23,36 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 
 pytestmark = pytest.mark.commit
+
+STATES = ("hidden_states.0", "hidden_states.1", "hidden_states.2")
+SAID = {  # as optimum-intel's and optimum-onnx's classes name them, outputs in the order in which GenAI counts them
+    "transformer": (
+        {"hidden_states", "timestep", "encoder_hidden_states", "pooled_projections"}, ("out_hidden_states",),
+    ),
+    "vae_decoder": ({"latent_sample"}, ("sample",)),
+    "vae_encoder": ({"sample"}, ("latent_parameters",)),
+    "clip": ({"input_ids"}, ("last_hidden_state", "pooler_output", *STATES)),
+    "projecting": ({"input_ids"}, ("text_embeds", "last_hidden_state", *STATES)),
+    "t5": ({"input_ids"}, ("last_hidden_state",)),
+}  # fmt: skip
+TEXTS = {
+    "sd3": {"text_encoder": "projecting", "text_encoder_2": "projecting", "text_encoder_3": "t5"},
+    "flux": {"text_encoder": "clip", "text_encoder_2": "t5"},
+}
+IDS = {"img_ids", "txt_ids"}
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_what_each_network_takes_and_gives(tiny, family):
+    parts = exported_parts.consumed_parts(tiny(family).checkpoint)
+    assert list(parts) == ["transformer", "vae_decoder", "vae_encoder", *TEXTS[family]]
+    for component, part in parts.items():
+        inputs, outputs = SAID[TEXTS[family].get(component, component)]
+        if component == "transformer" and family == "flux":
+            inputs = inputs | IDS | {"guidance"}
+        assert (part.contract.inputs.keys(), part.contract.outputs) == (inputs, outputs), component
+        whole = {torch.int64} if component in TEXTS[family] else {torch.float32}
+        assert set(part.contract.dtypes.values()) == whole, component
 
 
 def test_guidance_is_an_input_only_of_a_transformer_that_embeds_it(tiny):
