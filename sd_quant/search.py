@@ -28,7 +28,7 @@ from typing import Any
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
 from sd_quant.report.recommendation import Option, Rule, below_floor, options_of, rule_of, speedup_of, wanted_speedup
-from sd_quant.report.summary import SWEEP, PlannedJob, Sweep, read_sweep
+from sd_quant.report.summary import SWEEP, PlannedJob, Sweep, read_plan, read_sweep
 
 RANDOM_JOBS = 3  # before the first that is proposed for a reason
 MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
@@ -170,7 +170,7 @@ def outcome_of(option: Option, rule: Rule) -> Outcome | None:
 
 def next_jobs(directory: Path, at_once: int) -> list[dict]:
     """Add the jobs that are to be done next to the plan of a search, and return them; none when it has ended."""
-    plan = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
+    plan = read_plan(directory)
     search, rule = plan["search"], rule_of(plan["verdict"])
     left = search["jobs"] - sum(job.get("proposed_for") == search["target"] for job in plan["jobs"])
     names = propose(search["grid"], outcomes_of(read_sweep(directory), rule), min(at_once, left)) if left > 0 else []
@@ -202,7 +202,7 @@ def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
     """
     directory = Path(self.config.hydra.sweep.dir)
     at_once = self.max_batch_size or max(1, self.config.hydra.launcher.get("n_jobs") or 1)
-    jobs = json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"] or next_jobs(directory, at_once)
+    jobs = read_plan(directory)["jobs"] or next_jobs(directory, at_once)
     number, returned = 0, list[Any]()
     while jobs:
         returned += self.launcher.launch([job["overrides"] for job in jobs], initial_job_idx=number)
