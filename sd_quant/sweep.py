@@ -161,7 +161,8 @@ def plan_of(
             f"the candidate {min(taken)} would have the folder of the job of that name; give it by another name, "
             "such as that of a link to it"
         )
-    label = experiment_of(arguments) or "-".join(name.rpartition(".")[2] for name in varied) or "one"
+    experiments = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
+    label = (experiments or [""])[-1] or "-".join(name.rpartition(".")[2] for name in varied) or "one"
     plan = {
         "schema_version": 1, "command": list(arguments), "varied": varied, "jobs": entries, "identity": identity,
         "published": published, "candidates": candidates,
@@ -203,11 +204,6 @@ def result_of(job: Any) -> str:
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))
     return json.dumps(knobs, sort_keys=True)
-
-
-def experiment_of(arguments: Sequence[str]) -> str | None:
-    given = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
-    return given[-1] if given else None
 
 
 def checkpoint_of(config: DictConfig) -> Path | None:

@@ -27,7 +27,8 @@ def degenerate(reference: Images, images: Images) -> list[dict]:
     Indices begin with 0, and a reason goes behind "image 3 is".
     """
     found = []
-    tiles = tiles_of(images)
+    small = [np.asarray(Image.fromarray(image).resize(TILES, Image.Resampling.BOX)) for image in images]
+    tiles = np.stack(small).reshape(len(small), -1).astype(np.float32)
     for index, (expected, image) in enumerate(zip(reference, images, strict=True)):
         reason = next((words for words, holds in KINDS.items() if holds(expected, image)), None)
         reason = reason or as_another(index, tiles, reference, images)
@@ -67,14 +68,11 @@ def clipped(image: np.ndarray) -> float:
     return float(((image == 0) | (image == 255)).mean())
 
 
-def tiles_of(images: Images) -> np.ndarray:
-    """The mean colours of each image's tiles, float32 [N, tiles x 3]."""
-    small = [np.asarray(Image.fromarray(image).resize(TILES, Image.Resampling.BOX)) for image in images]
-    return np.stack(small).reshape(len(small), -1).astype(np.float32)
-
-
 def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
-    """Names the first other image that ``index`` nearly equals although their references differ; else None."""
+    """Names the first other image that ``index`` nearly equals although their references differ; else None.
+
+    ``tiles`` are the mean colours of each image's, float32 [N, tiles x 3].
+    """
     near = np.sqrt(np.square(tiles - tiles[index]).mean(axis=1)) <= SAME + 1  # tiles are rounded
     for other in np.flatnonzero(near):
         if other == index or images[other].shape != images[index].shape:

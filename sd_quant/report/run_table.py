@@ -40,7 +40,7 @@ HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its tex
 
 def run_table(record: Mapping[str, Any]) -> str:
     """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
-    reasons: list[str] = []
+    reasons, floor = list[str](), floor_table(record)
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections = [
         _heading(record),
@@ -52,7 +52,8 @@ def run_table(record: Mapping[str, Any]) -> str:
         _fidelity(record, reasons),
         _named_scores(record, reasons),
         _levers(record),
-        *_noise_floor(record),
+        as_text(replace(floor, notes=())),
+        [*floor.notes],
         _moved(record, reasons),
         *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
@@ -181,12 +182,6 @@ def _levers(record: Mapping[str, Any]) -> list[str]:
         return []
     cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
     return as_text(table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True))))
-
-
-def _noise_floor(record: Mapping[str, Any]) -> list[list[str]]:
-    """Full precision computed another way, and the reasons why a way was not."""
-    table = floor_table(record)
-    return [as_text(replace(table, notes=())), [*table.notes]]
 
 
 def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:

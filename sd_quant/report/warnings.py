@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sd_quant.files.checks import listing
 from sd_quant.places import shown
 from sd_quant.report.readings import degenerate_images, latency_of, names, slower
 from sd_quant.report.record import DONE, IMAGE, at
@@ -50,6 +49,8 @@ def too_busy(when: str, reason: str, how: str = ".") -> str:
 
 def warnings_of(sweep: Sweep) -> list[str]:
     """Sentences on each recipe, each job without figures and each busy or unlike machine."""
+    from sd_quant.files.checks import listing  # which imports torch
+
     recipes = sweep.recipes
     sentences = busy_while_timing(sweep) + unlike_most(sweep)
     sentences += [

@@ -29,7 +29,7 @@ from sd_quant.inference.timed_calls import (
     part_call,
     samples_per_call,
 )
-from sd_quant.metrics.intervals import Interval, ratio_interval
+from sd_quant.metrics.intervals import ratio_interval
 from sd_quant.metrics.latency import (
     Reopen,
     Rounds,
@@ -264,11 +264,7 @@ def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[f
 
 def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequence[int] = ()) -> dict:
     """The record's speed-up and its interval, from milliseconds of the same rounds."""
-    return speedup_entry(ratio_interval(full, quantized, openings))
-
-
-def speedup_entry(found: Interval) -> dict:
-    """The record's entries of a speed-up."""
+    found = ratio_interval(full, quantized, openings)
     ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
     return {"speedup": found.value, "speedup_interval": ends}
 
