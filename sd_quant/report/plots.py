@@ -24,12 +24,11 @@ from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
-from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front
+from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
-from sd_quant.report.unquantized import unquantized_row
 from sd_quant.text import fitted
 
 PIXELS_PER_INCH = 300

@@ -121,12 +121,14 @@ def compare_latency(
             advance()
         added_up = {name: image_of_parts(each, sampling.steps_taken, denoiser) for name, each in medians.items()}
         if together:
+            # that for calls, with half the number and a quarter of the time
+            stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
             of_engines = [FULL_PRECISION, *([QUANTIZED] if simulated is None else [])]
             images = {
                 name: times
                 for turn in (of_engines, [FRAMEWORK])
                 for name, times in image_times(
-                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, of_images(infer, timing)
+                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, stopping
                 ).items()
             }
         else:
@@ -239,11 +241,6 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
         reference_spread=spread(rounds[0].samples[reference]),
         openings=rounds[0].openings,
     )
-
-
-def of_images(infer: Infer, timing: Timing) -> Stopping:
-    """The rule that ends the timing of images: that for calls, with half the number and a quarter of the time."""
-    return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
