@@ -4,9 +4,8 @@ from pathlib import Path
 
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
-from sd_quant.report.categories import category_tables
 from sd_quant.report.levers import lever_tables
-from sd_quant.report.named_scores import score_tables
+from sd_quant.report.named_scores import category_tables, score_tables
 from sd_quant.report.noise_floor import floor_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import figures, write_plots
