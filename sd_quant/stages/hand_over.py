@@ -249,11 +249,7 @@ def write_target(
             "run": run and shown(run),
             "command": command,
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
-            "absent": with_tokenizers(
-                [  # which diffusers has to be told when it opens a folder
-                    name for name in loaded.checkpoint.family.OPTIONAL if name not in loaded.checkpoint.components
-                ]
-            ),
+            "absent": absent(loaded.checkpoint),
             "servers": servers_of(target, loaded.checkpoint, rows),
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
@@ -331,6 +327,11 @@ def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
     """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
     tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
     return not target.pads and checkpoint.family.PADDED and tokens[0] > CONTEXT_LENGTH
+
+
+def absent(checkpoint: Checkpoint) -> list[str]:
+    """The components that the pipeline lacks, which diffusers has to be told when it opens a folder."""
+    return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
 def sampled(checkpoint: Checkpoint, family: str = "") -> Sampled:
