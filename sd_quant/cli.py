@@ -130,7 +130,11 @@ class Command:
                 with starting(sweep.checkpoint_of(config)):
                     print(printed(config, arguments.package)) if arguments.cfg == "job" else main()
                 return
-            check_address_space()
+            if (left := address_space_bytes()) < LIBRARIES:  # some libraries would abort the process
+                raise ResourceError(
+                    f"this process may map {left / 1e9:.2f} GB more of its address space, and the libraries alone take "
+                    f"about {LIBRARIES / 1e9} GB; raise the limit (ulimit -v unlimited)"
+                )
             with composing(self.name):
                 plain = sweep.plain_config(self.name, overrides)
                 sweeps = sweep.is_sweep(plain, arguments.multirun)
@@ -165,15 +169,6 @@ def search_path(arguments: Namespace) -> list[str]:
     if any(override.startswith("hydra.searchpath=") for override in arguments.overrides):
         raise ConfigError("--config-dir and hydra.searchpath are both given; name all folders in hydra.searchpath")
     return [f"hydra.searchpath=[{literal(f'file://{folder}')}]"]
-
-
-def check_address_space() -> None:
-    """Raises ResourceError where the address space is too small for the libraries: some would abort the process."""
-    if (left := address_space_bytes()) < LIBRARIES:
-        raise ResourceError(
-            f"this process may map {left / 1e9:.2f} GB more of its address space, and the libraries alone take about "
-            f"{LIBRARIES / 1e9} GB; raise the limit (ulimit -v unlimited)"
-        )
 
 
 def check_command(command: Command, overrides: list[str], plain: DictConfig) -> None:

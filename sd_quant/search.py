@@ -28,7 +28,7 @@ from typing import Any
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
 from sd_quant.report.recommendation import Option, Rule, below_floor, options_of, rule_of, speedup_of, wanted_speedup
-from sd_quant.report.summary import SWEEP, PlannedJob, Sweep, read_sweep
+from sd_quant.report.summary import SWEEP, PlannedJob, read_plan, read_sweep
 
 RANDOM_JOBS = 3  # before the first that is proposed for a reason
 MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
@@ -151,12 +151,6 @@ def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[
     return told
 
 
-def outcomes_of(sweep: Sweep, rule: Rule) -> dict[str, Outcome | None]:
-    """Return what the jobs of a sweep have shown by their names; None of a job without images or a latency."""
-    measured = {option.row["job"]: option for option in options_of(sweep, rule)}
-    return {job.name: outcome_of(measured[job.name], rule) if job.name in measured else None for job in sweep.own}
-
-
 def outcome_of(option: Option, rule: Rule) -> Outcome | None:
     """Return what a measured recipe has shown; None where its latency cannot be compared with the target.
 
@@ -170,10 +164,15 @@ def outcome_of(option: Option, rule: Rule) -> Outcome | None:
 
 def next_jobs(directory: Path, at_once: int) -> list[dict]:
     """Add the jobs that are to be done next to the plan of a search, and return them; none when it has ended."""
-    plan = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
+    plan = read_plan(directory)
     search, rule = plan["search"], rule_of(plan["verdict"])
     left = search["jobs"] - sum(job.get("proposed_for") == search["target"] for job in plan["jobs"])
-    names = propose(search["grid"], outcomes_of(read_sweep(directory), rule), min(at_once, left)) if left > 0 else []
+    names = []
+    if left > 0:
+        sweep = read_sweep(directory)
+        measured = {option.row["job"]: option for option in options_of(sweep, rule)}
+        known = {job.name: outcome_of(measured[job.name], rule) if job.name in measured else None for job in sweep.own}
+        names = propose(search["grid"], known, min(at_once, left))
     by_name = {job["name"]: job for job in search["grid"]}
     jobs = [by_name[name] | {"proposed_for": search["target"]} for name in names]
     write_json(directory / SWEEP, plan | {"jobs": [*plan["jobs"], *jobs]})
@@ -202,7 +201,7 @@ def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
     """
     directory = Path(self.config.hydra.sweep.dir)
     at_once = self.max_batch_size or max(1, self.config.hydra.launcher.get("n_jobs") or 1)
-    jobs = json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"] or next_jobs(directory, at_once)
+    jobs = read_plan(directory)["jobs"] or next_jobs(directory, at_once)
     number, returned = 0, list[Any]()
     while jobs:
         returned += self.launcher.launch([job["overrides"] for job in jobs], initial_job_idx=number)

@@ -41,7 +41,7 @@ from sd_quant.progress import Work, duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
 from sd_quant.report.record import DONE, RECORD, at
-from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Sweep, is_running
+from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Sweep, is_running, read_plan
 from sd_quant.text import counted, one_line
 
 LOG = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ def plan_of(
             f"the candidate {min(taken)} would have the folder of the job of that name; give it by another name, "
             "such as that of a link to it"
         )
-    label = experiment_of(arguments) or "-".join(name.rpartition(".")[2] for name in varied) or "one"
+    experiments = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
+    label = (experiments or [""])[-1] or "-".join(name.rpartition(".")[2] for name in varied) or "one"
     plan = {
         "schema_version": 1, "command": list(arguments), "varied": varied, "jobs": entries, "identity": identity,
         "published": published, "candidates": candidates,
@@ -205,11 +206,6 @@ def result_of(job: Any) -> str:
     return json.dumps(knobs, sort_keys=True)
 
 
-def experiment_of(arguments: Sequence[str]) -> str | None:
-    given = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
-    return given[-1] if given else None
-
-
 def checkpoint_of(config: DictConfig) -> Path | None:
     """Return the path of the configuration's checkpoint, or None for a command without one."""
     path = OmegaConf.select(config, "model.path")
@@ -249,7 +245,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
                 f"another process is running a sweep in {directory}; wait for it, or set another hydra.sweep.dir"
             )
         if (directory / SWEEP).exists():
-            there = json.loads((directory / SWEEP).read_text(encoding="utf-8"))
+            there = read_plan(directory)
             if there.get("identity") != plan["identity"]:
                 raise ConfigError(
                     f"{directory} holds another sweep ({shlex.join(map(str, there.get('command', [])))}); "
@@ -270,7 +266,7 @@ def begun_jobs(directory: Path, jobs: Sequence[dict], grid: Sequence[dict]) -> l
 
 def entry(directory: Path, number: int) -> dict:
     """Return Hydra's n-th job from the plan of a sweep: its ``name``, and ``same_as`` for the job of its result."""
-    return json.loads((directory / SWEEP).read_text(encoding="utf-8"))["jobs"][number]
+    return read_plan(directory)["jobs"][number]
 
 
 def write_failure(directory: Path, reason: str, exit_code: int) -> None:
@@ -303,7 +299,7 @@ class Jobs(Work):
 
     def count(self) -> tuple[int, int, int, int]:
         """Return how many are done, have failed, run, and have not begun or have died."""
-        planned = json.loads((self.directory / SWEEP).read_text(encoding="utf-8"))["jobs"]
+        planned = read_plan(self.directory)["jobs"]
         folders = [self.directory / job["name"] for job in planned if "same_as" not in job]
         undone = [folder for folder in folders if not (folder / RECORD).exists()]
         running = sum(is_running(folder) is True for folder in undone)

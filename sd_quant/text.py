@@ -21,6 +21,13 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def fitted(text: str, longest: int = 28) -> str:
+    """Return ``text`` in one line, shortened in its middle where it is too long."""
+    line = printable(text)
+    half = longest // 2
+    return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
+
+
 def one_line(text: object, limit: int = 400) -> str:
     """Return ``printable(text)`` with single spaces between words, cut to ``limit`` characters; a cut ends in "..."."""
     line = " ".join(printable(text).split())

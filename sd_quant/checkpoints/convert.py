@@ -124,11 +124,6 @@ def in_half(checkpoint: NemoCheckpoint) -> NemoCheckpoint:
     })  # fmt: skip
 
 
-def size_on_disk(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a folder."""
-    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="sd-quant convert",
@@ -144,7 +139,8 @@ def main() -> None:
     archive, single = (given.target.suffix.lower() == kind for kind in (ARCHIVE, SINGLE))
     family = "sdxl_nemo" if archive else "sdxl"
     following = pasted("quantize", f"model={family}", "quant_level=3", f"model.path={literal(given.target)}")
-    written = f"{size_on_disk(given.target) / 1e9:.2f} GB, {count} tensors"
+    size = sum(file.stat().st_size for file in (given.target, *given.target.rglob("*")) if file.is_file())
+    written = f"{size / 1e9:.2f} GB, {count} tensors"
     if archive and (given.source / INDEX).is_file():
         written += f", and NeMo's Euler sampler in place of {scheduler_entries(given.source)['_class_name']}"
     elif single:

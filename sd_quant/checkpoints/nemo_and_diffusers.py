@@ -8,7 +8,6 @@ for inpainting, is refused for the entry that differs, and no list of kinds is n
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -73,7 +72,12 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
         if model_config is None:
             model_config = with_noise(nemo_config(configs["unet"], configs["vae"], clip1, clip2), noise)
     modules = described_networks(path, model_config, clip1, clip2)
-    _check_architecture(path, configs, modules)
+    for name, module in modules.items():  # the networks that NeMo builds have to be those of the folder
+        library, kind = NETWORKS[name]
+        config = usual_entries(kind) | configs[name]
+        compared = {key for key in config if not key.startswith("_")} - COMPUTING
+        keys = compared if library == "diffusers" else COMPARED_OF_TEXT
+        check_config(path / name / "config.json", config, full_config(module), keys)
     check_config(path / "scheduler" / "scheduler_config.json", noise, noise_config(model_config), SCHEDULER)
 
     components = {
@@ -189,16 +193,6 @@ def write_pipeline(
         level = "text_model." if name == "text_encoder" else ""  # which transformers 4 needs and 5 allows
         tensors = {level + parameter: each for parameter, each in weights.parameters.items()}
         write_safetensors(folder / name / f"{WEIGHTS[library]}.safetensors", tensors, advance)
-
-
-def _check_architecture(path: Path, configs: Mapping[str, dict], modules: Mapping[str, Any]) -> None:
-    """Raises ArtifactError unless the networks that NeMo builds are those of the folder."""
-    for name, module in modules.items():
-        library, kind = NETWORKS[name]
-        config = usual_entries(kind) | configs[name]
-        compared = {key for key in config if not key.startswith("_")} - COMPUTING
-        keys = compared if library == "diffusers" else COMPARED_OF_TEXT
-        check_config(path / name / "config.json", config, full_config(module), keys)
 
 
 def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:

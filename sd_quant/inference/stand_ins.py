@@ -106,10 +106,6 @@ def bound(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {
         name: pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
         for name, value in arguments.items()
-        if not has_generator(value)
+        # a decoder accepts a generator, and decodes given latents without it
+        if not any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))
     }
-
-
-def has_generator(value: Any) -> bool:
-    """Whether an argument holds a torch.Generator: a decoder accepts one, and decodes given latents without it."""
-    return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(value))

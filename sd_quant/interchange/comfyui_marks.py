@@ -268,14 +268,6 @@ def int8_inputs(marked: Marked) -> Inputs:
     return Rotated(INT8, group) if group else INT8
 
 
-def w4a4_inputs(marked: Marked) -> Inputs:
-    return Rotated(INT4 if marked.linear_dtype() == "int4" else INT8, marked.rotation())
-
-
-def w4a8_inputs(marked: Marked) -> Inputs | None:
-    return None if "weight_correction" in marked.own else int8_inputs(marked)
-
-
 def static_scale(marked: Marked) -> float | None:
     return marked.own.number("input_scale", positive=True) if "input_scale" in marked.own else None
 
@@ -346,7 +338,8 @@ ROWS = (
         Layout("convrot_w4a4", "1 for a row", (
             Piece("weight", "N K/2", (BYTES,), NUMBERS, packing=SIGNED), Piece("weight_scale", "N|N 1", FLOAT_SCALES),
         ), COMFYUI),
-        w4a4_inputs, ROTATING | {"linear_dtype", "quant_group_size"}, rotates=True, says={"linear_dtype": "int4"},
+        lambda marked: Rotated(INT4 if marked.linear_dtype() == "int4" else INT8, marked.rotation()),
+        ROTATING | {"linear_dtype", "quant_group_size"}, rotates=True, says={"linear_dtype": "int4"},
     ),
     Method(
         Layout(W4A8, "1 for {group} numbers", (
@@ -356,7 +349,8 @@ ROWS = (
             Piece("weight_codebook", "1*16", FLOAT_SCALES, OTHER, optional=True),
             Piece("weight_correction", "K/g N", FLOAT_SCALES, ADDED, optional=True, packing=TURNED),
         ), COMFYUI, formula=rounded_product),
-        w4a8_inputs, ROTATING | {"group_size"}, rotates=True, group=16, says={"group_size": 16},
+        lambda marked: None if "weight_correction" in marked.own else int8_inputs(marked),
+        ROTATING | {"group_size"}, rotates=True, group=16, says={"group_size": 16},
     ),
     Method(
         Layout("awq_w4a16", "1 for {group} numbers", (

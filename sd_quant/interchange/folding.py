@@ -52,7 +52,8 @@ def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str
             bias, their_bias = None, None
             if each.modulation is not None and f"{each.producer}.bias" in full:
                 bias, their_bias = full[f"{each.producer}.bias"], denoiser.parameters[f"{each.producer}.bias"].read()
-            factor = row_factors(numbers_of(each, restored, their_bias, inputs), numbers_of(each, ours, bias, inputs))
+            found, own = numbers_of(each, restored, their_bias, inputs), numbers_of(each, ours, bias, inputs)
+            factor = quotient((found * own).sum(1), own.square().sum(1))  # of each row, by least squares
             if noticed(factor, SLIGHT_OF_ROW if folds else OF_ROW):
                 factors_in |= dict.fromkeys(each.readers, factor)
                 absorbed = factors_out.setdefault(each.producer, torch.ones(len(ours)))
@@ -88,11 +89,6 @@ def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: 
         shift, scale = (bias.float()[rows, None] for rows in shared.rows(width))
         found += [shift, scale + 1]
     return torch.cat(found, 1)
-
-
-def row_factors(theirs: Tensor, ours: Tensor) -> Tensor:
-    """The least-squares factor between each row of ``ours`` [out, in] and that of ``theirs``."""
-    return quotient((theirs * ours).sum(1), ours.square().sum(1))
 
 
 def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> QuantizedLayer:

@@ -50,7 +50,12 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
         reasons = Counter(rows[layer.name].reason for layer in wanted)
         because = f" ({'; '.join(str(reason) for reason, _ in reasons.most_common(REASONS))})" if reasons else ""
         such = f", {listing([layer.name for layer in wanted], REASONS)}" if wanted else ""
-        others = Counter(name for name, other in TARGETS.items() for layer in wanted if is_held(layer, other))
+        others = Counter(  # that take a layer unchanged, its low-rank branch included
+            name
+            for name, other in TARGETS.items()
+            for layer in wanted
+            if why_not_held(layer, other) is None and (layer.low_rank is None or other.low_rank)
+        )
         counts = ", ".join(f"{name} holds {count}" for name, count in others.most_common())
         raise ConfigError(
             f"{target.name} holds {', '.join(target.formats)} and none of the layers in {found}{such}{because}; "
@@ -128,11 +133,6 @@ def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | Non
     if not target.attention:
         return f"{target.name} holds no products of attention"
     return target.refuses("attention", layer.activation_format)
-
-
-def is_held(layer: LayerAssignment, target: ForeignFormat) -> bool:
-    """Whether the target takes a quantized layer unchanged, its low-rank branch included."""
-    return why_not_held(layer, target) is None and (layer.low_rank is None or target.low_rank)
 
 
 def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:

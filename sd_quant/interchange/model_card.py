@@ -19,6 +19,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
     counted = [("", figures), *((f" of {name}", part) for name, part in figures["parts"].items())]
     lost = [f"- {n}{of} in high precision: {reason}" for of, each in counted for reason, n in each["lost"].items()]
     lost += [f"- {what}" for what in figures["left_out"]]
+    tried = [*([f"Tried with {', '.join(target.tried)}."] if target.tried else []), *filter(None, [target.untried])]
     return "\n".join([
         f"# {figures['part']} for {target.consumer}",
         "",
@@ -39,7 +40,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         *opening(figures, target),
         "",
-        *([" ".join(tried), ""] if (tried := tried_with(target)) else []),
+        *([" ".join(tried), ""] if tried else []),
         *traps_of(figures, target),
         "## How the checkpoint samples",
         "",
@@ -90,11 +91,6 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     install = [f"    {shlex.join(['pip', 'install', *target.tried])}", ""] if target.tried else []
     also = ["", target.also.format(folder=folder)] if target.also else []
     return [*install, "```python", code, "```", *also]
-
-
-def tried_with(target: ForeignFormat) -> list[str]:
-    """The card's sentences: which packages have opened such a result, and what nobody has run."""
-    return [*([f"Tried with {', '.join(target.tried)}."] if target.tried else []), *filter(None, [target.untried])]
 
 
 def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:

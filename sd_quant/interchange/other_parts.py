@@ -64,7 +64,10 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
     parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
     denoiser = checkpoint.family.DENOISER
     if parts and not any(each.recognizes(path) for each in READERS.values()):
-        return {denoiser: plain_denoiser(path, checkpoint), **parts}
+        tensors = stored_tensors(path, checkpoint)
+        plain = QuantizedDenoiser(path, "diffusers", "nobody", {}, tensors, size_of(tensors.values()))
+        check_whole(plain, checkpoint)
+        return {denoiser: plain, **parts}
     return {denoiser: format_of(path).module.read(path, checkpoint), **parts}
 
 
@@ -82,11 +85,3 @@ def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
 def read_part(path: Path, checkpoint: Checkpoint, part: str) -> QuantizedDenoiser:
     folder = path / checkpoint.parts()[part].component
     return format_of(folder).module.read(folder, OtherNetwork(checkpoint, part))
-
-
-def plain_denoiser(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser of a pipeline's folder in which other parts alone are quantized."""
-    tensors = stored_tensors(path, checkpoint)
-    denoiser = QuantizedDenoiser(path, "diffusers", "nobody", {}, tensors, size_of(tensors.values()))
-    check_whole(denoiser, checkpoint)
-    return denoiser

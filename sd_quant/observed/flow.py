@@ -155,10 +155,6 @@ class Flow:
                 waiting += value.operation.values()
         return found
 
-    def fellows(self, call: Call) -> set[str]:
-        """Layers that read the tensor that a call reads, itself included."""
-        return {self.layer_of(operation) or "" for operation in self.tape.readers.get(call.input, ())}
-
     @cached_property
     def feed_forward(self) -> set[str]:
         """Linears with only an activation, and gates, between them, both those in front and those behind."""

@@ -148,7 +148,8 @@ def _reason(flow: Flow, name: str) -> str | None:
         return POOLED
     if any(flow.ahead.get(call.output) is False for call in calls):
         return LAST
-    if not any(flow.fellows(call) & flow.queries for call in calls):
+    fellows = {flow.layer_of(reader) for call in calls for reader in flow.tape.readers.get(call.input, ())}
+    if not fellows & flow.queries:  # none of the layers that read the same tensor, this one included
         if any(not layer.get(call.input, False) for call in calls):
             return FIRST
         if all(flow.is_text(call.input) and not attention.get(call.input, False) for call in calls):

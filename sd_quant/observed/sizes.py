@@ -189,10 +189,6 @@ def other_numbers(value: Any, seed: int = 0) -> Any:
     return mapped(value, change)
 
 
-def with_random_weights(network: nn.Module, seed: int) -> nn.Module:
-    return with_weights(network, reader(network, random_weights(network, seed)))
-
-
 def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[Call]) -> dict[str, int]:
     """Returns the modules of sizes alone by their paths, and how often each is called.
 

@@ -252,7 +252,8 @@ class _Noting(TorchDispatchMode):
             for tensor, (form, where) in zip(made, _parts(kind, operands, options, made), strict=True):
                 self.made(Operation(form, operands[:1], where, self.module(), len(self.operations)), [tensor])
             return
-        if made or not _leaves_are_same(result, read):
+        leaves = list(_leaves(result, Tensor))  # an operation that returns what it was given alone did nothing
+        if made or not leaves or not all(_among(leaf, read) for leaf in leaves):
             self.made(Operation(kind, operands, options, self.module(), len(self.operations)), made)
         for tensor in written:
             for reference in self.of_storage[_storage(tensor)]:
@@ -310,12 +311,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     return any(tensor is other for other in others)
-
-
-def _leaves_are_same(result: Any, read: Sequence[Tensor]) -> bool:
-    """Whether an operation did nothing: it returned tensors, all of which it was given."""
-    leaves = list(_leaves(result, Tensor))
-    return bool(leaves) and all(_among(leaf, read) for leaf in leaves)
 
 
 def _leaves(tree: Any, kind: type) -> Iterator[Any]:

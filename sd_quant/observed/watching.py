@@ -179,7 +179,10 @@ def watch(
 
     Raises ArtifactError for a pipeline that no network denoises for, or that fails, with the cause.
     """
-    methods = {name: methods_of(network) for name, network in networks.items()}
+    methods = {  # beside ``forward``: an autoencoder's decoding
+        name: ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
+        for name, network in networks.items()
+    }
     stands = {name: Stand(name, network, methods[name], dtype) for name, network in networks.items()}
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
@@ -266,11 +269,6 @@ def unlike(one: Log, other: Log) -> str | None:
         if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
             return f"{name} is then called with other arguments"
     return None
-
-
-def methods_of(network: nn.Module) -> list[str]:
-    """Returns the methods beside ``forward`` that are watched: an autoencoder's decoding."""
-    return ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
 
 
 def told(error: BaseException) -> str:

@@ -161,7 +161,14 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     everyone = standings(sweep)
     said = {name: words for name, (_, words) in verdicts(everyone, confidence_of(sweep)).items()}
     contents = [contents_of(job, entry, said) for job, entry in judged.values()]
-    hurting = [line for job, entry in judged.values() for line in hurting_of(job, entry)]
+    hurting = [
+        [
+            name_of(job), *(str(at(layer, key)) for key in ("name", "role", "format")),
+            *(figure(at(layer, f"{key}_error"), "{:.2g} %", 100) for key in ("output", "network")),
+        ]
+        for job, entry in judged.values()
+        for layer in (at(entry, "hurting") or [])[:WORST]
+    ]  # fmt: skip
     return [
         table_of_texts(
             ["candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs",
@@ -221,14 +228,3 @@ def quantized_of(entry: Any) -> str:
 def lowered(counts: Mapping[str, int] | None) -> str:
     """The numbers of layers by format, without high precision."""
     return ", ".join(f"{count} {name}" for name, count in (counts or {}).items() if name != HIGH_PRECISION)
-
-
-def hurting_of(job: Job, entry: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [
-            name_of(job), str(at(layer, "name")), str(at(layer, "role")),
-            str(at(layer, "format")), figure(at(layer, "output_error"), "{:.2g} %", 100),
-            figure(at(layer, "network_error"), "{:.2g} %", 100),
-        ]
-        for layer in (at(entry, "hurting") or [])[:WORST]
-    ]  # fmt: skip

@@ -17,7 +17,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from sd_quant.report.sensitivity_plot import COLOURS
-from sd_quant.text import printable
 
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
 PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
@@ -46,7 +45,6 @@ STYLE: dict[Any, Any] = {
     "ytick.color": SOFT,
 }
 WIDTH, HEIGHT = 5.6, 3.8  # inches: half of a page, or a telephone, on which text of 10 points can still be read
-LONGEST_NAME = 28
 
 
 @contextmanager
@@ -90,10 +88,3 @@ def for_page(value: str, name: str) -> str:
     )
     value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
     return re.sub(r"(font:[^;]*?px) [^;]*|font-family:[^;]*;?", r"\1", value)
-
-
-def fitted(text: str, longest: int = LONGEST_NAME) -> str:
-    """``text`` in one line, shortened in its middle where it is too long."""
-    line = printable(text)
-    half = longest // 2
-    return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"

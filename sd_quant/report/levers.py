@@ -84,13 +84,6 @@ def mean_text(values: Sequence[float] | None) -> str:
     return plus_minus(mean_interval(values) if values else None, "{:.1f}")
 
 
-def schedule_text(levers: Any) -> str:
-    """The schedule, sampler, steps and guidance of a recipe in few words."""
-    until = at(levers, "guidance_until")
-    named = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
-    return " ".join(filter(None, named)) or f"{at(levers, 'steps')} steps"
-
-
 def control_cells(record: Any) -> list[str]:
     """The control with its PSNR, and whether the recipe beats it."""
     judged = against_control(record)
@@ -106,13 +99,14 @@ def lever_cells(job: Job) -> list[str]:
     """A row of the table."""
     record, levers = job.record, at(job.record, "levers")
     bits, calls = (decibels(at(levers, name)) for name in ("bits_alone", "calls_alone"))
-    half = at(levers, "half_calls")
+    half, until = at(levers, "half_calls"), at(levers, "guidance_until")
+    made = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
     speedup = job.timed.image_speedup() if job.timed is not None else None
     alone = [DASH if each is None else f"{each:.2f}x" for each in speedups_alone(job)]
     return [
         job.name,
         f"{at(levers, 'calls')}" + (f", {half} of them halves" if half else ""),
-        schedule_text(levers),
+        " ".join(filter(None, made)) or f"{at(levers, 'steps')} steps",
         DASH if speedup is None else f"{speedup.value:.2f}x",
         *alone,
         mean_text(decibels(at(record, "fidelity"))),

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,19 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from sd_quant.files import write_text
-from sd_quant.files.checks import listing
-from sd_quant.places import shown
 from sd_quant.report.candidates import rule as rule_of_candidates
-from sd_quant.report.drawing import fitted, svg
+from sd_quant.report.drawing import svg
 from sd_quant.report.gallery import gallery
-from sd_quant.report.plots import figures, much_the_worst
-from sd_quant.report.readings import degenerate_images, slower
-from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, rule_of
+from sd_quant.report.plots import much_the_worst
+from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, rule_of, unquantized_row
 from sd_quant.report.recommendation import figures as figures_of
 from sd_quant.report.record import DONE, at, read_object
-from sd_quant.report.shipped import recommendation_of
-from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of, workload
+from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of
 from sd_quant.report.table import Column, Table, knob_value
-from sd_quant.report.timing import blocks_by_job, busy_because
-from sd_quant.report.unquantized import unquantized_row
+from sd_quant.report.warnings import warnings_of
 from sd_quant.text import printable
 
 FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
@@ -55,14 +51,19 @@ CAPTIONS = {
 }
 
 
-def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None = None) -> Path:
+def write_report(
+    sweep: Sweep,
+    advice: Recommendation,
+    drawn: Mapping[str, Figure],
+    tables: Sequence[Table] = (),
+    votes: Path | None = None,
+) -> Path:
     """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
 
-    ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``. Raises ResourceError when the disk
-    is full.
+    ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``.
+    Raises ResourceError when the disk is full.
     """
     table, whole = sweep.rows, unquantized_row(sweep)
-    advice = recommendation_of(sweep)
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
     table = [*([whole] if whole else []), *table]
     badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
@@ -82,7 +83,7 @@ def write_report(sweep: Sweep, tables: Sequence[Table] = (), votes: Path | None 
         kinds=", ".join(f"{count} {kind}" for kind, count in Counter(each.split(":")[0] for each in warnings).items()),
         rows=table,
         columns=known_columns(table),
-        plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in figures(sweep).items()],
+        plots=[(name, CAPTIONS[name], Markup(svg(figure, name))) for name, figure in drawn.items()],
         tables=tables,
         image_notes=notes,
         votes=votes.name if votes else None,
@@ -206,77 +207,6 @@ def started(sweep: Sweep) -> str:
         return ""
     first = min(times, key=datetime.timestamp)
     return f"{first.day} {first:%B %Y, %H:%M %Z}"
-
-
-def warnings_of(sweep: Sweep) -> list[str]:
-    """A sentence for each recipe that is slower quantized, each job without figures and each busy or unlike machine."""
-    names = sweep.recipes
-    sentences = [f"BUSY: {sentence}" for sentence in busy_while_timing(sweep)]
-    sentences += [f"UNLIKE: {sentence}" for sentence in unlike_most(sweep)]
-    sentences += [
-        f"TIMED ALONE: {names.get(each['job'], each['job'])}: {each['reason']}."
-        for each in at(sweep.timing, "left_out") or []
-    ]
-    sentences += [
-        f"ONE ENGINE: {listing([names.get(job, job) for job in each['jobs']])}: their graphs differ in constants "
-        "alone, so their denoisers have one latency."
-        for block in at(sweep.timing, "blocks") or []
-        for each in block["subjects"]
-        if len(each["jobs"]) > 1
-    ]
-    for job in sweep.jobs:
-        if words := degenerate_images(job.record):
-            sentences.append(f"DEGENERATE: {names[job.name]}: {words}.")
-    for row in sweep.rows:
-        for column, what in (("image_speedup", "from prompt to image"), ("denoiser_speedup", "in the denoiser")):
-            if takes := slower(row[column]):
-                sentences.append(f"SLOWER: {names[row['job']]} {takes} {what}.")
-        if row["run_by"] == "simulation":
-            sentences.append(f"SIMULATED: no engine here executes {names[row['job']]}; torch made its images.")
-        if row["float_layers"]:
-            sentences.append(
-                f"FLOAT: {row['run_by']} computes {row['float_layers']} quantized layers of {names[row['job']]} in "
-                "floating point; metrics.json names them under executed."
-            )
-    return sentences + [
-        f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in sweep.rows if row["status"] != DONE
-    ]
-
-
-def busy_while_timing(sweep: Sweep) -> list[str]:
-    """Sentences on other processes that used the machine while engines were timed."""
-    timed = blocks_by_job(sweep.timing)
-    reasons = (busy_because(block["rounds"]) for block in timed.values())
-    found = {reason: "while the engines were timed together" for reason in reasons if reason}
-    for job in sweep.jobs:
-        engine, part, samples, _ = workload(job.record)
-        conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
-        if job.name not in timed and (reason := busy_because(conditions)):
-            found[reason] = f"while {sweep.recipes[job.name]} was timed"
-    again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
-    how = f": {again}" if timed else "."  # no full stop behind a command
-    return [f"{when}, {reason}; time again when the machine is quiet{how}" for reason, when in found.items()]
-
-
-def unlike_most(sweep: Sweep) -> list[str]:
-    """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
-    ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
-    for job in sweep.own:
-        machine = at(job.record, "environment", "machine") or {}
-        processor = " ".join(filter(None, [machine.get("cpu"), *(machine.get("cpu_int8") or [])]))
-        known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
-        if job.record is not None:
-            for fact, value in ({**(at(job.record, "environment", "versions") or {})} | known).items():
-                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
-    sentences = []
-    for fact, jobs in ran_with.items():
-        usual = max(jobs, key=lambda value: len(jobs[value]))
-        sentences += [
-            f"{fitted(', '.join(others), 200)} ran with {fact} {value}, most jobs with {usual}; compare with care."
-            for value, others in jobs.items()
-            if value != usual
-        ]
-    return sentences
 
 
 def value_and_text(row: Row, column: Column) -> tuple[object, str]:

@@ -21,15 +21,15 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
-from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT, fitted, new_figure, style
+from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
-from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, recommend
+from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
-from sd_quant.report.unquantized import unquantized_row
+from sd_quant.text import fitted
 
 PIXELS_PER_INCH = 300
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
@@ -47,9 +47,8 @@ COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "siz
 SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 
-def figures(sweep: Sweep) -> dict[str, Figure]:
+def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
     """The plots by name, of which those that show nothing are left out."""
-    advice = recommend(sweep)
     done = sorted(sweep.done, key=lambda job: job.name != advice.best)
     labels = {job.name: short_name(job, sweep.varied) for job in sweep.jobs} | {UNQUANTIZED: UNQUANTIZED}
     table, whole, floors = sweep.rows, unquantized_row(sweep), floor_lines(done)
@@ -69,10 +68,10 @@ def figures(sweep: Sweep) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def write_plots(sweep: Sweep) -> None:
-    """Write ``<name>.png`` of all ``figures`` into the sweep's folder. Raises ResourceError when the disk is full."""
-    for name, figure in figures(sweep).items():
-        with atomic_path(sweep.directory / f"{name}.png") as temporary, style():
+def write_plots(drawn: Mapping[str, Figure], folder: Path) -> None:
+    """Write ``<name>.png`` of each figure into the folder. Raises ResourceError when the disk is full."""
+    for name, figure in drawn.items():
+        with atomic_path(folder / f"{name}.png") as temporary, style():
             figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
-from sd_quant.report.categories import category_tables
 from sd_quant.report.levers import lever_tables
-from sd_quant.report.named_scores import score_tables
+from sd_quant.report.named_scores import category_tables, score_tables
 from sd_quant.report.noise_floor import floor_tables
 from sd_quant.report.page import write_report
-from sd_quant.report.plots import write_plots
+from sd_quant.report.plots import figures, write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
@@ -26,15 +25,17 @@ def rebuild(directory: Path) -> Path:
     """
     sweep = read_sweep(directory)
     advice = recommendation_of(sweep)
+    drawn = figures(sweep, advice)
     write_summary(sweep, dict.fromkeys(advice.tied, "tied") | {advice.job: "yes"}, advice.sentence)
     write_recommendation(sweep, advice)
-    write_plots(sweep)
     published = published_tables(sweep)
     if published:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     by_recipe = score_tables(sweep) + floor_tables(sweep) + category_tables(sweep)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
-    return write_report(sweep, tables, write_votes(sweep))
+    report = write_report(sweep, advice, drawn, tables, write_votes(sweep))
+    write_plots(drawn, directory)  # after the page: a PNG's resolution moves what is placed by the layout
+    return report
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

@@ -18,7 +18,6 @@ from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
-    degenerate_images,
     interval_of,
     latency_of,
     memory_of,
@@ -29,12 +28,11 @@ from sd_quant.report.readings import (
     quotient,
     score_of,
     seconds_of_stages,
-    slower,
 )
 from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
 from sd_quant.report.summary import Job, timed_alone
 from sd_quant.report.table import CLAUSES, DASH, Table, as_text, folded, table_of_texts
-from sd_quant.report.timing import busy_because
+from sd_quant.report.warnings import warnings_of_run
 from sd_quant.text import printable
 
 HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its text", "size"]
@@ -42,12 +40,11 @@ HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its tex
 
 def run_table(record: Mapping[str, Any]) -> str:
     """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
-    reasons: list[str] = []
+    reasons, floor = list[str](), floor_table(record)
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections = [
         _heading(record),
-        [f"DEGENERATE: {words}." for words in [degenerate_images(record)] if words],
-        [sentence for engine in engines for sentence in _warnings(record, engine)],
+        warnings_of_run(record, engines, baselines_of(record)),
         _sizes(record, reasons),
         _memory(record),
         *(_parts(record, engine, reasons) for engine in engines),
@@ -55,7 +52,8 @@ def run_table(record: Mapping[str, Any]) -> str:
         _fidelity(record, reasons),
         _named_scores(record, reasons),
         _levers(record),
-        *_noise_floor(record),
+        as_text(replace(floor, notes=())),
+        [*floor.notes],
         _moved(record, reasons),
         *_fit(record),
         as_text(handed_over_table(record.get("hand_over"))),
@@ -186,12 +184,6 @@ def _levers(record: Mapping[str, Any]) -> list[str]:
     return as_text(table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True))))
 
 
-def _noise_floor(record: Mapping[str, Any]) -> list[list[str]]:
-    """Full precision computed another way, and the reasons why a way was not."""
-    table = floor_table(record)
-    return [as_text(replace(table, notes=())), [*table.notes]]
-
-
 def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     """The outputs of other quantized parts than the denoiser."""
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
@@ -251,24 +243,6 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
     costs += [f"{whole:.1f} s in all"] if whole else []
     costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
     return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
-
-
-def _warnings(record: Mapping[str, Any], engine: str) -> list[str]:
-    """Sentences on parts that are slower quantized, busy machines and quantized layers in floating point."""
-    sentences = []
-    if fell_back := at(record, "executed", "fell_back"):
-        of = at(record, "executed", "of")
-        sentences.append(f"FLOAT: {engine} computes {len(fell_back)} of {of} quantized layers in floating point.")
-    for name in dict.fromkeys([engine, *baselines_of(record)]):
-        for part in names(record, "latency", name):
-            what = "prompt to image" if part == IMAGE else part
-            for batch in names(record, "latency", name, part):
-                takes = slower(latency_of(record, name, part, batch).speedup.value)
-                if takes and name == engine:
-                    sentences.append(f"SLOWER: on {engine}, {what} at batch {batch} {takes}.")
-                if reason := busy_because(at(record, "latency", name, part, batch, "rounds")):
-                    sentences.append(f"BUSY: while {what} was timed on {name}, {reason}; time again when it is quiet.")
-    return sentences
 
 
 def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:

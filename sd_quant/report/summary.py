@@ -106,8 +106,8 @@ class Job:
 class Search:
     """A search in a grid, as far as it has come."""
 
-    jobs: int  # to propose
     proposed: int
+    jobs: int  # to propose
     of: int  # jobs of the grid that differ
     target: str  # in words
     by: str  # which library proposes
@@ -186,16 +186,17 @@ def read_sweep(directory: Path) -> Sweep:
             jobs.append(replace(job, twins=twins, timed=together.get(job.name) or job.timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
-        search = None if content.get("search") is None else search_of(content["search"], planned)
+        if (search := content.get("search")) is not None:
+            proposed = sum(job.get("proposed_for") == search["target"] for job in planned)
+            search = Search(proposed, **{name: search[name] for name in ("jobs", "of", "target", "by")})
         return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
 
 
-def search_of(plan: PlannedSearch, jobs: Sequence[PlannedJob]) -> Search:
-    """The search of a plan and how many jobs it has proposed for its target. Raises KeyError for a missing name."""
-    proposed = sum(job.get("proposed_for") == plan["target"] for job in jobs)
-    return Search(plan["jobs"], proposed, plan["of"], plan["target"], plan["by"])
+def read_plan(directory: Path) -> dict[str, Any]:
+    """``sweep.json`` as this command, or the one that has started the job, has written it."""
+    return json.loads((directory / SWEEP).read_text(encoding="utf-8"))
 
 
 def run_as_sweep(directory: Path) -> Sweep:

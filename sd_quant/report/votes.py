@@ -267,9 +267,10 @@ def embedded(drawn: Drawn) -> tuple[list[dict], dict[str, Shown]]:
         if total > MOST_BYTES:
             break
         name, *ids = (f"{chance.getrandbits(64):016x}" for _ in range(3))
+        padded = [file + chance.randbytes(length - len(file)) for file in files]  # decoders do not read behind the end
         images = [
-            {"id": each, "source": f"data:image/webp;base64,{base64.b64encode(padded(file, length, chance)).decode()}"}
-            for each, file in zip(ids, files, strict=True)
+            {"id": each, "source": f"data:image/webp;base64,{base64.b64encode(file).decode()}"}
+            for each, file in zip(ids, padded, strict=True)
         ]
         shown[name] = {
             "kind": pair.kind, "comparison": pair.comparison, "prompt": printable(pair.prompt),
@@ -301,8 +302,3 @@ def without_loss(image: Image.Image) -> bytes:
     encoded = io.BytesIO()
     image.save(encoded, "WEBP", lossless=True, quality=0)
     return encoded.getvalue()
-
-
-def padded(file: bytes, length: int, chance: random.Random) -> bytes:
-    """``file`` with random bytes behind its end, which decoders do not read."""
-    return file + chance.randbytes(length - len(file))

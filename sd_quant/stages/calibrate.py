@@ -95,7 +95,10 @@ def statistics_of(
     if calibrated:
         of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
         layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
-        summed = {part: part_hessians(checkpoint, part, part_recipes[part]) for part in calibrated}
+        summed = {
+            part: hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), part_recipes[part])
+            for part, roles in of_parts.items()
+        }
         statistics.parts = calibrate_parts(
             model, layers, prompts, sampling, checkpoint_sha256=checkpoint_sha256, latents=latents, cache=cache,
             accelerator=knobs.accelerator, hessians=summed,
@@ -123,12 +126,6 @@ def bytes_of_hessians(loaded: Loaded) -> int:
     """Bytes of the Hessians of the denoiser's layers that calibration sums."""
     widths = {name: math.prod(shape[1:]) for name, shape in loaded.shapes.items()}
     return hessian_bytes(widths, denoiser_hessians(loaded.checkpoint, loaded.roles, loaded.recipe))
-
-
-def part_hessians(checkpoint: Checkpoint, part: str, recipe: Recipe) -> Hessians:
-    """The Hessians of another part's layers that calibration sums for its recipe."""
-    roles = roles_of_part(checkpoint, part)
-    return hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), recipe)
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:

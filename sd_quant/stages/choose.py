@@ -59,7 +59,10 @@ def choose(
             parts = assign_parts(loaded, statistics.parts)
         return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
     with step("assign" if loaded.recipe.fit is None else "fit"):
-        fitted = within_limit(loaded, statistics, directory, shared)
+        limited, fitted = limit_of(loaded), None
+        if limited is not None:
+            measured = measure_presets(loaded, statistics, limited.offers, shared)
+            fitted = fit(loaded, statistics, limited, measured, directory)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
         parts = (fitted.parts if fitted else {}) | assign_parts(loaded, statistics.parts)
     if loaded.kept:
@@ -68,14 +71,6 @@ def choose(
             assignment = assign(loaded, statistics, kept)
     auto = None if fitted else auto_compared(loaded, statistics, assignment)
     return written(loaded, Chosen(assignment, parts, sensitivity, fitted, auto=auto), statistics, directory)
-
-
-def within_limit(loaded: Loaded, statistics: Statistics, directory: Path, shared: Shared | None) -> Fitted | None:
-    """The choice within ``quantize.budget`` or ``quantize.fit``; None without them."""
-    limited = limit_of(loaded)
-    if limited is None:
-        return None
-    return fit(loaded, statistics, limited, measure_presets(loaded, statistics, limited.offers, shared), directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

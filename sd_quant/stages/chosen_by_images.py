@@ -27,20 +27,16 @@ PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a p
 def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, Tensor]]]]:
     """A function of assignments by part, and a name, that returns the mean squared error of images, where white is 1.
 
-    And the inputs of the first calls of each part, in full precision.
+    And the inputs of the first calls of each part, in full precision. Images are of some calibration prompts, from
+    noise.
     """
-    infer = choosing(loaded)
-    full, calls = full_precision(loaded, infer)
-    return lambda given, what: squared_error(full, simulated_images(loaded, infer, given, what)), calls
-
-
-def choosing(loaded: Loaded) -> Infer:
-    """The settings of the images by which formats are chosen: some calibration prompts, from noise."""
-    return replace(
+    infer = replace(
         loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
         num_prompts=None, prompts_seed=0, prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None,
         latents=None, image=None, mask=None, strength=None,
     )  # fmt: skip
+    full, calls = full_precision(loaded, infer)
+    return lambda given, what: squared_error(full, simulated_images(loaded, infer, given, what)), calls
 
 
 def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:

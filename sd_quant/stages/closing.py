@@ -33,9 +33,7 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
         return psnr
     print(run_table(record))
     if auto := record.get("auto"):
-        given = [
-            each for each in record["overrides"] or [] if each.partition("=")[0] not in ("alpha", "quantize.alpha")
-        ]
+        given = [each for each in record["overrides"] or [] if each.partition("=")[0] not in ALPHA]
         print(f"alpha=auto {with_auto(auto)}: {pasted('quantize', *given, 'alpha=auto')}\n")
     drawn = [directory / REPORT, directory / RECOMMENDATION]
     made = (directory / RECORD).stat().st_mtime_ns

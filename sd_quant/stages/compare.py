@@ -226,14 +226,12 @@ def compare_framework(
         raise ConfigError(f"infer.steps={steps} makes images without a call of {', '.join(uncalled)}; take more steps")
     inputs = {part: calls[0] for part, calls in called.items()}
     outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    # copies, because one of them may be in inputs
-    kept = {str(number): copies_of(seen[denoiser][number]) for number in calls if number in seen[denoiser]}
+    kept = {  # copies, because one of them may be in inputs, and a file of safetensors holds no tensor twice
+        str(number): {name: tensor.clone() for name, tensor in seen[denoiser][number].items()}
+        for number in calls
+        if number in seen[denoiser]
+    }
     return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
-
-
-def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, because a file of safetensors holds no tensor twice."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def sampled_calls(batches: int, steps: int) -> list[int]:

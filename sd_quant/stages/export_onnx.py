@@ -69,7 +69,9 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
             path = artifact(file.directory, "onnx", file.part)
             export(checkpoint, checkpoint_sha256, file.part, path, file.assignment, cache)
             for weights in onnx_files(path)[1:] if file.delivered else ():
-                make_sole(weights)
+                if weights.stat().st_nlink > 1:
+                    with atomic_path(weights) as copy:
+                        shutil.copyfile(weights, copy)
             size = sum(each.stat().st_size for each in onnx_files(path))
             LOG.info("%s.onnx%s: %.1f MB", file.part, "" if file.delivered else ", unquantized", size / 1e6)
             advance()
@@ -87,31 +89,19 @@ def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> d
     }
 
 
-def provide_graph(checkpoint: Checkpoint, checkpoint_sha256: str, part: str, folder: Path, cache: Cache) -> None:
-    """Put ``graph.onnx``, a part without weights for all assignments, into ``folder``, from the cache or traced."""
-    origin = graph_origin(checkpoint, checkpoint_sha256, part)
-    cache.provide("graph", origin, folder, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
-
-
 def export(
     checkpoint: Checkpoint, checkpoint_sha256: str, part: str, path: Path, assignment: Assignment, cache: Cache
 ) -> None:
-    """Write one part, or copy it from the cache."""
+    """Write one part, or copy it from the cache, which has its graph without weights for all assignments too."""
+    origin = graph_origin(checkpoint, checkpoint_sha256, part)
 
     def write(folder: Path) -> None:
         with temporary_folder(path.parent) as temporary:
-            provide_graph(checkpoint, checkpoint_sha256, part, Path(temporary), cache)
-            write_part(ir.load(Path(temporary) / GRAPH), checkpoint, part, folder / path.name, assignment)
+            graph = Path(temporary)
+            cache.provide("graph", origin, graph, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
+            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment)
 
-    origin = graph_origin(checkpoint, checkpoint_sha256, part)
     cache.provide("onnx", origin | {"assignment": assignment_digest(assignment)}, path.parent, write)
-
-
-def make_sole(path: Path) -> None:
-    """Copy ``path`` over itself if it has other hard links. Raises ResourceError when the disk is full."""
-    if path.stat().st_nlink > 1:
-        with atomic_path(path) as copy:
-            shutil.copyfile(path, copy)
 
 
 def assignment_digest(assignment: Assignment) -> str:

@@ -423,8 +423,11 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
         return errors
 
     units, limits = choices_of(offers, measured), limits_of(limited)
-    if len(offers) > 1:
-        quantize_some(units[: len(offers[loaded.denoiser].units)])
+    if len(offers) > 1:  # a run is about a quantized denoiser: its least sensitive unit has no choice of high precision
+        own = units[: len(offers[loaded.denoiser].units)]
+        most = max(map(len, own))
+        able = [unit for unit in own if len(unit) == most]
+        del min(able, key=lambda unit: max(choice.squared_error for choice in unit.values()))[KEPT]
     plain = partial(plain_choices, offers, limits)
     solved = solve(units, limits, measure, apart, measured.uniform, plain)
     chosen = solved.candidates[solved.taken].labels
@@ -448,13 +451,6 @@ def limits_of(limited: Limited) -> list[Limit]:
         )
         for group in limited.groups
     ]
-
-
-def quantize_some(units: Sequence[dict[str, Choice]]) -> None:
-    """Remove high precision from the choices of the least sensitive unit: a run is about a quantized denoiser."""
-    most = max(map(len, units))
-    able = [unit for unit in units if len(unit) == most]
-    del min(able, key=lambda unit: max(choice.squared_error for choice in unit.values()))[KEPT]
 
 
 def rows_of(

@@ -25,11 +25,11 @@ def sampling_of(infer: Infer) -> Sampling:
     )  # fmt: skip
 
 
-def recipe_sampling(infer: Infer, schedule: str | None = None) -> Sampling:
-    """The settings of sampling for the recipe's images: the reference's with the levers; ``schedule`` as chosen."""
+def recipe_sampling(infer: Infer) -> Sampling:
+    """The settings of sampling for the recipe's images: the reference's with the levers."""
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
-        schedule=infer.schedule or schedule, guidance_until=infer.guidance_until,
+        schedule=infer.schedule, guidance_until=infer.guidance_until,
     )  # fmt: skip
 
 

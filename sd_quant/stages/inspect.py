@@ -31,9 +31,8 @@ def parts_table(session: Session, observation: Observation) -> Table:
     """A row for each network: its class, its size, and how it is exported or why it is not."""
     rows, notes = [], []
     for name, part in observation.parts.items():
-        rung, runtimes = part.rung, []
-        for runtime, verified in rung.verified.items():
-            runtimes.append(f"{runtime} ({verified})")
+        rung = part.rung
+        runtimes = [f"{runtime} ({verified})" for runtime, verified in rung.verified.items()]
         notes += [f"{name} is not exported: {rung.cause}"] if rung.cause else []
         notes += [f"{name} in {runtime}: {cause}" for runtime, cause in rung.refused.items() if not rung.cause]
         notes += [f"{name}: {note}" for note in rung.notes]
@@ -59,16 +58,12 @@ def layers_table(session: Session) -> Table:
     """A row for each role of the denoiser's layers, and for each reason why layers are excluded."""
     assert isinstance(session.checkpoint, ObservedCheckpoint)
     family, observed = session.checkpoint.family, session.checkpoint.observation.layers[session.denoiser]
-    roles = family.layer_roles(None)  # type: ignore[arg-type]
-    counts = Counter(
-        role if role != "excluded" else f"excluded: {observed.reasons.get(name, 'model.excluded')}"
-        for name, role in roles.items()
-    )
-    first = {role: name for name, role in reversed([
-        (name, role if role != "excluded" else f"excluded: {observed.reasons.get(name, 'model.excluded')}")
-        for name, role in roles.items()
-    ])}  # fmt: skip
-    rows = [[role, str(count), first[role]] for role, count in counts.most_common()]
+    roles = {
+        name: role if role != "excluded" else f"excluded: {observed.reasons.get(name, 'model.excluded')}"
+        for name, role in family.layer_roles(None).items()  # type: ignore[arg-type]
+    }
+    first = {role: name for name, role in reversed(roles.items())}
+    rows = [[role, str(count), first[role]] for role, count in Counter(roles.values()).most_common()]
     return table_of_texts(["layers", "count", "such as"], rows)
 
 

@@ -29,7 +29,7 @@ from sd_quant.inference.timed_calls import (
     part_call,
     samples_per_call,
 )
-from sd_quant.metrics.intervals import Interval, ratio_interval
+from sd_quant.metrics.intervals import ratio_interval
 from sd_quant.metrics.latency import (
     Reopen,
     Rounds,
@@ -121,12 +121,14 @@ def compare_latency(
             advance()
         added_up = {name: image_of_parts(each, sampling.steps_taken, denoiser) for name, each in medians.items()}
         if together:
+            # that for calls, with half the number and a quarter of the time
+            stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
             of_engines = [FULL_PRECISION, *([QUANTIZED] if simulated is None else [])]
             images = {
                 name: times
                 for turn in (of_engines, [FRAMEWORK])
                 for name, times in image_times(
-                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, of_images(infer, timing)
+                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, stopping
                 ).items()
             }
         else:
@@ -241,11 +243,6 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
     )
 
 
-def of_images(infer: Infer, timing: Timing) -> Stopping:
-    """The rule that ends the timing of images: that for calls, with half the number and a quarter of the time."""
-    return Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
-
-
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
     """The speed-up of whole images, from milliseconds, and whether it agrees with the one that rounds ``found``.
 
@@ -264,11 +261,7 @@ def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[f
 
 def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequence[int] = ()) -> dict:
     """The record's speed-up and its interval, from milliseconds of the same rounds."""
-    return speedup_entry(ratio_interval(full, quantized, openings))
-
-
-def speedup_entry(found: Interval) -> dict:
-    """The record's entries of a speed-up."""
+    found = ratio_interval(full, quantized, openings)
     ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
     return {"speedup": found.value, "speedup_interval": ends}
 

@@ -141,11 +141,12 @@ def compared(
 
     bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")
     twin = images_of(FULL_PRECISION, recipe_sampling(infer), "full precision by the recipe's calls")
-    image = latency_of_image(latency, infer)
+    image = latency[infer.engine][IMAGE][str(infer.batch_size)]
     share = image[QUANTIZED].get("calls_share") or calls.share(0.5, sampling_of(infer).steps_taken)
     controls: list[Control] = []
     fewer = steps_in_time(image, share, infer.steps)
-    for sampler in samplers_of_controls(checkpoint) if fewer < infer.steps else ():
+    better = {BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint)))
+    for sampler in (None, *better) if fewer < infer.steps else ():
         sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
         images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")
         controls.append(Control(sampler=sampler, steps=fewer, fidelity=image_scores(reference, images)))
@@ -166,11 +167,6 @@ def compared(
     )
 
 
-def latency_of_image(latency: Mapping, infer: Infer) -> Mapping:
-    """The record's latencies of an image by the job's engine."""
-    return latency[infer.engine][IMAGE][str(infer.batch_size)]
-
-
 def steps_in_time(image: Mapping, share: float, steps: int) -> int:
     """The fewest of ``steps`` for which full precision takes no less time than the recipe's image.
 
@@ -180,8 +176,3 @@ def steps_in_time(image: Mapping, share: float, steps: int) -> int:
     if not isinstance(speedup, float) or rest is None:
         return max(1, math.ceil(share * steps))
     return max(1, math.ceil(steps * ((1 + rest) / speedup - rest)))
-
-
-def samplers_of_controls(checkpoint: Checkpoint) -> list[str | None]:
-    """The checkpoint's own sampler, and a better solver where it can have it."""
-    return [None, *({BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint))))]

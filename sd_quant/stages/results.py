@@ -77,7 +77,8 @@ def shared_entries(
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
     made = {FULL_PRECISION: full.images, QUANTIZED: quantized.images}
     texts = text_scores(metrics, infer, session.checkpoint, prompts, made)
-    values = values_against_images(scores) | values_against_prompts(texts)
+    of_images = [score.key for score in SCORES.values() if score.against is Against.IMAGES]
+    values = {key: (scores[key]["values"], None) for key in of_images} | values_against_prompts(texts)
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
@@ -95,12 +96,6 @@ def shared_entries(
         "text_scores": texts,
         "degenerate": degenerate(full.images, quantized.images),
     }
-
-
-def values_against_images(scores: Mapping[str, Any]) -> dict[str, tuple[list, None]]:
-    """The values of each image, of the scores that have some, by their keys."""
-    compared = [score.key for score in SCORES.values() if score.against is Against.IMAGES]
-    return {key: (scores[key]["values"], None) for key in compared}
 
 
 def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:

@@ -109,11 +109,7 @@ class Session:
         self.check(model, infer)
         work = by_torch(workload_of(infer))
         needs = simulation_needs(self.parameters, infer) if simulated else part_needs(self.parameters, work)
-        self.check_machine(needs)
-
-    def check_machine(self, needs: Needs, directory: Path | None = None) -> None:
-        """Raises ResourceError unless memory, GPU and the disk on which ``directory`` lies are large enough."""
-        check_machine(needs, directory)
+        check_machine(needs)
 
     def together(self, work: PipelineCall, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
         """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
@@ -159,7 +155,7 @@ def begin(model: Model, infer: Infer, sized: Mapping[str, Sized]) -> Session:
 def finish(session: Session, needs: Callable[[Session], Needs] | None, directory: Path | None, finite: bool) -> None:
     """Check the machine, and last, because that reads all of them, the weights."""
     if needs is not None:
-        session.check_machine(needs(session), directory)
+        check_machine(needs(session), directory)
     if finite:
         for weights in session.checkpoint.components.values():
             check_finite(cast(Weights, weights))

@@ -89,10 +89,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
         if job.status != DONE or job.judged or at(job.record, "simulated"):
             continue
         try:
-            if reason := why_left_out(job, here):
-                left_out.append({"job": job.name, "reason": reason})
-                continue
-            if reason := add(workloads, knobs_of(job), job):
+            if reason := why_left_out(job, here) or add(workloads, knobs_of(job), job):
                 left_out.append({"job": job.name, "reason": reason})
         except UNREADABLE as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
@@ -124,7 +121,8 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     """Add a job's engine to those that it can be compared with; returns the reason why it cannot be, or None."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
-    engine, reference = artifact(job.directory, kind, denoiser), unquantized_file(job.directory, kind, denoiser)
+    engine = artifact(job.directory, kind, denoiser)
+    reference = artifact(job.directory / "full_precision", kind, denoiser)
     key = workload_of_engines(knobs, weights_sha256(job.record), reference)
     image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
     if image["p50_ms"] is None:
@@ -139,11 +137,6 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     if (share := at(quantized, "calls_share")) is not None:
         work.shares[job.name] = share
     return None
-
-
-def unquantized_file(directory: Path, kind: str, denoiser: str) -> Path:
-    """The unquantized denoiser's file of a job in a folder."""
-    return artifact(directory / "full_precision", kind, denoiser)
 
 
 def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:

@@ -58,16 +58,14 @@ def parity_of_denoiser(variants: Variants, comparison: VariantOutputs) -> dict:
         save_quantized(network.cpu(), variants.directory / f"quantized_{loaded.component}.pt")
     if simulation is None:
         return {}
+    weights = loaded.parts[denoiser].contract.weights
     if not computes_file:
-        weight = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters())
-        simulation = rounded_inputs(simulation, weight.dtype)
-    else:
-        simulation = rounded_inputs(simulation, loaded.parts[denoiser].contract.weights)
+        weights = next(module_of(variants.engines[QUANTIZED][denoiser]).parameters()).dtype
+    simulation = rounded_inputs(simulation, weights)
     layers = outputs_of_layers(variants, simulation, denoiser)
     attentions = {}  # torch's own layers have the simulation's
     if computes_file:
         path = artifact(variants.directory, "onnx", denoiser)
-        weights = loaded.parts[denoiser].contract.weights
         attentions = attention_outputs(simulation, assignment, path, variants.engine, weights)
     full, quantized = (comparison.outputs[variant][denoiser] for variant in (FRAMEWORK, QUANTIZED))
     return layer_parity(simulation, full, quantized, assignment, layers, attentions, denoiser)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_quant.report.page import write_report
-from tests.unit.report.sweeps import change_record, write_job, write_plan
+from tests.unit.report.sweeps import change_record, report_of, write_job, write_plan
 
 from .browsing import HOSTILE, needs_chromium, pages
 
@@ -35,7 +34,7 @@ def report(tmp_path_factory) -> Path:
     (folder / "d").mkdir()
     (folder / "d" / "failure.json").write_text(json.dumps({"status": "failed", "reason": HOSTILE}))
     varied = {name: {"alpha": value} for name, value in zip("abcd", (0.5, 0.8, HOSTILE, 10), strict=True)}
-    return write_report(write_plan(folder, varied, command=[HOSTILE]))
+    return report_of(write_plan(folder, varied, command=[HOSTILE]))
 
 
 @pytest.fixture

@@ -177,8 +177,7 @@ def test_hydra_does_what_is_proposed(tmp_path, monkeypatch, logging_as_it_was):
     given = ["quant_level=1,3", "verdict.speedup=1.2"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr("sd_quant.report.rebuild.write_plots", lambda *_: None)
-    monkeypatch.setattr("sd_quant.report.page.figures", lambda _: {})
+    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda *_: {})
 
     def task(job: QuantizeJob, directory: Path) -> None:
         if not (directory / RECORD).exists():

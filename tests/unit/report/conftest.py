@@ -3,7 +3,7 @@ import json
 import pytest
 
 from sd_quant.metrics import intervals
-from sd_quant.report import page, rebuild
+from sd_quant.report import rebuild
 from sd_quant.report.summary import Sweep, read_sweep
 from sd_quant.report.timing import TIMING
 
@@ -25,8 +25,7 @@ def small_sweep(tmp_path) -> Sweep:
 @pytest.fixture
 def without_plots(monkeypatch) -> None:
     """For tests of the rest of a page: plots take most of the time."""
-    monkeypatch.setattr(page, "figures", lambda sweep: {})
-    monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
+    monkeypatch.setattr(rebuild, "figures", lambda sweep, advice: {})
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from sd_quant.report import rebuild
+from sd_quant.report.page import write_report
+from sd_quant.report.shipped import recommendation_of
 from sd_quant.report.summary import Sweep, read_sweep
 from tests.nested import with_values
 
@@ -124,3 +127,9 @@ def change_record(folder: Path, changes: Mapping[str, object]) -> Path:
     path = folder / "metrics.json"
     path.write_text(json.dumps(with_values(json.loads(path.read_text()), changes)))
     return folder
+
+
+def report_of(sweep: Sweep, **options) -> Path:
+    """``report.html`` of a sweep, with what ``rebuild`` would draw."""
+    advice = recommendation_of(sweep)
+    return write_report(sweep, advice, rebuild.figures(sweep, advice), **options)

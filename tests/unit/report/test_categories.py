@@ -2,7 +2,7 @@ import pytest
 
 from sd_quant.metrics import SCORES
 from sd_quant.report import rebuild
-from sd_quant.report.categories import category_tables, cell
+from sd_quant.report.named_scores import category_cell, category_tables
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -21,11 +21,11 @@ BETTER = {"difference": 0.2, "difference_interval": [0.1, 0.3]}
 
 def test_a_cell_says_worse_or_better_only_where_it_differs():
     entry = BY_CATEGORY["ocr"]["text <b>"]
-    assert cell(SCORES["ocr"], entry) == "0.500 ± 0.100 (-0.200 ± 0.100, worse)"
-    assert cell(SCORES["ocr"], entry | BETTER) == "0.500 ± 0.100 (0.200 ± 0.100, better)"
-    assert cell(SCORES["ocr"], entry | {"differs": False}) == "0.500 ± 0.100 (-0.200 ± 0.100)"
-    assert cell(SCORES["lpips"], entry).endswith("better)")
-    assert cell(SCORES["psnr"], None) == "–"
+    assert category_cell(SCORES["ocr"], entry) == "0.500 ± 0.100 (-0.200 ± 0.100, worse)"
+    assert category_cell(SCORES["ocr"], entry | BETTER) == "0.500 ± 0.100 (0.200 ± 0.100, better)"
+    assert category_cell(SCORES["ocr"], entry | {"differs": False}) == "0.500 ± 0.100 (-0.200 ± 0.100)"
+    assert category_cell(SCORES["lpips"], entry).endswith("better)")
+    assert category_cell(SCORES["psnr"], None) == "–"
 
 
 def test_each_score_with_categories_has_a_table_with_a_column_a_recipe(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from sd_quant.report import noise_floor, plots, rebuild
 from sd_quant.report.run_table import run_table
+from sd_quant.report.shipped import recommendation_of
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, record_of, write_job, write_plan
@@ -71,11 +72,11 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     (table,) = noise_floor.floor_tables(sweep)
     assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
     assert table.caption.startswith("Cannot be told from full precision computed by bf16: alpha=a. About as near")
-    monkeypatch.setattr(rebuild, "write_plots", lambda sweep: None)
-    monkeypatch.setattr(rebuild, "write_report", lambda sweep, tables, votes: tables)
+    monkeypatch.setattr(rebuild, "write_plots", lambda drawn, folder: None)
+    monkeypatch.setattr(rebuild, "write_report", lambda sweep, advice, drawn, tables, votes: tables)
     (shown,) = rebuild.rebuild(tmp_path)
     assert shown.heading == noise_floor.HEADING and "more prompts may tell: alpha=b. PSNR of each" in shown.caption
-    axes = plots.figures(sweep)["pareto_latency"].axes[0]
+    axes = plots.figures(sweep, recommendation_of(sweep))["pareto_latency"].axes[0]
     drawn = [line.get_ydata()[0] for line in axes.lines if list(line.get_xdata()) == [0, 1]]
     texts = [text.get_text() for text in axes.texts]
     assert drawn == pytest.approx([47.967], abs=0.001) and axes.get_ylim()[1] < 60, (

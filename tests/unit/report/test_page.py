@@ -19,7 +19,7 @@ from sd_quant.report.table import table_of_texts
 from sd_quant.text import printable
 from tests.pasting import words_of
 
-from .sweeps import change_record, write_job, write_plan
+from .sweeps import change_record, report_of, write_job, write_plan
 
 pytestmark = pytest.mark.commit
 
@@ -43,7 +43,7 @@ class Parsed(HTMLParser):
 
 def written(sweep, **options) -> tuple[str, Parsed, dict]:
     """The page as text and parsed, and the data of its script."""
-    text = page.write_report(sweep, **options).read_text(encoding="utf-8")
+    text = report_of(sweep, **options).read_text(encoding="utf-8")
     parsed = Parsed(text)
     return text, parsed, json.loads(parsed.scripts[0])
 
@@ -154,7 +154,7 @@ def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep,
     assert set(re.findall("(?:DEGENERATE|SLOWER|SIMULATED): [^<]*", text)) == {
         "DEGENERATE: quant_level=4: image 1 is black.",
         "SIMULATED: no engine here executes quant_level=2; torch made its images.",
-        "SLOWER: quant_level=3 takes 1.25 times as long quantized as unquantized from prompt to image.",
+        "SLOWER: quant_level=3: prompt to image takes 1.25 times as long quantized as unquantized.",
     }
     assert "simulation" in cells(row(text, "level=2"))
 

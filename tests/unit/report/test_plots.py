@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from sd_quant.report import drawing, plots
-from sd_quant.report.recommendation import Recommendation
+from sd_quant.report.recommendation import Recommendation, recommend
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
@@ -24,10 +24,14 @@ def words(figure) -> list[str]:
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
+def figures_of(sweep) -> dict:
+    return plots.figures(sweep, recommend(sweep))
+
+
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory) -> dict:
     """Of a small sweep. Nothing changes them."""
-    return plots.figures(write_sweep(tmp_path_factory.mktemp("sweep")))
+    return figures_of(write_sweep(tmp_path_factory.mktemp("sweep")))
 
 
 def test_the_front_joins_the_recipes_that_no_other_beats(figures):
@@ -59,7 +63,7 @@ def test_where_the_unquantized_engine_is_shipped_it_has_the_star_and_the_best_re
     for level in "12":
         job = write_job(tmp_path / level, 35.0 + int(level) / 10, 0.8)
         change_record(job, {"fidelity_unquantized_engine": engine})
-    axes = plots.figures(write_plan(tmp_path, {level: {"level": level} for level in "12"}))["pareto_latency"].axes[0]
+    axes = figures_of(write_plan(tmp_path, {level: {"level": level} for level in "12"}))["pareto_latency"].axes[0]
     assert set(words(axes.figure)) == {"1", "2, best recipe", "unquantized, 61.9 dB ↑"}
     signs = {line.get_marker(): line for line in axes.lines if to_hex(line.get_color()) == drawing.ACCENT}
     assert signs["*"].get_xdata() == [100] and signs["o"].get_xdata() == [125]
@@ -89,7 +93,7 @@ def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
 def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
     identical = {"mean": None, "min": None, "values": [None, None]}
     change_record(small_sweep.directory / "level=1", {"fidelity.psnr": identical, "fidelity.ssim.mean": 1.0})
-    figure = plots.figures(read_sweep(small_sweep.directory))["pareto_latency"]
+    figure = figures_of(read_sweep(small_sweep.directory))["pareto_latency"]
     assert "1, identical" in words(figure)
     assert max(figure.axes[0].lines[0].get_ydata()) == pytest.approx(39 + 0.635 + plots.DB_BEYOND, abs=1e-3)
 
@@ -97,7 +101,7 @@ def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
 def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep):
     for level, ratios in ((3, [9, None, 7]), (4, [None])):
         change_record(small_sweep.directory / f"level={level}", {"fidelity.latent_sqnr_db": ratios})
-    axes = plots.figures(read_sweep(small_sweep.directory))["trajectory"].axes[0]
+    axes = figures_of(read_sweep(small_sweep.directory))["trajectory"].axes[0]
     assert [list(line.get_ydata()) for line in axes.lines][:2] == [[44, 39, 35], [39, 34, 30]]
     assert list(axes.lines[2].get_xdata()) == [1, 2, 3] and np.isnan(axes.lines[2].get_ydata()[1])
     assert len(axes.lines) == 3 and words(axes.figure) == ["3", "2", "1"]
@@ -119,7 +123,7 @@ def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
     sweep = read_sweep(write_job(tmp_path / "run"))
     lines = [f"layer{n},{step},1,2,3,4,{5 + n * step},{8 if n == 3 else ''}" for n in range(4) for step in (1, 2)]
     (sweep.directory / "ranges.csv").write_text(RANGES + "\n".join(lines))
-    drawn = plots.figures(sweep)["ranges"].axes
+    drawn = figures_of(sweep)["ranges"].axes
     titles = ["layer3 changes 1.4-fold, 73 % kept", "layer2 changes 1.3-fold", "layer1 changes 1.2-fold"]
     assert [axes.get_title("left") for axes in drawn] == titles
     assert {axes.get_ylabel() for axes in drawn} == {"magnitude of the input"}
@@ -127,7 +131,7 @@ def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
     assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == drawing.ACCENT] == [3, 3]
     for content in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
         (sweep.directory / "ranges.csv").write_text(content)
-        assert "ranges" not in plots.figures(sweep)
+        assert "ranges" not in figures_of(sweep)
 
 
 def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_inputs):
@@ -152,7 +156,7 @@ def test_layers_that_cannot_be_read_are_no_plot(tmp_path, content):
     sweep = read_sweep(write_job(tmp_path / "run"))
     path = sweep.directory / "layers.csv"
     path.unlink() if content is None else path.write_bytes(content)
-    assert list(plots.figures(sweep)) == ["parts", "trajectory"]
+    assert list(figures_of(sweep)) == ["parts", "trajectory"]
 
 
 def test_plots_are_the_same_bytes_every_time(tmp_path):
@@ -160,7 +164,7 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
     sweep = read_sweep(write_job(tmp_path / "run"))
 
     def files() -> dict[str, bytes]:
-        plots.write_plots(sweep)
+        plots.write_plots(figures_of(sweep), sweep.directory)
         return {path.name: path.read_bytes() for path in sweep.directory.glob("*.png")}
 
     def svg() -> str:
@@ -200,7 +204,7 @@ def test_hostile_names_are_only_drawn(tmp_path):
             csv.writer(file).writerows([["name", "role", "output_error"], [name_in_file, name_in_file[:7], "0.1"]])
         jobs[str(number)] = {name: name}
     sweep = write_plan(tmp_path, jobs)
-    figures = plots.figures(sweep)
+    figures = figures_of(sweep)
     with drawing.style():
         figures["layers"].savefig(io.BytesIO(), format="png")  # its font lacks letters: no reason to warn
     drawn = "".join(drawing.svg(figure, name) for name, figure in figures.items())

@@ -84,8 +84,8 @@ def test_a_slower_engine_is_called_slower_in_words_at_the_top():
     changes = {"unet_xl.2.speedup": 0.8, "image.1.quantized.p50_ms": 75.0, "image.1.speedup": None}
     slower = with_values(latency_of(1.5)["openvino"], changes)
     lines = run_table(record() | {"latency": {"openvino": slower}}).splitlines()
-    assert lines[2] == "SLOWER: on openvino, unet_xl at batch 2 takes 1.25 times as long quantized as unquantized."
-    assert lines[3].startswith("SLOWER: on openvino, prompt to image at batch 1 takes 1.25 times as long")
+    assert lines[2] == "SLOWER: unet_xl at batch 2 on openvino takes 1.25 times as long quantized as unquantized."
+    assert lines[3].startswith("SLOWER: prompt to image at batch 1 on openvino takes 1.25 times as long")
 
 
 def test_degenerate_images_are_named_at_the_top():
@@ -98,7 +98,7 @@ def test_degenerate_images_are_named_at_the_top():
 def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
     assert "FLOAT" not in run_table(record())
     dequantized = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
-    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point." in run_table(
+    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point; metrics.json names" in run_table(
         record() | {"executed": dequantized}
     )
 

@@ -12,12 +12,11 @@ import torch
 
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.fidelity import fidelity
-from sd_quant.report.page import write_report
 from sd_quant.report.record import read_record
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import read_sweep, write_summary
 
-from .sweeps import change_record, write_job
+from .sweeps import change_record, report_of, write_job
 
 pytestmark = pytest.mark.commit
 
@@ -74,7 +73,7 @@ def test_an_added_score_is_in_the_table_of_a_run_in_the_summaries_and_on_the_pag
     assert shown["mean difference, levels"] == shown["worst mean difference, levels"] == "3.000"
     assert shown["drift"] == "3.0"
 
-    text = write_report(read_sweep(run)).read_text()
+    text = report_of(read_sweep(run)).read_text()
     assert ">worst mean difference, levels<" in text and 'data-value="3.0">3.000</td>' in text
     assert "mean difference 3.000 levels" in text  # below the image
 

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from sd_quant.errors import ArtifactError
-from sd_quant.report import page
 from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.timing import log_speedup_over
 from tests.pasting import words_of
 
+from .sweeps import report_of
 from .timings import QUIET, timing
 
 pytestmark = pytest.mark.commit
@@ -36,7 +36,7 @@ def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_t
     sweep = timed({}, subjects=shared)
     assert [row["image_speedup"] for row in sweep.rows[:2]] == pytest.approx([60 / 40, 60 / 32], rel=1e-3)
     assert sweep.rows[1]["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
-    assert "ONE ENGINE: quant_level=1, quant_level=2: their graphs" in page.write_report(sweep).read_text()
+    assert "ONE ENGINE: quant_level=1, quant_level=2: their graphs" in report_of(sweep).read_text()
     ratio = log_speedup_over(sweep.jobs[1].timed, sweep.jobs[0].timed, 0.95)
     assert math.exp(ratio.value) == pytest.approx(40 / 32, rel=1e-3)
     more = timed({}, subjects=[{**shared[0], "saved": {"level=2": 0.7}}])  # than there is, by a noisy job
@@ -77,14 +77,14 @@ def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
 def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots, tmp_path):
     left_out = [{"job": "level=3", "reason": "it ran on another machine <b>"}]
     sweep = timed({"level=1": 2.0, "level=2": 1.25}, rounds=QUIET | {"others": 0.48}, left_out=left_out)
-    text = page.write_report(sweep).read_text()
+    text = report_of(sweep).read_text()
     told = "BUSY: while the engines were timed together, other processes took 48% of the processors&#39; time"
     assert text.count(told) == 1
     (again,) = re.findall("time again when the machine is quiet: (.*?)</li>", text)
     words = ["python", "-m", "sd_quant.stages.time_sweep", str(sweep.directory)]
     assert words_of(html.unescape(again), tmp_path / "bin") == words
     assert "TIMED ALONE: quant_level=3: it ran on another machine &lt;b&gt;." in text
-    assert "BUSY" not in page.write_report(timed({"level=1": 2.0})).read_text()
+    assert "BUSY" not in report_of(timed({"level=1": 2.0})).read_text()
 
 
 def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):

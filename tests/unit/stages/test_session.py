@@ -46,7 +46,7 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
     monkeypatch.setattr(stage.Session, "check", checks.structure)
     monkeypatch.setattr(stage, "check_machine", checks.machine)
     session.check_images(None, INFER, simulated)
-    request, structure, (name, (needs, _), _) = checks.mock_calls
+    request, structure, (name, (needs,), _) = checks.mock_calls
     assert (request, structure, name) == (call.request(None, INFER), call.structure(None, INFER), "machine")
     assert needs.gpu.keys() == stages
 

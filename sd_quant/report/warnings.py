@@ -1,0 +1,112 @@
+"""What speaks against a run or a sweep, in sentences for a terminal and for a page; each begins with its kind."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sd_quant.places import shown
+from sd_quant.report.readings import degenerate_images, latency_of, names, slower
+from sd_quant.report.record import DONE, IMAGE, at
+from sd_quant.report.summary import Sweep, workload
+from sd_quant.report.timing import blocks_by_job, busy_because
+from sd_quant.text import fitted
+
+PROMPT_TO_IMAGE = "prompt to image"
+
+
+def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str]) -> list[str]:
+    """Sentences on all that was timed of a run, by its engines and its baselines."""
+    speedups: dict[str, float | None] = {}
+    busy = []
+    for engine in dict.fromkeys([*engines, *baselines]):
+        for part in names(record, "latency", engine):
+            what = PROMPT_TO_IMAGE if part == IMAGE else part
+            for batch in names(record, "latency", engine, part):
+                if engine in engines:
+                    speedup = latency_of(record, engine, part, batch).speedup.value
+                    speedups[f"{what} at batch {batch} on {engine}"] = speedup
+                if reason := busy_because(at(record, "latency", engine, part, batch, "rounds")):
+                    busy.append(too_busy(f"{what} was timed on {engine}", reason))
+    return warnings_of_record(record, ", ".join(engines), speedups) + busy
+
+
+def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
+    """Sentences on degenerate images, on what is slower quantized, and on quantized layers in floating point."""
+    words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
+    sentences = [f"DEGENERATE: {whose}{words}."] if words else []
+    sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]
+    if fell_back:
+        sentences.append(
+            f"FLOAT: {whose}{engine} computes {len(fell_back)} of {at(record, 'executed', 'of')} quantized layers in "
+            "floating point; metrics.json names them under executed."
+        )
+    return sentences
+
+
+def too_busy(when: str, reason: str, how: str = ".") -> str:
+    return f"BUSY: while {when}, {reason}; time again when the machine is quiet{how}"
+
+
+def warnings_of(sweep: Sweep) -> list[str]:
+    """Sentences on each recipe, each job without figures and each busy or unlike machine."""
+    from sd_quant.files.checks import listing  # which imports torch
+
+    recipes = sweep.recipes
+    sentences = busy_while_timing(sweep) + unlike_most(sweep)
+    sentences += [
+        f"TIMED ALONE: {recipes.get(each['job'], each['job'])}: {each['reason']}."
+        for each in at(sweep.timing, "left_out") or []
+    ]
+    sentences += [
+        f"ONE ENGINE: {listing([recipes.get(job, job) for job in each['jobs']])}: their graphs differ in constants "
+        "alone, so their denoisers have one latency."
+        for block in at(sweep.timing, "blocks") or []
+        for each in block["subjects"]
+        if len(each["jobs"]) > 1
+    ]
+    for job, row in zip(sweep.jobs, sweep.rows, strict=True):
+        recipe = recipes[job.name]
+        speedups = {PROMPT_TO_IMAGE: row["image_speedup"], "the denoiser": row["denoiser_speedup"]}
+        sentences += warnings_of_record(job.record, row["run_by"], speedups, f"{recipe}: ")
+        if row["run_by"] == "simulation":
+            sentences.append(f"SIMULATED: no engine here executes {recipe}; torch made its images.")
+    return sentences + [
+        f"{row['status'].upper()}: {row['job']}: {row['reason']}" for row in sweep.rows if row["status"] != DONE
+    ]
+
+
+def busy_while_timing(sweep: Sweep) -> list[str]:
+    """Sentences on other processes that used the machine while engines were timed."""
+    timed = blocks_by_job(sweep.timing)
+    reasons = (busy_because(block["rounds"]) for block in timed.values())
+    found = {reason: "the engines were timed together" for reason in reasons if reason}
+    for job in sweep.jobs:
+        engine, part, samples, _ = workload(job.record)
+        conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
+        if job.name not in timed and (reason := busy_because(conditions)):
+            found[reason] = f"{sweep.recipes[job.name]} was timed"
+    again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
+    how = f": {again}" if timed else "."  # no full stop behind a command
+    return [too_busy(when, reason, how) for reason, when in found.items()]
+
+
+def unlike_most(sweep: Sweep) -> list[str]:
+    """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
+    ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
+    for job in sweep.own:
+        machine = at(job.record, "environment", "machine") or {}
+        processor = " ".join(filter(None, [machine.get("cpu"), *(machine.get("cpu_int8") or [])]))
+        known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
+        if job.record is not None:
+            for fact, value in ({**(at(job.record, "environment", "versions") or {})} | known).items():
+                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
+    sentences = []
+    for fact, jobs in ran_with.items():
+        usual = max(jobs, key=lambda value: len(jobs[value]))
+        sentences += [
+            f"UNLIKE: {fitted(', '.join(others), 200)} ran with {fact} {value}, most jobs with {usual}; compare with "
+            "care."
+            for value, others in jobs.items()
+            if value != usual
+        ]
+    return sentences
