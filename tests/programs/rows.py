@@ -59,7 +59,7 @@ def python_of(script: str) -> tuple[Path, dict[str, str]]:
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "-r", requirements], check=True)
         made.write_text(wanted)
-    return python, {}
+    return python, {"PYTHONPATH": ""}  # and nothing of the project's
 
 
 def kept() -> dict[tuple[str, ...], dict[str, str]]:

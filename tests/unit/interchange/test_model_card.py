@@ -61,7 +61,7 @@ PLAIN_TEXT = {"parts": {"clip1": {"quantized": 0, "of": 12, "lost": {}}}, "compo
         ("diffusers_nunchaku_lite", {}, ["\nNobody has run it: "], ["Tried with", "\n    pip install"]),
         ("comfyui", {}, ["\nTried with comfy-kitchen==0.2.40. ComfyUI 0.33.0", "No GPU has run them."], []),
         ("gguf", {}, ["\nTried with gguf==0.19.0. ComfyUI 0.33.0 with ComfyUI-GGUF", "No GPU has run them."], []),
-        ("comfyui", {"inputs": {"fp8": ""}}, ["drew white", "leaves inputs as they are"], ["ROCm"]),
+        ("comfyui", {"inputs": {"fp8": ""}}, ["draws other images from FP8", "leaves inputs as they are"], ["ROCm"]),
         ("comfyui", {"inputs": {"int8": ""}}, ["On ROCm rotated INT8 has drawn black", "where it adds a LoRA"],
          ["leaves inputs"]),
         ("comfyui", {"inputs": {"mxfp8": ""}}, ["`KeyError` of the format's name: ComfyUI is too old"],
