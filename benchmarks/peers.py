@@ -239,7 +239,6 @@ def nncf_symmetric(context: Context) -> Quantized:
 def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Quantized:
     """Without the model type it would quantize additions too, and with it still the input of an upsampling."""
     import nncf
-    import openvino
     from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
 
     from sd_quant.engines import openvino as engines

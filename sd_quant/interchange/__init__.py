@@ -47,7 +47,7 @@ DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it
 
 @dataclass(frozen=True)
 class Server:
-    """A server that loads the folders of a target, by its source, which was read: nobody has run it."""
+    """A server that loads the folders of a target, by its source; docs/targets.md has what its loader made of some."""
 
     version: str  # whose source was read
     command: str  # with {folder} and the denoiser's {component} in it
@@ -56,7 +56,8 @@ class Server:
     mixed: bool = False  # whether it loads several formats together
     per_token: bool = False  # whether it loads layers whose inputs are scaled per token
     one_config: bool = False  # whether it takes a denoiser's quantization_config for a second denoiser's too
-    # Patterns of layers that it makes in full precision and fills with codes; by pipeline, as far as that was read
+    # Patterns of layers that it makes in full precision, by pipeline, as far as that was read. Of some in FP8 vLLM-Omni
+    # and SGLang dequantize the codes, of NVFP4 they refuse them, and of block FP8 SGLang takes codes for weights.
     plain: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -111,9 +111,9 @@ FACTS = ForeignFormat(
             "`Unsupported quantization format`, or a `KeyError` of the format's name: ComfyUI is too old. It has int8 "
             "from 0.27 on, convrot_w4a4 from 0.28, asym_w4a8_int8 from 0.31, awq_w4a16 from 0.38.1.",
             "A T5 in INT8 is dequantized from 0.38.1 on; 0.33.0 rounds its inputs too, 0.7 % of a linear's output.",
-            "Other programs open GGUF in its place: stable-diffusion.cpp's package 0.4.7 crashes at INT8, INT4 and NVFP4, "
-            "and draws other images from FP8 and MXFP8 without a word; InvokeAI 6.14 takes the file for one that is not "
-            "quantized.",
+            "Other programs open GGUF in its place: stable-diffusion.cpp's package 0.4.7 crashes at INT8, INT4 and "
+            "NVFP4, and draws other images from FP8 and MXFP8 without a word; InvokeAI 6.14 takes the file for one "
+            "that is not quantized.",
         ),
         **dict.fromkeys(
             ("fp8", "mxfp8", "nvfp4"),

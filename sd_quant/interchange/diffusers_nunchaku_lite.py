@@ -52,8 +52,8 @@ FACTS = ForeignFormat(
     formats={"int4": IN_BLOCKS, "nvfp4": IN_BLOCKS},
     loading="import torch\nfrom diffusers import DiffusionPipeline\n\n"
     "pipeline = DiffusionPipeline.from_pretrained({folder!r}{absent}, torch_dtype=torch.float16).to('cuda')",
-    untried="Nobody has run it: it follows the source of diffusers 0.42.1 and nunchaku 1.2.0dev, and passes diffusers' "
-    "check of names and shapes. It needs `pip install diffusers==0.42.1 accelerate kernels` and "
+    untried="Nobody has run it: it follows the source of diffusers 0.42.1 and nunchaku 1.3.0dev, and diffusers' loader "
+    "takes every tensor, without kernels. It needs `pip install diffusers==0.42.1 accelerate kernels` and "
     "`DIFFUSERS_TRUST_REMOTE_KERNELS=true`, which runs code of rootonchair/nunchaku-lite-kernels. INT4 needs an NVIDIA "
     "GPU of SM75, 80, 86 or 89, so no Hopper, NVFP4 one of SM120 or 121.",
     multiplied=frozenset({"int4", "nvfp4"}),

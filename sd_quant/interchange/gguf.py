@@ -60,8 +60,8 @@ FACTS = ForeignFormat(
     consumer="ComfyUI-GGUF",
     tried=("gguf==0.19.0",),  # whose reader and dequantizers it calls
     untried="ComfyUI 0.33.0 with ComfyUI-GGUF (795e451), stable-diffusion.cpp's package 0.4.7 and InvokeAI 6.14 (both: "
-    "Flux) compute such files on a processor; all but the node Unet Loader (GGUF/Advanced), with dequant_dtype float32, "
-    "decode in fp16. No GPU has run them.",
+    "Flux) compute such files on a processor, decoded in fp16; the node Unet Loader (GGUF/Advanced) has dequant_dtype "
+    "float32. No GPU has run them.",
     formats=dict.fromkeys(("int8", "int4", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"), FP16),
     loading={
         family: (f"Copy `{part}.gguf` to `ComfyUI/models/unet`.", "Open it with the node Unet Loader (GGUF).", *more)

@@ -103,7 +103,10 @@ def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     """How each server loads it, or why not."""
-    lines = ["Nobody has run a server with it: their source was read, and tests hold such folders against its rules."]
+    lines = [
+        "No server has run with it: their source was read, and without a GPU the loaders of SGLang and vLLM-Omni have "
+        "taken every tensor of such folders of Flux."
+    ]
     for name, reason in figures["servers"].items():
         server = target.servers[name]
         if reason is not None:

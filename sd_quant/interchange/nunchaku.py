@@ -24,8 +24,8 @@ Modulations of Flux are rounded to nearest, and 1 is added to the biases of scal
 shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants bfloat16, and
 SDXL's knows no ``wtscale``, so ``wcscales`` holds NVFP4's common scales.
 
-Sources: nunchaku 1.2.0dev, ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The road not
-taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
+Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The
+road not taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
 """
 
 import json
