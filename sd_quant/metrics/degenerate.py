@@ -27,8 +27,7 @@ def degenerate(reference: Images, images: Images) -> list[dict]:
     Indices begin with 0, and a reason goes behind "image 3 is".
     """
     found = []
-    small = [np.asarray(Image.fromarray(image).resize(TILES, Image.Resampling.BOX)) for image in images]
-    tiles = np.stack(small).reshape(len(small), -1).astype(np.float32)
+    tiles = tiles_of(images)
     for index, (expected, image) in enumerate(zip(reference, images, strict=True)):
         reason = next((words for words, holds in KINDS.items() if holds(expected, image)), None)
         reason = reason or as_another(index, tiles, reference, images)
@@ -37,12 +36,22 @@ def degenerate(reference: Images, images: Images) -> list[dict]:
     return found
 
 
+def is_black(reference: np.ndarray, image: np.ndarray) -> bool:
+    return brightest(image) <= DARK and brightest(reference) > DARK_REFERENCE
+
+
+def is_flat(reference: np.ndarray, image: np.ndarray) -> bool:
+    return liveliest(image) <= FLAT and liveliest(reference) > FLAT_REFERENCE
+
+
+def is_saturated(reference: np.ndarray, image: np.ndarray) -> bool:
+    return clipped(image) >= max(CLIPPED, clipped(reference) + MORE_CLIPPED)
+
+
 KINDS: dict[str, Callable[[np.ndarray, np.ndarray], bool]] = {  # the first that holds is the reason
-    "black, which is what NaN becomes": lambda reference, image: (
-        brightest(image) <= DARK and brightest(reference) > DARK_REFERENCE
-    ),
-    "of one colour": lambda reference, image: liveliest(image) <= FLAT and liveliest(reference) > FLAT_REFERENCE,
-    "saturated": lambda reference, image: clipped(image) >= max(CLIPPED, clipped(reference) + MORE_CLIPPED),
+    "black, which is what NaN becomes": is_black,
+    "of one colour": is_flat,
+    "saturated": is_saturated,
 }
 
 
@@ -58,11 +67,14 @@ def clipped(image: np.ndarray) -> float:
     return float(((image == 0) | (image == 255)).mean())
 
 
-def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
-    """Names the first other image that ``index`` nearly equals although their references differ; else None.
+def tiles_of(images: Images) -> np.ndarray:
+    """The mean colours of each image's tiles, float32 [N, tiles x 3]."""
+    small = [np.asarray(Image.fromarray(image).resize(TILES, Image.Resampling.BOX)) for image in images]
+    return np.stack(small).reshape(len(small), -1).astype(np.float32)
 
-    ``tiles`` are the mean colours of each image's, float32 [N, tiles x 3].
-    """
+
+def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
+    """Names the first other image that ``index`` nearly equals although their references differ; else None."""
     near = np.sqrt(np.square(tiles - tiles[index]).mean(axis=1)) <= SAME + 1  # tiles are rounded
     for other in np.flatnonzero(near):
         if other == index or images[other].shape != images[index].shape:

@@ -10,7 +10,7 @@ from sd_quant.errors import SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.formats import FORMATS, dividing
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import BY_ROLE, Recipe
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.row_chunks import layer_of_rows, output_amax, row_chunks
 
@@ -42,8 +42,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
     if values.ndim > 1 and (group := recipe.rotation_of(role, values.shape[-1])):
         values = rotated(values.float(), group)
         amax = ROTATED_HEADROOM * values.abs().max().item() if len(values) else math.sqrt(group) * amax
-    by_role = "mse" if role == "conv" else "min_max"
-    observer = OBSERVERS[by_role if recipe.observer == BY_ROLE else recipe.observer]
+    observer = OBSERVERS[recipe.observer_of(role)]
     return observer(values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile, **options)
 
 

@@ -192,6 +192,12 @@ class Recipe:
         """The formats for a layer of this role."""
         return self.enable.conv if role == "conv" else self.enable.linear
 
+    def observer_of(self, role: str) -> str:
+        """The observer for the input of a layer of this role."""
+        if self.observer != BY_ROLE:
+            return self.observer
+        return "mse" if role == "conv" else "min_max"
+
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
     """The formats that this level uses for ``weights``, ``inputs`` and ``attention``."""

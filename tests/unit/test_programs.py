@@ -1,6 +1,7 @@
 """What ``make programs-check`` makes of what a program says; the programs themselves are no part of these tests."""
 
 import csv
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.interchange import TARGETS
-from tests.programs import rows
+from tests.programs import check, rows
 from tests.programs.check import PROGRAMS, Case, Program, judged, opened_by, preset_names
 from tests.programs.pipelines import PIPELINES
 from tests.programs.rows import HERE, Row, is_worse, kept, save
@@ -79,6 +80,20 @@ def test_rows_are_kept_by_program_and_a_worse_one_is_noticed(monkeypatch, tmp_pa
     assert is_worse(replace(ROW, verdict="FAILED"), None)
     assert not is_worse(replace(right, verdict="not run"), found[right.name])
     assert not is_worse(replace(others, verdict="FAILED"), found[others.name] | {"verdict": "FAILED"})
+
+
+def test_a_version_that_was_never_tried_is_said_and_what_is_worse_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rows, "RECORD", tmp_path / "programs.tsv")
+    save([replace(ROW, program="ComfyUI", verdict="ok", versions="ComfyUI 1")])
+    for versions, verdict, code in (("ComfyUI 1", "ok", 0), ("ComfyUI 2", "ok", 0), ("ComfyUI 2", "FAILED", 1)):
+        found = replace(ROW, program="ComfyUI", verdict=verdict, versions=versions)
+        monkeypatch.setattr(check, "rows_of", lambda names, found=found: iter([found]))
+        assert check.run(Namespace(names=["ComfyUI"], keep=False)) == code
+        printed = capsys.readouterr().out
+        assert ("this version was never tried: ComfyUI 2" in printed) == (versions == "ComfyUI 2")
+        assert ("WORSE THAN KEPT" in printed) == (code == 1)
+    with pytest.raises(SystemExit, match="no program ComfyUl, expected ComfyUI, "):
+        check.run(Namespace(names=["ComfyUl"], keep=False))
 
 
 def test_the_table_has_every_preset_of_every_target_that_a_program_opens():
