@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,15 +52,16 @@ def python_of(script: str) -> tuple[Path, dict[str, str]]:
     requirements = HERE / f"requirements-{script}.txt"
     if not requirements.is_file():
         return Path(sys.executable), {"PYTHONPATH": str(Path(sys.prefix) / "consumers")}
+    alone = {"PYTHONPATH": ""}  # nothing of the project's: pip would leave out what it finds there
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     folder = ENVIRONMENTS / script
     python, made = folder / "bin" / "python", folder / "requirements.sha256"
     if not made.is_file() or made.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "-r", requirements], check=True)
+        subprocess.run([*pip, "-r", requirements], check=True, env=os.environ | alone)
         made.write_text(wanted)
-    return python, {"PYTHONPATH": ""}  # and nothing of the project's
+    return python, alone
 
 
 def kept() -> dict[tuple[str, ...], dict[str, str]]:
@@ -71,7 +73,9 @@ def kept() -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def shown(value: object) -> str:
-    return f"{value:.1e}" if isinstance(value, float) and not math.isnan(value) else str(value)
+    if not isinstance(value, float) or math.isnan(value):
+        return str(value)
+    return f"{value:.1f}" if value >= 1 else f"{value:.1e}"  # dB, or a relative error
 
 
 def save(rows: list[Row]) -> None:

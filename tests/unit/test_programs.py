@@ -71,11 +71,15 @@ def test_a_script_that_dies_leaves_rows_that_say_so(case, monkeypatch, tmp_path)
 
 def test_rows_are_kept_by_program_and_a_worse_one_is_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(rows, "RECORD", tmp_path / "programs.tsv")
-    others, right = replace(ROW, program="another", verdict="loaded"), replace(ROW, verdict="ok", layer=1.2345e-7)
+    others, right = (
+        replace(ROW, program="another", verdict="loaded"),
+        replace(ROW, verdict="ok", layer=1.2345e-7, image=57.31),
+    )
     save([others, replace(right, preset="gone"), right])
     save([right])
     found = kept()
     assert set(found) == {others.name, right.name} and found[right.name]["layer"] == "1.2e-07"
+    assert found[right.name]["image"] == "57.3"
     assert is_worse(replace(right, verdict="loaded"), found[right.name])
     assert is_worse(replace(ROW, verdict="FAILED"), None)
     assert not is_worse(replace(right, verdict="not run"), found[right.name])
