@@ -131,7 +131,8 @@ image.
 | target | program | opened with | presets, families | layer | call | image | |
 |---|---|---|---|---|---|---|---|
 """
-    for target, program in dict.fromkeys((row["target"], row["program"]) for row in kept):
+    opened = {(row["target"], row["program"]) for row in kept}
+    for target, program in sorted(opened, key=lambda pair: (list(TARGETS).index(pair[0]), pair[1])):
         rows = [row for row in kept if (row["target"], row["program"]) == (target, program)]
         worst = [max((float(row[key]) for row in rows if row[key]), default=None) for key in ("layer", "call")]
         images = [float(row["image"]) for row in rows if row["image"]]
@@ -154,7 +155,7 @@ def said(rows: Iterable[Mapping[str, str]]) -> str:
     parts = []
     for (verdict, far), files in found.items():
         which = "" if len(found) == 1 else f" ({', '.join(files)})" if verdict != "ok" else f" ({len(files)} files)"
-        parts.append(f"{verdict}{which}{f': {far}' if far else ''}")
+        parts.append(f"{verdict}{which}{f': {far}' if far else ''}".replace("loaded: loaded;", "loaded;"))
     return "; ".join(parts).replace("|", "\\|")
 
 

@@ -86,7 +86,7 @@ def save(rows: list[Row]) -> None:
     with RECORD.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(Row.__annotations__), delimiter="\t", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(lines.values())
+        writer.writerows(lines[name] for name in sorted(lines))
 
 
 def is_worse(row: Row, before: Mapping[str, str] | None) -> bool:
