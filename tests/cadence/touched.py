@@ -16,7 +16,12 @@ CLUSTER = (
     "tests/cli/test_sweep.py",
 )
 HOSTILE = ("tests/cli/test_hostile_input.py", "tests/fuzz/*")
-TARGETS = ("tests/cli/test_hand_over.py", "tests/cli/test_judge.py", "tests/unit/interchange/*")
+TARGETS = (
+    "tests/cli/test_hand_over.py",
+    "tests/cli/test_judge.py",
+    "tests/unit/interchange/*",
+    "tests/unit/test_programs.py",
+)
 PAGES = ("tests/cli/test_report_browser.py", "tests/cli/test_votes_browser.py")
 
 # Beside what is here, a file of sd_quant/<room> touches tests/unit/<room>, and a file of tests its neighbours.
@@ -73,7 +78,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "tests/gpu/": (),
     "tests/mutations/": (),
     "tests/pairs/": ("tests/cli/test_pairs.py",),
-    "tests/programs/": (),  # make programs-check
+    "tests/programs/": ("tests/unit/test_programs.py",),  # and make programs-check
     "tests/run.py": (),
     "tests/unit/": (),
 }

@@ -100,6 +100,13 @@ def test_a_version_that_was_never_tried_is_said_and_what_is_worse_fails(monkeypa
         check.run(Namespace(names=["ComfyUl"], keep=False))
 
 
+@pytest.mark.consumer
+def test_what_is_written_is_opened_by_diffusers():
+    """Those of the programs that are installed beside the project; the others need environments of their own."""
+    names = [name for name, program in PROGRAMS.items() if program.script == "by_diffusers"]
+    assert check.run(Namespace(names=names, keep=False)) == 0
+
+
 def test_the_table_has_every_preset_of_every_target_that_a_program_opens():
     """Of one family at least; ``--keep`` writes it."""
     with rows.RECORD.open(encoding="utf-8", newline="") as file:
