@@ -85,6 +85,7 @@ HALF = 4e-3
 OF_COMFYUI: Any = {"makers": EVERY | COMFYUI, "absent": frozenset({"y_embedder.y_embedding"}), "samples": True}
 PROGRAMS = {
     "ComfyUI": Program("comfyui", {"comfyui": ("flux", "sd3", "pixart", *UNETS)}, "ComfyUI", **OF_COMFYUI),
+    "ComfyUI's server": Program("comfyui_server", {"comfyui": ()}, "ComfyUI", samples=True),
     "ComfyUI-GGUF": Program("comfyui", {"gguf": ("flux", "sd3", *UNETS)}, "ComfyUI", **OF_COMFYUI),
     "InvokeAI": Program("by_invokeai", {"gguf": ("flux",), "diffusers_sdnq": ("flux",)}, "", PUBLISHED, HALF, HALF,
                         holds_all=False),
@@ -330,7 +331,8 @@ def rows_of(names: Collection[str]) -> Iterator[Row]:
     for name in (name for name in names if name in PROGRAMS):
         with TemporaryDirectory() as temporary:
             work, program = Path(temporary), PROGRAMS[name]
-            yield from opened_by(program, list(cases_of(name, program, work)), work)
+            cases = list(cases_of(name, program, work))
+            yield from opened_by(program, cases, work) if cases else ()
             source, _ = source_of(program)
             for target in program.targets if program.samples and source else ():
                 yield sampled_row(name, program.script, target, source, work / "sampled")

@@ -61,11 +61,15 @@ def stand_in(name: str) -> None:
     sys.modules[name] = module
 
 
-def import_comfyui(source: Path) -> None:
-    """ComfyUI of the checkout, with the flags that its ``main.py`` would read."""
+def stand_ins() -> None:
     transformers.utils.is_torchvision_available()  # and remembers that it is not
     for name in ABSENT:
         stand_in(name)
+
+
+def import_comfyui(source: Path) -> None:
+    """ComfyUI of the checkout, with the flags that its ``main.py`` would read."""
+    stand_ins()
     sys.path.insert(0, str(source))
     sys.argv[1:] = FLAGS
     import comfy.options
@@ -260,6 +264,13 @@ def embedder(model: nn.Module, pooled: int) -> nn.Module:
     return Timestep((model.get_submodule("label_emb.0.0").in_features - pooled) // 6)
 
 
+def conditioning(image: dict, start: str) -> list:
+    """Of the given texts those whose names have this ``start``."""
+    given = load_file(image["given"])
+    sizes = {"width": image["width"], "height": image["height"]}
+    return [[given[f"{start}context"], {"pooled_output": given[f"{start}pooled"], **sizes}]]
+
+
 def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
     """Latents and noise levels of the function behind the node KSampler, from given noise and texts."""
     import comfy.sample
@@ -267,10 +278,7 @@ def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
 
     given, steps = load_file(image["given"]), image["steps"]
     patcher.model.embedder = embedder(patcher.model.diffusion_model, given["pooled"].shape[1])
-    sizes = {"width": image["width"], "height": image["height"]}
-    positive, negative = (
-        [[given[f"{start}context"], {"pooled_output": given[f"{start}pooled"], **sizes}]] for start in ("", "negative ")
-    )
+    positive, negative = (conditioning(image, start) for start in ("", "negative "))
     empty, kind = torch.zeros_like(given["noise"]), ("euler", "normal")
     found = comfy.sample.sample(
         patcher, given["noise"], steps, image["guidance"], *kind, positive, negative, empty, disable_pbar=True, seed=0

@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 ENVIRONMENTS = REPOSITORY / "outputs" / "program_environments"
+SHARED = {"comfyui_server": "comfyui"}  # scripts that run in another's environment
 RECORD = REPOSITORY / "benchmarks" / "results" / "programs.tsv"
 
 
@@ -49,6 +50,7 @@ RANKS = {"ok": 3, "loaded": 2, "not run": 1, "FAILED": 0}
 
 def python_of(script: str) -> tuple[Path, dict[str, str]]:
     """The interpreter with the environment variables for a script; its environment is made where it is not yet."""
+    script = SHARED.get(script, script)
     requirements = HERE / f"requirements-{script}.txt"
     if not requirements.is_file():
         return Path(sys.executable), {"PYTHONPATH": str(Path(sys.prefix) / "consumers")}
