@@ -142,9 +142,7 @@ image.
         figures.append(f"{min(images):.1f} dB" if images else "–")
         cells = [f"`{target}`", f"{program}: {rows[0]['versions']}", how, counted, *figures, said(rows)]
         text += f"| {' | '.join(cells)} |\n"
-    text += "\nNo GPU has run any of these. Known of programs beside:\n\n"
-    known = {name: target.untried for name, target in TARGETS.items() if target.untried}
-    return text + "".join(f"- `{name}`: {sentence}\n" for name, sentence in known.items())
+    return f"{text}\nNo GPU has run any of these. What a result needs of its program stands in its README.\n"
 
 
 def said(rows: Iterable[Mapping[str, str]]) -> str:
