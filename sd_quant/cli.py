@@ -42,6 +42,7 @@ from sd_quant.errors import (
     SdQuantError,
     exit_with_its_code,
     fail,
+    is_cancelled,
     of_the_machine,
 )
 from sd_quant.files import check_writable
@@ -285,10 +286,10 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
         try:
             with working("getting ready"):
                 return task(config)
-        except KeyboardInterrupt:
-            LOG.warning("the job %s", WAS_CANCELLED)
-            raise
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
+            if not isinstance(error, Exception) or is_cancelled(error):
+                LOG.warning("the job %s", WAS_CANCELLED)
+                raise KeyboardInterrupt from error
             raised = record_failure(directory, error, multirun)
             if not multirun and isinstance(raised, SdQuantError):
                 sys.exit(fail(str(raised), raised.exit_code))

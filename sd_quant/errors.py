@@ -88,6 +88,13 @@ def fail(sentence: str, code: int) -> int:
     return code
 
 
+def is_cancelled(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or what failed on the way out when Ctrl-C came: torch's modes may, as they end."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half written is left") -> None:
     """Run a command; an error is printed as its sentence and sets the exit code. A defect keeps its traceback.
 
@@ -97,9 +104,9 @@ def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half wri
     try:
         with redirect_stdout(output):  # type: ignore[type-var]
             main()
-    except KeyboardInterrupt:
-        sys.exit(fail(f"cancelled; {kept}", CANCELLED))
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if is_cancelled(error):
+            sys.exit(fail(f"cancelled; {kept}", CANCELLED))
         refused = error if isinstance(error, SdQuantError) else of_the_machine(error)
         if refused is None:
             raise

@@ -12,13 +12,36 @@ from PIL import Image
 from submitit.core.utils import UncompletedJobError
 
 from sd_quant.engines import load_engine
-from sd_quant.errors import LONGEST, ArtifactError, ResourceError, SdQuantError, of_the_machine
+from sd_quant.errors import (
+    CANCELLED,
+    LONGEST,
+    ArtifactError,
+    ResourceError,
+    SdQuantError,
+    exit_with_its_code,
+    of_the_machine,
+)
 from sd_quant.metrics.memory import StageTimer
 
 pytestmark = pytest.mark.commit
 
 TOO_MANY = 1 << 50
 FULL = Path("/dev/full")  # every write to it finds no space
+
+
+def test_what_fails_as_ctrl_c_passes_is_cancelled(capsys):
+    """As where it comes between two steps of ``with torch.device``, whose end finds nothing to pop then."""
+
+    def interrupted():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with_its_code(interrupted)
+    assert ended.value.code == CANCELLED == 130
+    assert "cancelled; nothing half written is left" in capsys.readouterr().err
 
 
 def model_of_a_petabyte(path: Path) -> Path:
