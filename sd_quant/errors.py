@@ -89,7 +89,7 @@ def fail(sentence: str, code: int) -> int:
 
 
 def is_cancelled(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or what failed on the way out when Ctrl-C came: torch's modes may, as they end."""
+    """Whether an error is Ctrl-C, or was raised while Ctrl-C passed through: torch's modes may raise as they end."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

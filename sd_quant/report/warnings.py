@@ -1,4 +1,4 @@
-"""What speaks against a run or a sweep, in sentences for a terminal and for a page; each begins with its kind."""
+"""Warnings of a run and of a sweep, as sentences for the terminal and the page; each begins with its kind."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ CONDITIONS = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # which 
 
 
 class Messages(logging.Handler):
-    """What diffusers logs. It keeps the names that it did not take from a single file to itself otherwise."""
+    """Keeps diffusers' log messages, where alone it names the tensors that it left over of a single file."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is handed over, opened by the program that it is for, in an environment of its own.
+"""Opens exports with the programs that they are for, each in an environment of its own.
 
 ``make programs-check`` writes tiny checkpoints with random weights by each target's writer, one for every preset that
 the target holds. A program's script then loads them as a person would, with nothing of this project, and says what it
@@ -323,7 +323,7 @@ def run(wanted: argparse.Namespace) -> int:
         print(" ".join(each for each in said if each), flush=True)
         rows.append(row)
     if wanted.keep:
-        save(rows)
+        save([row for row in rows if row.verdict != "not run"])
     return int(any(is_worse(row, before.get(row.name)) for row in rows))
 
 

@@ -99,7 +99,7 @@ def gguf_package(source: Path) -> ModuleType:
 
 
 class Log(logging.Handler):
-    """What ComfyUI logs of names that it misses or leaves over."""
+    """Keeps the names that ComfyUI logs as missing or as left over."""
 
     def __init__(self) -> None:
         super().__init__()
