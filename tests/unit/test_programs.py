@@ -99,6 +99,7 @@ def test_a_version_that_was_never_tried_is_said_and_what_is_worse_fails(monkeypa
     monkeypatch.setattr(check, "rows_of", lambda names: iter([replace(ROW, program="ComfyUI", verdict="not run")]))
     assert check.run(Namespace(names=["ComfyUI"], keep=True)) == 0
     assert [row["verdict"] for row in kept().values()] == ["ok"]  # what was not run replaces nothing
+    assert "never tried" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no program ComfyUl, expected ComfyUI, "):
         check.run(Namespace(names=["ComfyUl"], keep=False))
 
