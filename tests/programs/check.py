@@ -314,7 +314,8 @@ def run(wanted: argparse.Namespace) -> int:
     for row in chain(rows_of(names), pipeline_rows(names)):
         old = before.get(row.name)
         said = [*row.name, row.verdict, "WORSE THAN KEPT" if is_worse(row, old) else ""]
-        said += ["this version was never tried:" if old and row.versions not in ("", old["versions"]) else "", row.versions]
+        untried = old is not None and row.versions not in ("", old["versions"])
+        said += ["this version was never tried:" if untried else "", row.versions]
         figures = {"layer": row.layer, "call": row.call, "unrounded": row.unrounded}
         figures |= {"image": row.image, "inputs": row.inputs, "far": row.far}
         figures |= {} if row.quantized == row.of else {"quantized": f"{row.quantized} of {row.of}"}

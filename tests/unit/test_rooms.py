@@ -224,7 +224,7 @@ def test_a_foreign_format_is_named_in_its_own_file():
 # all that was read, limits of knobs, and tests of what deliberate faults had survived are worth 220 and 440 lines. AMD
 # Quark's exports, graphs that are timed once, and bounds on regexes and tables are worth 360 lines of the package;
 # tests of formats lost more than came. Programs that open every export (tests/programs) are worth 1,650.
-BUDGETS = {"sd_quant": 51_912, "tests": 57_159, "benchmarks": 5_889}
+BUDGETS = {"sd_quant": 51_912, "tests": 57_160, "benchmarks": 5_889}
 TEXTS = {".py", ".diff", ".json"}
 
 
