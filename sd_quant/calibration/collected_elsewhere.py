@@ -205,7 +205,7 @@ def read_entry(
     if content_digest(entry.metadata["origin"], entry.metadata["prompts"], tensors) != entry.metadata["digest"]:
         raise ArtifactError(f"{entry.path} is damaged or was altered: its digest is of other content; fetch it again")
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all() or (name.endswith("|amax") and (tensor < 0).any()):
+        if not tensor.isfinite().all() or (name.endswith(("|amax", "|folds")) and (tensor < 0).any()):
             raise ArtifactError(f"{entry.path} holds negative or infinite values in {name!r}; collect it again")
     return unpack(tensors)
 
@@ -230,6 +230,8 @@ def expected_tensors(
         sample = f"{kind}|{name}"
         count = rows(sample, ROWS)
         expected[f"{sample}|amax"] = torch.float32, (prompts, steps) if kind == "conv" else (steps, width)
+        if kind == "linear":
+            expected[f"{sample}|folds"] = torch.float32, (2, width)
         expected[f"{sample}|rows"] = torch.float16, (count, width)
         expected[f"{sample}|priority"] = torch.float64, (count,)
     count = rows(f"call|{next(iter(calls), '')}", CALLS)  # the same calls for every input

@@ -131,6 +131,7 @@ def collect(
     calls: dict[str, list[Sample]] = {}
     seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
     ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call -> their ranges side by side
+    folds: dict[tuple[str, ...], Tensor] = {}  # of linears, likewise: those of even and of odd prompts
     last: list[Any] = [None, None, None]  # an input, its ranges and their kind: query, key and value read one tensor
     drawn: dict[str, list[tuple[int, Sequence[tuple[float, float]]]]] = {}  # in this call: layer -> (index, rows)
     remaining = dict(wanted)
@@ -190,14 +191,18 @@ def collect(
             amax_of_call = torch.cat([seen[name] for name in names], dim=1).detach().float()
             if not torch.isfinite(amax_of_call).all():
                 raise not_finite(seen, step, batch)
+            by_prompt = amax_of_call.view(-1, len(batch), amax_of_call.shape[1]).amax(0)
             if kind == "linear":
                 if names not in ranges:
-                    ranges[names] = amax_of_call.new_zeros(steps, amax_of_call.shape[1])
-                ranges[names][step] = torch.maximum(ranges[names][step], amax_of_call.amax(0))
+                    ranges[names] = by_prompt.new_zeros(steps, by_prompt.shape[1])
+                    folds[names] = by_prompt.new_zeros(2, by_prompt.shape[1])
+                ranges[names][step] = torch.maximum(ranges[names][step], by_prompt.amax(0))
+                for fold in {prompt % 2 for prompt in batch}:
+                    mine = [index for index, prompt in enumerate(batch) if prompt % 2 == fold]
+                    folds[names][fold] = torch.maximum(folds[names][fold], by_prompt[mine].amax(0))
             else:
                 if names not in ranges:
                     ranges[names] = amax_of_call.new_zeros(max(prompts) + 1, steps, len(names))
-                by_prompt = amax_of_call.view(-1, len(batch), len(names)).amax(0)
                 ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
         seen.clear()
         last[:] = None, None, None
@@ -211,24 +216,30 @@ def collect(
     finally:
         for hook in hooks:
             hook.remove()
-    amax: dict[str, Tensor] = {}
     called = sorted(steps_called)  # a denoiser may be one of several, each called in some of the steps
-    for names, side_by_side in ranges.items():
-        side_by_side = side_by_side[..., called, :] if len(called) < steps else side_by_side
-        widths = [1 if kinds[name] == "conv" else width_of(layers[name]) for name in names]
-        for name, part in zip(names, side_by_side.cpu().split(widths, dim=-1), strict=True):
-            part = part[..., 0] if kinds[name] == "conv" else part
-            amax[name] = torch.maximum(amax[name], part) if name in amax else part.clone()
-    for name, layer_amax in amax.items():
+    of_folds = by_layer(folds, layers)
+    for name, layer_amax in by_layer(ranges, layers).items():
+        layer_amax = layer_amax[..., called, :] if len(called) < steps else layer_amax
+        layer_amax = layer_amax[..., 0] if kinds[name] == "conv" else layer_amax
         values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
-        statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS))
+        statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS), of_folds.get(name))
     for readers in hessians.readers:
         if readers[0] in statistics.layers:
             hessian = sums.pop(readers[0]).cpu()
             for name in statistics.layers.keys() & set(readers):
                 statistics.layers[name].hessian = hessian
     statistics.calls |= {name: lowest(samples, CALLS) for name, samples in of_one_shape(calls).items()}
+
+
+def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The ranges of each layer, of a convolution [..., 1], from those that lie side by side, largest of all."""
+    found: dict[str, Tensor] = {}
+    for names, side_by_side in ranges.items():
+        widths = [1 if layer_kind(layers[name]) == "conv" else width_of(layers[name]) for name in names]
+        for name, part in zip(names, side_by_side.cpu().split(widths, dim=-1), strict=True):
+            found[name] = torch.maximum(found[name], part) if name in found else part.clone()
+    return found
 
 
 def of_one_shape(calls: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:

@@ -119,6 +119,8 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
             f"{layer.kind}|{name}|rows": layer.rows.values.contiguous(),
             f"{layer.kind}|{name}|priority": layer.rows.priority.contiguous(),
         }
+        if layer.folds is not None:
+            tensors[f"{layer.kind}|{name}|folds"] = layer.folds.contiguous()
     readers: dict[int, list[str]] = {}
     for name, layer in statistics.layers.items():
         if layer.hessian is not None:
@@ -146,7 +148,8 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
         if kind == "call":
             statistics.calls[name] = sample
         else:
-            statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample)
+            folds = tensors.get(f"{kind}|{name}|folds")
+            statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample, folds)
     for key in tensors:
         kind, names, _ = key.split("|")
         for name in names.split(",") if kind == "hessian" else ():

@@ -14,9 +14,8 @@ instead, each with its own vector. ``SMOOTHINGS`` has both.
 
 Equation 4 amplifies the channels that calibration saw quiet. Where another prompt wakes one, it is clipped by a static
 range: in the worst image of a trained checkpoint, a channel of a feed-forward had nine times its calibrated amplitude,
-less than the loudest channel's, but 4.8 times the smoothed range. So where alpha is searched for a static range, no
-channel counts as quieter than ``QUIET`` of all (``awake``). The road not taken is a wider range, which makes all codes
-coarser.
+less than the loudest channel's, but 4.8 times the smoothed range. So where alpha is searched for a static range, how
+many channels count as quiet (``awake``) is searched with it, see ``linears``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:  # the table below is read before torch is loaded
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31  # a channel with no larger magnitude is never active
-QUIET = 0.75  # the part of the channels that are as loud as the next one at least
+QUIET = (0.0, 0.75, 0.97)  # parts of the channels that count as loud as the next one at least, tried by alpha=auto
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
@@ -45,12 +44,12 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
     return scale.clamp(SMALLEST_FACTOR, LARGEST_FACTOR).masked_fill(dead, 1.0)
 
 
-def awake(activation_amax: Tensor) -> Tensor:
-    """``activation_amax`` [in_features] with quiet channels raised to the quantile ``QUIET`` of all.
+def awake(activation_amax: Tensor, quiet: float) -> Tensor:
+    """``activation_amax`` [in_features] with quiet channels raised to the quantile ``quiet`` of all.
 
     Channels that are never active stay at zero.
     """
-    raised = activation_amax.clamp(min=activation_amax.quantile(QUIET))
+    raised = activation_amax.clamp(min=activation_amax.quantile(quiet))
     return raised.where(activation_amax > DEAD_CHANNEL, activation_amax)
 
 

@@ -1,10 +1,11 @@
 """Calibration statistics of every layer's inputs. An assignment is derived from them and from the weights.
 
 They hold ranges for each denoising step, per channel for a linear and per prompt for a convolution, which suffices for
-every recipe, and a small sample of real inputs to measure errors on. A row of the sample is what one output element
-multiplies: a token for a linear, a padded patch for a convolution. Rows have random priorities, and those of lowest
-priority are kept, so statistics of disjoint prompts merge exactly, in any order. Hessians, which only a recipe with
-``hessian`` takes, are sums, and merge to rounding.
+every recipe; for a linear those of two folds of the prompts, which say how far unseen prompts reach; and a small
+sample of real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a
+linear, a padded patch for a convolution. Rows have random priorities, and those of lowest priority are kept, so
+statistics of disjoint prompts merge exactly, in any order. Hessians, which only a recipe with ``hessian`` takes, are
+sums, and merge to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ class LayerStatistics:
     kind: str  # "linear" or "conv"
     amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
+    folds: Tensor | None = None  # of a linear: largest magnitudes in even and in odd prompts, fp32 [2, in_features]
     hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; one tensor for all layers that read one
 
 
@@ -98,7 +100,9 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
         prompts = max(len(part.amax) for part in parts)  # for a linear these are the steps, as many in every part
         padded = [F.pad(part.amax, (0, 0, 0, prompts - len(part.amax))) for part in parts]
         rows = lowest([part.rows for part in parts], ROWS)
-        layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows)
+        folds = [part.folds for part in parts if part.folds is not None]
+        of_folds = reduce(torch.maximum, folds) if folds else None
+        layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows, of_folds)
         hessians = [part.hessian for part in parts if part.hessian is not None]
         if len(hessians) == len(parts):
             summed = tuple(map(id, hessians))
@@ -126,6 +130,6 @@ def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int, hessi
     total = hessian_bytes({name: width_of(layer) for name, layer in layers.items()}, hessians)
     for layer in layers.values():
         width = width_of(layer)
-        amax = prompts * steps if layer_kind(layer) == "conv" else steps * width
+        amax = prompts * steps if layer_kind(layer) == "conv" else (steps + 2) * width
         total += 4 * amax + ROWS * (2 * width + 8)
     return total

@@ -39,7 +39,8 @@ def statistics(segment: range) -> Statistics:
     random = torch.Generator().manual_seed(segment.stop)
 
     half, ranges = torch.float16, torch.rand(segment.stop, STEPS, generator=random)
-    linear = LayerStatistics("linear", torch.rand(STEPS, 4, generator=random), sample(random, 3, 4, dtype=half))
+    linear, folds = torch.rand(STEPS, 4, generator=random), torch.rand(2, 4, generator=random)
+    linear = LayerStatistics("linear", linear, sample(random, 3, 4, dtype=half), folds)
     conv = LayerStatistics("conv", ranges, sample(random, 3, 9, dtype=half))
     inputs = {"x": (4, 8, 16), "timesteps": (), "context": (80, 6), "y": (5,)}
     calls = {name: sample(random, 2, 2, *shape, dtype=torch.float32) for name, shape in inputs.items()}

@@ -114,6 +114,10 @@ def test_ranges_by_prompt_and_step_and_by_step_and_channel(halves):
     conv, linear = statistics.layers["conv"].amax, statistics.layers["linear"].amax
     assert (conv.shape, linear.shape) == ((PROMPTS, STEPS), (STEPS, 2))
     assert conv.dtype == linear.dtype == torch.float32
+    of_all = torch.stack([halves_of(prompt, step, halves) for prompt in range(PROMPTS) for step in range(STEPS)]).abs()
+    of_prompts = of_all.view(PROMPTS, STEPS, *of_all.shape[1:]).amax(dim=(1, 2, 4, 5))
+    folds = torch.stack([of_prompts[fold::2].amax(0) for fold in (0, 1)])
+    assert torch.equal(statistics.layers["linear"].folds, folds) and not torch.equal(*folds)
     for step in range(STEPS):
         seen = torch.stack([halves_of(prompt, step, halves) for prompt in range(PROMPTS)]).abs()
         assert torch.equal(conv[:, step], seen.amax(dim=(1, 2, 3, 4)))
@@ -129,6 +133,7 @@ def test_a_second_call_within_a_step_only_widens_the_range():
             network(x=torch.full((2, 2, 4, 4), -magnitude))
     conv, linear = statistics.layers["conv"], statistics.layers["linear"]
     assert conv.amax.tolist() == [[5.0]] and linear.amax.tolist() == [[5.0, 5.0]]
+    assert linear.folds.tolist() == [[5.0, 5.0], [0.0, 0.0]]
     assert len(conv.rows.values) == len(conv.rows.priority) == len(linear.rows.values) == ROWS_PER_CALL
     assert (linear.rows.values == -2).all() and set(conv.rows.values.unique().tolist()) <= {0.0, -2.0}
     assert statistics.calls["x"].values.tolist() == torch.full((1, 2, 2, 4, 4), -2.0).tolist()
@@ -303,7 +308,8 @@ def test_hessians_of_segments_are_summed_and_all_else_is_as_without():
 def test_the_bound_on_bytes_holds(prompts):
     """And is reached as soon as the sample is full."""
     statistics = calibrate(range(prompts))
-    tensors = [t for s in statistics.layers.values() for t in (s.amax, s.rows.values, s.rows.priority)]
+    layers = statistics.layers.values()
+    tensors = [t for s in layers for t in (s.amax, s.rows.values, s.rows.priority, s.folds) if t is not None]
     found, bound = sum(tensor.nbytes for tensor in tensors), bytes_bound(layers_of(Network()), prompts, STEPS)
     assert found == bound if prompts * STEPS * ROWS_PER_CALL >= ROWS else found < bound
     layers = layers_of(network := Network()) | {"other": network.other}

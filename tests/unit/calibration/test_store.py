@@ -25,7 +25,8 @@ def statistics(seed: int, rows: int = 3, layers: int = 1) -> Statistics:
     found = {}
     for index in range(layers):
         linear, conv = torch.rand(2, 4, generator=random), torch.rand(5, 2, generator=random)
-        found[f"down.{index}.to_q"] = LayerStatistics("linear", linear, sample(random, rows, 4, dtype=torch.float16))
+        folds, taken = linear * torch.tensor([[1.0], [0.5]]), sample(random, rows, 4, dtype=torch.float16)
+        found[f"down.{index}.to_q"] = LayerStatistics("linear", linear, taken, folds)
         found[f"down.{index}.conv1"] = LayerStatistics("conv", conv, sample(random, rows, 9, dtype=torch.float16))
     return Statistics(found, {name: sample(random, rows, 2, 3, dtype=torch.float32) for name in ("x", "timesteps")})
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from sd_quant.models.parts import SharedInput
+from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.linears import absorb_scale, assign_linears
+from sd_quant.quantization.linears import Readers, absorb_scale, assign_linears
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.row_chunks import layer_of_rows
+from sd_quant.quantization.smoothing import pre_quant_scale
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 
@@ -86,13 +88,16 @@ def test_fp16_holds_a_small_factor_of_a_scale():
     torch.testing.assert_close(1 + stored[2:4], rows["to_q"].pre_quant_scale, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("per_token, room", [(False, True), (True, False)])
-def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, room):
-    """Equation 4 with alpha 1 gives each channel the whole range, so one that grows is clipped."""
+@pytest.mark.parametrize("per_token, wakes, room", [(False, True, True), (False, False, False), (True, True, False)])
+def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, wakes, room, monkeypatch):
+    """Equation 4 with alpha 1 gives each channel the whole range, so one that grows from fold to fold is clipped."""
+    monkeypatch.setattr(linears, "UNSEEN", 1e-3)
     generator = torch.Generator().manual_seed(0)
     amax = torch.tensor([1.0, 8.0, 8.0, 8.0, 8.0, 9.0, 9.0, 10.0])
     rows = torch.rand(64, 8, generator=generator) * amax
-    statistics = LayerStatistics("linear", amax[None], sample_of(rows))
+    folds = torch.stack([amax, amax.clone()])
+    folds[1, 0] *= 0.001 if wakes else 1.0
+    statistics = LayerStatistics("linear", amax.expand(20, -1), sample_of(rows), folds)
     reader, weight = LayerAssignment("to_q", "qkv", (4, 8)), torch.randn(4, 8, generator=generator) * 8 / amax
     formats = Enable(Pair("int8", "int8"), Pair("int8", "int8"), None)
     recipe = Recipe(3.0, "auto", collect_method="min-max", enable=formats, per_token=per_token)
@@ -101,7 +106,19 @@ def test_a_static_range_holds_a_channel_that_wakes_after_calibration(per_token, 
         {"to_q": statistics}, recipe,
     )["to_q"]  # fmt: skip
     smoothed = amax * row.pre_quant_scale
-    assert row.alpha > 0 and (2 * smoothed[0] < smoothed.max()) == room
+    assert (2 * smoothed[0] < smoothed.max()) == room
+
+
+def test_what_one_fold_of_the_prompts_has_beyond_the_range_of_the_other():
+    """With alpha 1 and weights of 1 every channel of a fold gets its range: what the other has beyond it is clipped."""
+    folds, empty = torch.tensor([[1.0, 8.0], [3.0, 2.0]]), sample_of(torch.empty(0, 2))
+    statistics = LayerStatistics("linear", folds.amax(0)[None], empty, folds)
+    readers = Readers([], {}, torch.ones(2), statistics, pre_quant_scale)
+    assert readers.clipped_squares(1.0).tolist() == [(3 - 1) ** 2 / 2, (8 - 2) ** 2 / 2]
+    assert readers.clipped_squares(0.0).tolist() == [0.0, (8 - 3) ** 2 / 2]
+    assert replace(readers, quiet=1.0).clipped_squares(1.0).tolist() == [0.0, (8 - 3) ** 2 / 2]
+    one = replace(statistics, folds=torch.stack([folds[0], torch.zeros(2)]))
+    assert replace(readers, statistics=one).clipped_squares(1.0).tolist() == [0.0, 0.0]
 
 
 def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():

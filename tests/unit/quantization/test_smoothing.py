@@ -31,7 +31,8 @@ def test_dead_channels_are_left_alone(alpha):
 
 def test_no_channel_counts_as_quieter_than_three_in_four_are():
     amax = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
-    assert awake(amax).tolist() == [0.0, 3.0, 3.0, 3.0, 100.0]
+    assert awake(amax, 0.75).tolist() == [0.0, 3.0, 3.0, 3.0, 100.0]
+    assert awake(amax, 0.0).tolist() == amax.tolist()
 
 
 def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
