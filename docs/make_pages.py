@@ -47,22 +47,31 @@ def python_page() -> str:
 
 
 def metrics_page(schema: dict) -> str:
-    """A line for each name that a record can have, in the record's order."""
+    """A list in lists, as the record is, with a line for each name that a record can have."""
     head = f"""# The record of a run
 
 {MADE}
 `metrics.json` is written last: a run that has it is complete. Its
 [JSON schema](../sd_quant/report/metrics.schema.json) is in the package. `schema_version` changes when a name is removed
 or changes its meaning; names may be added within a version. A number that does not exist is null with a `reason` beside
-it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
+it, or `{{"value": null, "reason": "..."}}`.
 What of a run or a sweep is to be shipped stands in
 [recommendation.json](sweeps.md#the-recommendation-for-other-programs).
 
-| name | type | meaning |
-|---|---|---|
+Below, a name without a type is an object, `<...>` stands for any name, and *as* refers to an object that is described
+once.
+
 """
-    lines = entries(schema, schema["$defs"], {})
-    return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines if meaning)
+    lines, outer = "", [""]  # the objects around a name, each with a dot behind it
+    for name, kind, meaning in entries(schema, schema["$defs"], {}):
+        if meaning:
+            while not name.startswith(outer[-1]):
+                outer.pop()
+            kind = "" if kind == "object" else kind.removeprefix("object ") if " as `" in kind else kind
+            own = f"`{name.removeprefix(outer[-1])}`{f' ({kind})' if kind else ''}"
+            lines += f"{'  ' * (len(outer) - 1)}- {own}: {meaning}\n"
+            outer.append(f"{name}.")
+    return head + lines
 
 
 def targets_page() -> str:
@@ -168,7 +177,7 @@ def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") ->
         first = told.setdefault(named[0], name) if named else name
         meaning = each.get("description") or "".join(shapes[shape].get("description", "") for shape in named)
         kind = " or ".join(map(kind_of, options)) + (f" as `{first}`" if first != name else "")
-        yield name, kind, meaning.replace("``", "`").replace("|", r"\|")
+        yield name, kind, meaning.replace("``", "`")
         if first == name:
             for content in [*(shapes[shape] for shape in named), *(each for each in options if "type" in each)]:
                 yield from entries(content, shapes, told, name)
