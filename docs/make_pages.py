@@ -47,22 +47,31 @@ def python_page() -> str:
 
 
 def metrics_page(schema: dict) -> str:
-    """A line for each name that a record can have, in the record's order."""
+    """A list in lists, as the record is, with a line for each name that a record can have."""
     head = f"""# The record of a run
 
 {MADE}
 `metrics.json` is written last: a run that has it is complete. Its
 [JSON schema](../sd_quant/report/metrics.schema.json) is in the package. `schema_version` changes when a name is removed
 or changes its meaning; names may be added within a version. A number that does not exist is null with a `reason` beside
-it, or `{{"value": null, "reason": "..."}}`. `<...>` stands for any name.
+it, or `{{"value": null, "reason": "..."}}`.
 What of a run or a sweep is to be shipped stands in
 [recommendation.json](sweeps.md#the-recommendation-for-other-programs).
 
-| name | type | meaning |
-|---|---|---|
+Below, a name without a type is an object, `<...>` stands for any name, and *as* refers to an object that is described
+once.
+
 """
-    lines = entries(schema, schema["$defs"], {})
-    return head + "".join(f"| `{name}` | {kind} | {meaning} |\n" for name, kind, meaning in lines if meaning)
+    lines, outer = "", [""]  # the objects around a name, each with a dot behind it
+    for name, kind, meaning in entries(schema, schema["$defs"], {}):
+        if meaning or " as `" in kind:
+            while not name.startswith(outer[-1]):
+                outer.pop()
+            kind = "" if kind == "object" else kind.removeprefix("object ") if " as `" in kind else kind
+            own = f"`{name.removeprefix(outer[-1])}`{f' ({kind})' if kind else ''}"
+            lines += f"{'  ' * (len(outer) - 1)}- {own}{meaning and f': {meaning}'}\n"
+            outer.append(f"{name}.")
+    return head + lines
 
 
 def targets_page() -> str:
@@ -102,7 +111,9 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
 """
     for name, target in TARGETS.items():
         every = "all that the runtime executes" if target.runtime else ""
-        weights = every or "; ".join(f"{fmt}: {how}" for fmt, how in target.formats.items())
+        ways = dict.fromkeys(target.formats.values())
+        held = {way: ", ".join(fmt for fmt, how in target.formats.items() if how == way) for way in ways}
+        weights = every or "; ".join(f"{formats}: {way}" for way, formats in held.items())
         listed = [every and "yes" or ", ".join(sorted(each)) or "fp16" for each in (target.convolutions,)]
         listed += [every and "yes" or ", ".join(sorted(each)) or "no" for each in (target.rotated, target.multiplied)]
         families = "all" if target.families is None else ", ".join(sorted(target.families))
@@ -122,37 +133,40 @@ def opened_section() -> str:
 ## Who has opened it
 
 `make programs-check` has each program open what is written of tiny checkpoints, of the first family in every preset
-that the target holds; [programs.tsv](../benchmarks/results/programs.tsv) has a line for each file. *Ok*: the program
-took every tensor, found every parameter, holds as many layers as quantized as were written, and computes what our
-reader predicts. *Layer* and *call* are the largest relative errors, in fp32: of a layer, and of a call of the denoiser,
-where an input that falls to the next code changes all behind it. *Image*: the lowest PSNR against the simulation's
-image.
+that the target holds; [programs.tsv](../benchmarks/results/programs.tsv) has a line for each file, with the call that
+opened it. *Ok*: the program took every tensor, found every parameter, holds as many layers as quantized as were
+written, and computes what our reader predicts. *Layer* and *call* are the largest relative errors, in fp32: of a layer,
+and of a call of the denoiser, where an input that falls to the next code changes all behind it. *Image*: the lowest
+PSNR against the simulation's image.
 
-| target | program | opened with | presets, families | layer | call | image | |
-|---|---|---|---|---|---|---|---|
+| target | program | presets, families | layer | call | image | |
+|---|---|---|---|---|---|---|
 """
     opened = {(row["target"], row["program"]) for row in kept}
     for target, program in sorted(opened, key=lambda pair: (list(TARGETS).index(pair[0]), pair[1])):
         rows = [row for row in kept if (row["target"], row["program"]) == (target, program)]
         worst = [max((float(row[key]) for row in rows if row[key]), default=None) for key in ("layer", "call")]
         images = [float(row["image"]) for row in rows if row["image"]]
-        how = "; ".join(dict.fromkeys(row["opened"] for row in rows if row["opened"]))
         counted = f"{len({row['preset'] for row in rows})}, {', '.join(dict.fromkeys(row['family'] for row in rows))}"
         figures = ["–" if each is None else f"{each:.0e}" for each in worst]
         figures.append(f"{min(images):.1f} dB" if images else "–")
-        cells = [f"`{target}`", f"{program}: {rows[0]['versions']}", how, counted, *figures, said(rows)]
+        versions = rows[0]["versions"]
+        label = versions if versions.startswith(f"{program} ") else f"{program}: {versions}"
+        cells = [f"`{target}`", label, counted, *figures, said(rows)]
         text += f"| {' | '.join(cells)} |\n"
     return f"{text}\nNo GPU has run any of these. What a result needs of its program stands in its README.\n"
 
 
 def said(rows: Iterable[Mapping[str, str]]) -> str:
     """The verdicts of a program's files, with the presets and the reason where it is none of the best."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
-        found.setdefault((row["verdict"], row["far"]), []).append(f"`{row['preset']}` of {row['family']}")
+        found.setdefault((row["verdict"], row["far"]), {}).setdefault(row["family"], []).append(f"`{row['preset']}`")
     parts = []
     for (verdict, far), files in found.items():
-        which = "" if len(found) == 1 else f" ({', '.join(files)})" if verdict != "ok" else f" ({len(files)} files)"
+        listed = "; ".join(f"{', '.join(presets)} of {family}" for family, presets in files.items())
+        count = f"{sum(map(len, files.values()))} files"
+        which = "" if len(found) == 1 else f" ({count if verdict == 'ok' else listed})"
         parts.append(f"{verdict}{which}{f': {far}' if far else ''}".replace("loaded: loaded;", "loaded;"))
     return "; ".join(parts).replace("|", "\\|")
 
@@ -166,9 +180,10 @@ def entries(schema: dict, shapes: dict, told: dict[str, str], path: str = "") ->
         name, options = f"{path}.{key}".lstrip("."), each.get("anyOf", [each])
         named = [shape_of(option) for option in options if shape_of(option) not in (None, EXPLAINED)]
         first = told.setdefault(named[0], name) if named else name
-        meaning = each.get("description") or "".join(shapes[shape].get("description", "") for shape in named)
+        own = () if first != name else named  # a shape that is described elsewhere is not described again
+        meaning = each.get("description") or "".join(shapes[shape].get("description", "") for shape in own)
         kind = " or ".join(map(kind_of, options)) + (f" as `{first}`" if first != name else "")
-        yield name, kind, meaning.replace("``", "`").replace("|", r"\|")
+        yield name, kind, meaning.replace("``", "`")
         if first == name:
             for content in [*(shapes[shape] for shape in named), *(each for each in options if "type" in each)]:
                 yield from entries(content, shapes, told, name)
@@ -181,7 +196,7 @@ def shape_of(schema: dict) -> str | None:
 
 def kind_of(schema: dict) -> str:
     if shape_of(schema):
-        return "value and reason" if shape_of(schema) == EXPLAINED else "object"
+        return "reason" if shape_of(schema) == EXPLAINED else "object"
     if schema.get("type") == "array":
         return f"list of {kind_of(schema['items'])}"
     if "anyOf" in schema:

@@ -9,7 +9,7 @@
     recipes[-1].export("quantized")
 
 A keyword is a knob: those of ``open`` are of the section ``model``, those of ``calibrate`` and ``quantize`` of the
-section ``quantize``, those that say how images are made of ``infer``; ``docs/knobs.md`` explains each. Hydra composes
+section ``quantize``, those that say how images are made of ``infer``; ``--help`` explains each. Hydra composes
 and checks them as it does for a command, so a knob that is misspelt or out of range raises the same sentence, as
 ``ConfigError``. Nothing is written but where a folder is named. The road not taken is an interface with defaults of its
 own, which would be another product after a year.

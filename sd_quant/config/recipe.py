@@ -201,8 +201,8 @@ class Quantize(Recipe):
         "file with the preset of each layer, as a run leaves it; null: the preset, or a limit, decides",
     ]
     n_steps: Annotated[int, COUNT, "denoising steps of a calibration image"]
-    calib_size: Annotated[int, between(1, 10**6), "prompts to calibrate on"]
-    calibration: Annotated[str | None, "file or folder of statistics from elsewhere; null: they are collected here"]
+    calib_size: Annotated[int, between(1, 10**6), Called("calib_size"), "prompts to calibrate on"]
+    calibration: Annotated[str | None, Called("calibration"), "statistics from elsewhere; null: collected here"]
     seed: Annotated[int, SEED, "random seed of the calibration images, and of the draw from a table of captions"]
     snapshots: Annotated[
         list[int],
