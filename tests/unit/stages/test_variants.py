@@ -15,12 +15,8 @@ pytestmark = pytest.mark.commit
 PARTS = ("unet", "vae")
 EXPORTED, REFUSED = (SimpleNamespace(refused=because) for because in (None, "it draws random numbers"))
 RUN = Path("run")
-
-
 GRAPHS = {part: RUN / f"onnx/{part}/{part}.onnx" for part in PARTS}
 FULL = {part: RUN / f"full_precision/onnx/{part}/{part}.onnx" for part in PARTS}
-
-
 PLANS, FULL_PLANS = ({part: folder / f"plan/{part}.plan" for part in PARTS} for folder in (RUN, RUN / "full_precision"))
 NATIVE, CODES = ({part: Native(part, quantized=quantized) for part in PARTS} for quantized in (False, True))
 SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
