@@ -14,7 +14,7 @@ from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.run_table import run_table
-from sd_quant.report.summary import UNFINISHED, read_sweep
+from sd_quant.report.summary import read_sweep
 
 from .mutations import constant, to_yaml, with_pickle
 from .of_artifacts import graph_with
@@ -81,31 +81,11 @@ def test_a_graph_whose_offset_is_no_number_is_refused(tmp_path):
     assert "claims more numbers" in quickly(lambda: onnx_files(tmp_path / "a.onnx"))
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("latency", "openvino"), ["a"]), (("stages", "export"), 3), (("fidelity", "psnr", "mean"), 10**400),
-        (("knobs", "infer"), "openvino"), (("environment", "machine", "memory_bytes"), "much"),
-        (("sizes_bytes", "vae"), 7),
-    ],
-)  # fmt: skip
-def test_a_record_that_is_none_is_an_unfinished_job(tmp_path, place, value):
-    (tmp_path / "metrics.json").write_text(json.dumps(put(value, a_record(30.0, 2.0), place)))
-    [job] = read_sweep(tmp_path).jobs
-    assert job.status == UNFINISHED and f"{place[-1]} is " in job.reason
-
-
 def test_a_stage_without_a_time_and_a_name_without_utf8_are_shown(tmp_path):
     record = put("\ud800", a_record(30.0, 2.0), ("knobs", "infer", "engine")) | {"status": None}
     record["stages"]["export"] = {"seconds": None}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert rebuild(tmp_path).is_file() and run_table(record).startswith("unfinished")
-
-
-def test_a_job_that_varies_nothing_says_so(tmp_path):
-    (tmp_path / "sweep.json").write_text(json.dumps({**PLAN, "jobs": [{"name": "a", "varied": None}]}))
-    with pytest.raises(ArtifactError, match="not the plan of a sweep"):
-        read_sweep(tmp_path)
 
 
 @pytest.mark.parametrize("published", [{}, {**PLAN["published"], "batches": {"1": {"framework": 0}}}, {"batches": 3}])

@@ -32,14 +32,11 @@ def test_layers_that_fell_back_are_named_and_warned_of(caplog):
     assert caplog.messages == ["runtime computes 1 of 3 quantized layers in floating point: slow"]
 
 
-def test_codes_of_another_format_are_a_fallback_too(caplog):
-    assert executed_entry("runtime", {"fast": "FLOAT8E4M3FN"}, {"fast": LAYERS["fast"]})["fell_back"] == ["fast"]
-
-
-def test_where_all_is_executed_there_is_nothing_to_say(caplog):
+def test_codes_of_another_format_are_a_fallback_too_and_where_all_is_executed_there_is_nothing_to_say(caplog):
     entry = executed_entry("runtime", dict.fromkeys(("fast", "slow", "lost"), "INT8"), LAYERS)
     assert (entry["count"], entry["fell_back"], entry["unknown"], entry["reason"]) == (3, [], [], None)
     assert not caplog.messages
+    assert executed_entry("runtime", {"fast": "FLOAT8E4M3FN"}, {"fast": LAYERS["fast"]})["fell_back"] == ["fast"]
 
 
 def test_the_two_products_of_an_attention_count_like_layers(caplog):

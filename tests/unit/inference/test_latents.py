@@ -1,6 +1,7 @@
 """Noise from a file: the three kinds say the same, and what is no noise for these images is refused in a sentence."""
 
 import hashlib
+import re
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -51,55 +52,43 @@ def test_a_parameter_is_noise_too(tmp_path):
     assert not found.requires_grad and len(digest_of(found)) == 64
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "numbers", "expected"),
-    [
-        (".pt", (2, 4, 8, 16), {1, 3}, "[1 or 3, channels, 8, 16]"),
-        (".npy", (1, 4, 8, 16), {3}, "[3, channels, 8, 16]"),
-        (".safetensors", (2, 4, 16, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
-        (".pt", (2, 4, 8, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
-        (".npy", (4, 8, 16), {1, 2}, "[1 or 2, channels, 8, 16]"),
-    ],
-)
-def test_noise_of_other_images_is_refused(tmp_path, kind, shape, numbers, expected):
-    path = write(tmp_path / f"noise{kind}", torch.zeros(shape))
-    with pytest.raises(ConfigError) as refused:
-        read_latents(path, numbers, 8, 16)
-    assert f"{path} holds a tensor {list(shape)}, expected {expected}" in str(refused.value)
-
-
-def test_a_shape_that_is_no_noise_is_refused_before_it_is_computed_with(tmp_path):
-    """Four bytes whose strides say that they are 16 TB."""
-    torch.save(torch.zeros(1).as_strided((2, 4, 2**20, 2**19), (0, 0, 0, 0)), tmp_path / "noise.pt")
-    with pytest.raises(ConfigError, match="holds a tensor"):
-        read_latents(tmp_path / "noise.pt", {2}, 8, 16)
-
-
 def with_one(number: float) -> torch.Tensor:
     noise = NOISE.clone()
     noise[1, 2, 3, 4] = number
     return noise
 
 
+SIXTEEN_TB = torch.zeros(1).as_strided((2, 4, 2**20, 2**19), (0, 0, 0, 0))  # by the strides of four bytes
+OTHER_SHAPES = [
+    (".pt", (2, 4, 8, 16), {1, 3}, "[1 or 3, channels, 8, 16]"),
+    (".npy", (1, 4, 8, 16), {3}, "[3, channels, 8, 16]"),
+    (".safetensors", (2, 4, 16, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
+    (".pt", (2, 4, 8, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
+    (".npy", (4, 8, 16), {1, 2}, "[1 or 2, channels, 8, 16]"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "held", "sentence"),
+    ("kind", "held", "numbers", "error", "sentence"),
     [
-        (".npy", with_one(torch.nan), "holds NaN or infinity; make the noise again$"),
-        (".npy", with_one(torch.inf), "holds NaN or infinity; make the noise again$"),
-        *((kind, torch.ones(2, 4, 8, 16, dtype=torch.int64),
+        *((kind, torch.zeros(shape), numbers, ConfigError,
+           re.escape(f"{kind} holds a tensor {list(shape)}, expected {expected}"))
+          for kind, shape, numbers, expected in OTHER_SHAPES),
+        (".pt", SIXTEEN_TB, {2}, ConfigError, "holds a tensor"),  # before it is computed with
+        (".npy", with_one(torch.nan), {2}, ArtifactError, "holds NaN or infinity; make the noise again$"),
+        (".npy", with_one(torch.inf), {2}, ArtifactError, "holds NaN or infinity; make the noise again$"),
+        *((kind, torch.ones(2, 4, 8, 16, dtype=torch.int64), {2}, ArtifactError,
            "holds numbers of torch.int64, expected one tensor of fp32 or fp16") for kind in FILE_READERS),
-        (".pt", {"latents": NOISE}, "holds a dict, expected one tensor"),
-        (".safetensors", {"a": NOISE, "b": NOISE.clone()}, "cannot be read as one tensor"),
+        (".pt", {"latents": NOISE}, {2}, ArtifactError, "holds a dict, expected one tensor"),
+        (".safetensors", {"a": NOISE, "b": NOISE.clone()}, {2}, ArtifactError, "cannot be read as one tensor"),
+        (".npz", NOISE, {2}, ConfigError, "expected a name that ends with .pt, .npy, .safetensors$"),
     ],
 )  # fmt: skip
-def test_what_is_not_one_tensor_of_finite_numbers_is_refused(tmp_path, kind, held, sentence):
-    with pytest.raises(ArtifactError, match=sentence):
-        read_latents(write(tmp_path / f"noise{kind}", held), {2}, 8, 16)
-
-
-def test_another_kind_of_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="expected a name that ends with .pt, .npy, .safetensors$"):
-        read_latents(tmp_path / "noise.npz", {2}, 8, 16)
+def test_what_is_not_one_tensor_of_finite_numbers_for_these_images_is_refused(
+    tmp_path, kind, held, numbers, error, sentence
+):
+    with pytest.raises(error, match=sentence):
+        read_latents(write(tmp_path / f"noise{kind}", held), numbers, 8, 16)
 
 
 @pytest.mark.parametrize("kind", FILE_READERS)

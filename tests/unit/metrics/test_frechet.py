@@ -13,15 +13,6 @@ def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
 
 
-def test_where_the_covariances_commute_it_is_the_distance_of_means_and_deviations():
-    rotation = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()).Q
-    variances, others = torch.tensor([1.0, 4, 9, 0, 2]).double(), torch.tensor([4.0, 4, 0, 1, 8]).double()
-    covariances = [rotation * values @ rotation.T for values in (variances, others)]
-    means = torch.zeros(5).double(), torch.tensor([3.0, 0, 0, 4, 0]).double()
-    expected = 25 + (variances.sqrt() - others.sqrt()).square().sum().item()
-    assert frechet_distance(means[0], covariances[0], means[1], covariances[1]) == pytest.approx(expected, rel=1e-9)
-
-
 def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
     one, other = moments(features(400)), moments(features(300, seed=1))
     theirs = _compute_fid(*one, *other).item()

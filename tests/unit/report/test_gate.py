@@ -206,7 +206,7 @@ def test_a_run_is_paired_with_its_baseline_by_prompt():
 
 
 @pytest.mark.parametrize(
-    ("changes", "margin", "named"),
+    ("baseline", "bar", "said"),
     [
         ({"prompts": ["another"] * 64}, "psnr_margin", "prompts"),
         *(({f"knobs__infer__{name}": 7}, "psnr_margin", f"infer.{name}") for name in (
@@ -215,23 +215,14 @@ def test_a_run_is_paired_with_its_baseline_by_prompt():
         ({"inputs": {"checkpoint": {"sha256": "a"}}}, "psnr_margin", "weights"),
         ({"inputs": {"latents": {"sha256": "a"}}}, "psnr_margin", "infer.latents"),
         ({"environment__machine__cpu": "another"}, "speedup_margin", "the baseline on another"),
+        (None, "max_lpips", "has no LPIPS of images.*infer.prompts"),
+        (None, "min_speedup", "has no speed-up of an image.*infer="),
     ],
 )  # fmt: skip
-def test_a_baseline_of_other_images_or_of_another_machine_is_refused(changes, margin, named):
-    with pytest.raises(ConfigError, match=named):
-        decide(run_of(), run_of(**changes), {margin: 0.1})
-
-
-@pytest.mark.parametrize(
-    ("changes", "bar", "said"),
-    [
-        ({"fidelity__lpips": None}, "max_lpips", "has no LPIPS of images.*infer.prompts"),
-        ({"latency": {}}, "min_speedup", "has no speed-up of an image.*infer="),
-    ],
-)
-def test_a_bar_on_what_the_run_does_not_have_is_refused(changes, bar, said):
+def test_a_baseline_of_other_images_and_a_bar_on_what_a_run_has_not_are_refused(baseline, bar, said):
+    run = run_of(fidelity__lpips=None, latency={}) if baseline is None else run_of()
     with pytest.raises(ConfigError, match=said):
-        decide(run_of(**changes), None, {bar: 1.0})
+        decide(run, None if baseline is None else run_of(**baseline), {bar: 0.1})
 
 
 def test_a_speed_up_that_a_busy_machine_has_spoilt_cannot_be_told():

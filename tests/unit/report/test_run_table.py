@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from sd_quant.metrics.intervals import mean_interval
@@ -36,6 +38,7 @@ def test_every_number_stands_in_its_place():
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "1.50x"]
     assert row(table, "PSNR") == ["24.31", "±", "0.64", "dB", "[3]", "24.26", "dB"]
     assert row(table, "SSIM") == ["0.9800", "±", "0.0000", "0.9700"]
+    assert "plan" not in run_table(with_values(record(), {"sizes_bytes.unet_xl.plan": {"value": None, "reason": "-"}}))
     assert row(table, "LPIPS") == ["0.0100", "±", "0.0000", "0.0200"]
     assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
     assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
@@ -80,32 +83,29 @@ def test_each_null_is_a_dash_with_its_reason():
     assert row(identical, "PSNR") == ["24.31", "dB", "[3]", "24.26", "dB"]  # no interval without them
 
 
-def test_a_slower_engine_is_called_slower_in_words_at_the_top():
-    changes = {"unet_xl.2.speedup": 0.8, "image.1.quantized.p50_ms": 75.0, "image.1.speedup": None}
-    slower = with_values(latency_of(1.5)["openvino"], changes)
-    lines = run_table(record() | {"latency": {"openvino": slower}}).splitlines()
-    assert lines[2] == "SLOWER: unet_xl at batch 2 on openvino takes 1.25 times as long quantized as unquantized."
-    assert lines[3].startswith("SLOWER: prompt to image at batch 1 on openvino takes 1.25 times as long")
+SLOWER = with_values(
+    latency_of(1.5)["openvino"], {"unet_xl.2.speedup": 0.8, "image.1.quantized.p50_ms": 75.0, "image.1.speedup": None}
+)
 
 
-def test_degenerate_images_are_named_at_the_top():
-    broken = [{"index": index, "reason": "black"} for index in (3, 5, 6, 7, 9)]
-    lines = run_table(record() | {"degenerate": broken}).splitlines()
-    assert lines[2] == "DEGENERATE: image 3 is black; image 5 is black; image 6 is black; 2 more images are degenerate."
-    assert "DEGENERATE" not in run_table(record() | {"degenerate": []})
-
-
-def test_layers_that_the_engine_does_not_multiply_in_codes_are_counted():
-    assert "FLOAT" not in run_table(record())
-    dequantized = {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}
-    assert "FLOAT: openvino computes 2 of 3 quantized layers in floating point; metrics.json names" in run_table(
-        record() | {"executed": dequantized}
-    )
-
-
-def test_what_two_decimals_do_not_show_is_not_called_slower():
-    for speedup in (1.0, 0.996):
-        assert "SLOWER" not in run_table(with_values(record(), {"latency.openvino.unet_xl.2.speedup": speedup}))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"degenerate": []}, ()),
+        ({"degenerate": [{"index": index, "reason": "black"} for index in (3, 5, 6, 7, 9)]},
+         ("DEGENERATE: image 3 is black; image 5 is black; image 6 is black; 2 more images are degenerate.",)),
+        ({"latency": {"openvino": SLOWER}},
+         ("SLOWER: unet_xl at batch 2 on openvino takes 1.25 times as long quantized as unquantized.",
+          "SLOWER: prompt to image at batch 1 on openvino takes 1.25 times as long")),
+        *(({"latency.openvino.unet_xl.2.speedup": speedup}, ()) for speedup in (1.0, 0.996)),  # two decimals show 1
+        ({"executed": {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}},
+         ("FLOAT: openvino computes 2 of 3 quantized layers in floating point; metrics.json names",)),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_run_stands_in_words_at_the_top(changes, said):
+    table = run_table(with_values(record(), changes))
+    assert len(re.findall("^[A-Z]{4,}: ", table, re.MULTILINE)) == len(said)
+    assert all(line.startswith(words) for line, words in zip(table.splitlines()[2:], said, strict=False))
 
 
 NULL = {"value": None, "reason": "the engine is missing"}
@@ -147,11 +147,6 @@ def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_ca
     call["speedup_interval"], call["rounds"]["others"] = {"value": None, "reason": "too few rounds"}, 0.01
     text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
     assert "1.25x\n" in text and "BUSY" not in text
-
-
-def test_plans_that_nobody_wanted_stand_nowhere():
-    none = {"value": None, "reason": "no plan was asked for"}
-    assert "plan" not in run_table(with_values(record(), {"sizes_bytes.unet_xl.plan": none}))
 
 
 def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):

@@ -94,10 +94,13 @@ def test_a_seed_may_be_larger_than_parquets_numbers(tmp_path, seeds, stored):
     assert [row["seed"] for row in parquet.read_table(tmp_path / "a.parquet").to_pylist()] == stored
 
 
-def test_a_damaged_record_is_an_unfinished_job(folder):
-    (folder / "alpha=0.5" / RECORD).write_text("\udcff", errors="surrogateescape")
+@pytest.mark.parametrize(
+    ("text", "why"), [("\udcff", ""), ('{"status": "done", "sizes_bytes": {"vae": 7}}', "sizes_bytes.vae is 7")]
+)
+def test_a_damaged_record_is_an_unfinished_job(folder, text, why):
+    (folder / "alpha=0.5" / RECORD).write_text(text, errors="surrogateescape")
     job = read_sweep(folder).jobs[0]
-    assert job.status == "unfinished" and job.reason.startswith("its record cannot be read")
+    assert job.status == "unfinished" and job.reason.startswith("its record cannot be read") and why in job.reason
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,7 @@ def test_a_damaged_record_is_an_unfinished_job(folder):
         lambda plan: plan.update(jobs=3),
         lambda plan: plan["jobs"][0].update(name="../elsewhere"),
         lambda plan: plan["jobs"][0].update(name=""),
+        lambda plan: plan["jobs"][0].update(varied=None),
     ],
 )
 def test_a_plan_that_is_none_is_refused(folder, change):

@@ -63,31 +63,30 @@ def product(name: str) -> ir.Model:
 
 
 @pytest.mark.parametrize(
-    ("refused", "delivered", "written"),
+    ("refused", "quantized", "delivered", "written"),
     [
-        ((), ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
-        (("vae",), ["unet", "text"], ["text", "full_precision/unet", "unet"]),
-        (("unet",), ["vae", "text"], ["text", "vae"]),
-        (("unet", "vae", "text"), [], []),
+        ((), ["unet"], ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
+        ((), ["unet", "text"], ["unet", "vae", "text"],
+         ["full_precision/text", "text", "vae", "full_precision/unet", "unet"]),
+        (("vae",), ["unet"], ["unet", "text"], ["text", "full_precision/unet", "unet"]),
+        (("unet",), ["unet"], ["vae", "text"], ["text", "vae"]),
+        (("unet", "vae", "text"), ["unet"], [], []),
     ],
-)
-def test_parts_that_are_refused_have_no_files(refused, delivered, written):
+)  # fmt: skip
+def test_parts_that_are_refused_have_no_files_and_each_quantized_one_is_behind_its_unquantized_twin(
+    refused, quantized, delivered, written
+):
     parts = {name: SimpleNamespace(refused="because" if name in refused else None) for name in ("unet", "vae", "text")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
-    files = delivered_files(checkpoint, {"unet": {"layer": LAYER}}, Path("run"))
+    assignments = dict.fromkeys(quantized, {"layer": LAYER})
+    files = delivered_files(checkpoint, assignments, Path("run"))
     assert [file.part for file in files] == delivered
-    assert {file.part: bool(file.assignment) for file in files} == {part: part == "unet" for part in delivered}
-    of_a_run = files_of_a_run(checkpoint, {"unet": {"layer": LAYER}}, Path("run"))
+    assert {file.part: bool(file.assignment) for file in files} == {part: part in quantized for part in delivered}
+    of_a_run = files_of_a_run(checkpoint, assignments, Path("run"))
     assert [str((file.directory / file.part).relative_to("run")) for file in of_a_run] == written
-
-
-def test_each_quantized_part_is_behind_its_unquantized_twin():
-    parts = {name: SimpleNamespace(refused=None) for name in ("unet", "vae", "text")}
-    checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
-    files = files_of_a_run(checkpoint, dict.fromkeys(("unet", "text"), {"layer": LAYER}), Path("run"))
-    assert [(file.part, bool(file.assignment), file.delivered) for file in files] == [
-        ("text", False, False), ("text", True, True), ("vae", False, True), ("unet", False, False), ("unet", True, True)
-    ]  # fmt: skip
+    for file in of_a_run:
+        assert file.delivered == ("full_precision" not in file.directory.parts)
+        assert bool(file.assignment) == (file.delivered and file.part in quantized)
 
 
 def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):

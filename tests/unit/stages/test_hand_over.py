@@ -68,23 +68,15 @@ def test_no_consumer_but_a_graph_pads_text():
     assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
 
 
-def test_errors_do_not_decide(tmp_path):
-    found = []
-    for line in ("x,int8,0.1,0.2", "x,int8,0.10001,0.20001", "x,fp8,0.1,0.2"):
-        (tmp_path / "layers.csv").write_text(f"name,format,output_error,accumulated_error_alpha_0.8\n{line}\n")
-        found.append(hand_over.decided(tmp_path / "layers.csv"))
-    assert found[0] == found[1] != found[2]
-
-
-def test_every_other_column_decides(tmp_path):
+def test_every_column_decides_but_those_of_errors(tmp_path):
+    """Their last digits depend on how many threads add them up."""
     layer, found = row("a", 2, 2, pre_quant_scale=torch.ones(2)).row(), {}
-    deciding = layer.keys() - {"output_error", "accumulated_error", "accumulated_error_alpha_0.8"}
-    for column in ["", *deciding]:
-        changed = layer | ({column: "another"} if column else {})
-        write_csv([changed], tmp_path / "layers.csv")
+    for column in ("", *layer):
+        write_csv([layer | ({column: "another"} if column else {})], tmp_path / "layers.csv")
         found[column] = hand_over.decided(tmp_path / "layers.csv")
     plain = found.pop("")
-    assert len(found) > 15 and [column for column in found if found[column] == plain] == []
+    ignored = {column for column in found if found[column] == plain}
+    assert ignored == {"output_error", "accumulated_error", "accumulated_error_alpha_0.8"} and len(found) > 18
 
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])

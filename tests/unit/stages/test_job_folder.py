@@ -92,16 +92,18 @@ def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp
     assert kept["path"] == job.model.path == "checkpoints/sdxl_mini.nemo"  # which ships
 
 
-def test_a_file_of_presets_is_an_input_that_makes_another_job_when_it_is_edited(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("section", "knob"), [("quantize", "assignment"), ("infer", "latents")])
+def test_a_file_is_an_input_that_makes_another_job_when_it_is_edited(job, tmp_path, monkeypatch, section, knob):
     monkeypatch.chdir(tmp_path)
     file, known = tmp_path / "a.yaml", set()
-    job.quantize = replace(job.quantize, assignment="a.yaml")
+    assert knob not in job_folder.inputs_of(job)
+    setattr(job, section, replace(getattr(job, section), **{knob: "a.yaml"}))
     for text in ("conv: nvfp4", "conv: int8"):
         file.write_text(text)
-        assert job_folder.inputs_of(job)["assignment"] == file
+        assert job_folder.inputs_of(job)[knob].absolute() == file
         facts = FACTS | {"inputs": job_folder.made_of(job_folder.inputs_of(job))["inputs"]}
         known.add(job_folder.fingerprint_of(job, facts))
-    assert len(known) == 2 and job_folder.kept_knobs(job)["quantize"]["assignment"] == str(file)
+    assert len(known) == 2 and job_folder.kept_knobs(job)["quantize"]["assignment"] in (None, str(file))
 
 
 @pytest.mark.slow

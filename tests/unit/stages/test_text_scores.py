@@ -19,6 +19,7 @@ from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
 from tests.presets import infer_job
+from tests.refusals import refused
 
 from ...preference_networks import small_dino
 from ...text_scores import Means, metrics_of, small_clip
@@ -47,15 +48,6 @@ def test_words_are_read_where_that_is_switched_on(monkeypatch):
     category = by_category(prompts, ["text", "animals"], pairs)["ocr"]
     assert category.keys() == {"text"} and category["text"]["difference"] == -1
     assert values_against_prompts({"value": None, "reason": "no weights were named in metrics"}) == {}
-
-
-def test_without_its_package_reading_words_is_refused_beforehand(monkeypatch):
-    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda package: None)
-    with pytest.raises(
-        ResourceError, match=r"^metrics.ocr needs the package rapidocr, .* pip install 'sd-quant\[ocr\]', or"
-    ):
-        metrics_of(ocr=True).check_files()
-    metrics_of(ocr=False).check_files()
 
 
 @pytest.fixture(scope="module")
@@ -176,30 +168,29 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
     assert found["mlperf"]["passes"] is None and "fid_references are not" in found["mlperf"]["reason"]
 
 
-def test_half_of_what_fid_takes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: None)
-    with pytest.raises(ResourceError, match=r"not installed; install them with: pip install 'sd-quant\[fid\]'"):
-        metrics_of(fid_references=str(tmp_path)).check_files()
-    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda name: name)
-    metrics_of(fid_references=str(tmp_path)).check_files()
-    wanted = "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"
-    with pytest.raises(ConfigError, match=f"metrics.clip_weights names nowhere, which does not exist.*; {wanted}"):
-        metrics_of(clip_weights="nowhere").check_files()
-
-
 @pytest.mark.parametrize(
-    ("knob", "named"),
+    ("knobs", "installed", "kind", "named"),
     [
-        ("clip_weights", "no config.json, expected for CLIP score"),
-        ("pickscore_weights", "3.94 GB; no licence is stated"),
-        ("hps_weights", "is no file.*1.97 GB, Apache-2.0"),
-        ("image_reward_weights", "no ImageReward.pt, .*1.79 GB, Apache-2.0"),
-        ("dino_weights", "no config.json, .* 346 MB; Apache-2.0"),
+        ({"ocr": True}, False, ResourceError,
+         r"metrics.ocr needs the package rapidocr, .* pip install 'sd-quant\[ocr\]', or"),
+        ({"ocr": False}, False, None, None),
+        ({"fid_references": "{here}"}, False, ResourceError,
+         r".*not installed; install them with: pip install 'sd-quant\[fid\]'"),
+        ({"fid_references": "{here}"}, True, None, None),
+        ({"clip_weights": "nowhere"}, True, ConfigError, "metrics.clip_weights names nowhere, which does not exist.*; "
+         "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"),
+        ({"clip_weights": "{here}"}, True, ConfigError, ".*no config.json, expected for CLIP score"),
+        ({"pickscore_weights": "{here}"}, True, ConfigError, ".*3.94 GB; no licence is stated"),
+        ({"hps_weights": "{here}"}, True, ConfigError, ".*is no file.*1.97 GB, Apache-2.0"),
+        ({"image_reward_weights": "{here}"}, True, ConfigError, ".*no ImageReward.pt, .*1.79 GB, Apache-2.0"),
+        ({"dino_weights": "{here}"}, True, ConfigError, ".*no config.json, .* 346 MB; Apache-2.0"),
     ],
-)
-def test_files_that_are_not_there_are_refused_before_anything_is_computed(tmp_path, knob, named):
-    with pytest.raises(ConfigError, match=named):
-        metrics_of(**{knob: str(tmp_path)}).check_files()
+)  # fmt: skip
+def test_what_is_not_there_is_refused_before_anything_is_computed(tmp_path, monkeypatch, knobs, installed, kind, named):
+    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda package: package if installed else None)
+    given = {knob: str(tmp_path) if value == "{here}" else value for knob, value in knobs.items()}
+    with refused(named, kind):
+        metrics_of(**given).check_files()
 
 
 def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(monkeypatch, tmp_path):

@@ -14,55 +14,36 @@ pytestmark = pytest.mark.commit
 
 PARTS = ("unet", "vae")
 EXPORTED, REFUSED = (SimpleNamespace(refused=because) for because in (None, "it draws random numbers"))
-LOADED = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoiser="unet")
 RUN = Path("run")
-
-
-def keys(engine: str, assigned: tuple[str, ...] = ("unet",)) -> dict[str, dict]:
-    return keys_of(LOADED, assigned, engine, RUN, False)
-
-
-def test_only_the_denoiser_differs_and_each_is_loaded_from_its_own_file():
-    for engine, path in (("openvino", "onnx/{0}/{0}.onnx"), ("tensorrt", "plan/{0}.plan")):
-        unquantized, quantized, vae = (
-            folder / path.format(part)
-            for folder, part in ((RUN / "full_precision", "unet"), (RUN, "unet"), (RUN, "vae"))
-        )
-        assert keys(engine) == {
-            "framework": {"unet": "unet", "vae": "vae"},
-            "full_precision": {"unet": unquantized, "vae": vae},
-            "quantized": {"unet": quantized, "vae": vae},
-        }
-
-
 GRAPHS = {part: RUN / f"onnx/{part}/{part}.onnx" for part in PARTS}
 FULL = {part: RUN / f"full_precision/onnx/{part}/{part}.onnx" for part in PARTS}
+PLANS, FULL_PLANS = ({part: folder / f"plan/{part}.plan" for part in PARTS} for folder in (RUN, RUN / "full_precision"))
+NATIVE, CODES = ({part: Native(part, quantized=quantized) for part in PARTS} for quantized in (False, True))
+SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
 
 
 @pytest.mark.parametrize(
-    ("exported", "assigned", "simulated", "full_precision", "quantized"),
+    ("engine", "exported", "assigned", "simulated", "full_precision", "quantized"),
     [
-        (PARTS, ["unet"], True, {"unet": FULL["unet"], "vae": GRAPHS["vae"]}, {"vae": GRAPHS["vae"]}),
-        (PARTS, PARTS, True, FULL, {"vae": GRAPHS["vae"]}),  # another part has an unquantized twin too
-        (["unet"], ["unet"], False, {"unet": FULL["unet"], "vae": "vae"}, {"unet": GRAPHS["unet"], "vae": "vae"}),
-        (["vae"], ["unet"], True, {"unet": "unet", "vae": GRAPHS["vae"]}, {"vae": GRAPHS["vae"]}),
+        ("openvino", PARTS, ["unet"], False, GRAPHS | {"unet": FULL["unet"]}, GRAPHS),
+        ("tensorrt", PARTS, ["unet"], False, PLANS | {"unet": FULL_PLANS["unet"]}, PLANS),
+        ("openvino", PARTS, ["unet"], True, GRAPHS | {"unet": FULL["unet"]}, GRAPHS | SIMULATED),
+        ("openvino", PARTS, PARTS, True, FULL, GRAPHS | SIMULATED),  # another part has an unquantized twin too
+        ("openvino", ["unet"], ["unet"], False, FULL | BY_TORCH, GRAPHS | BY_TORCH),
+        ("openvino", ["vae"], ["unet"], True, GRAPHS | {"unet": "unet"}, GRAPHS | SIMULATED),
+        ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
+        ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
     ],
-    ids=["denoiser", "both parts", "decoder is not exported", "denoiser is not exported"],
 )
-def test_what_no_engine_executes_is_simulated_and_what_is_not_exported_computed_by_torch(
-    exported, assigned, simulated, full_precision, quantized
+def test_each_variant_has_its_own_file_of_what_is_quantized(
+    engine, exported, assigned, simulated, full_precision, quantized
 ):
+    """What no engine executes is simulated, and what is not exported computed by torch."""
     parts = {part: EXPORTED if part in exported else REFUSED for part in PARTS}
-    found = keys_of(SimpleNamespace(parts=parts, denoiser="unet"), assigned, "openvino", RUN, simulated)
-    assert found["framework"] == {part: part for part in PARTS} and found["full_precision"] == full_precision
-    assert found["quantized"] == ({"unet": Simulated("unet")} if simulated else {}) | quantized
-
-
-def test_torch_multiplies_codes_in_the_quantized_denoiser_alone():
-    found = keys("torch_native")
-    assert found["quantized"] == {"unet": Native("unet", quantized=True), "vae": Native("vae", quantized=False)}
-    assert found["full_precision"] == {part: Native(part, quantized=False) for part in PARTS}
-    assert keys("torch_native", assigned=PARTS)["quantized"]["vae"] == Native("vae", quantized=True)
+    found = keys_of(SimpleNamespace(parts=parts, denoiser="unet"), assigned, engine, RUN, simulated)
+    assert found == {
+        "framework": {part: part for part in PARTS}, "full_precision": full_precision, "quantized": quantized
+    }  # fmt: skip
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
