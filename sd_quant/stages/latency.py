@@ -197,11 +197,11 @@ def part_rounds(
 ) -> Rounds:
     """Time rounds of one part's call by each engine, the reference first.
 
-    Where they have a budget of time, the machine is probed too, but not beside the framework alone.
+    Where they have a budget of time, the machine is probed too, but not for the framework, which has no interval.
     """
     sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
     samples = samples_per_call(checkpoint, part, sampling)
-    device, probed = next(iter(engines.values())).device, stopping.budget_s and {*engines} != {FRAMEWORK}
+    device, probed = next(iter(engines.values())).device, stopping.budget_s and FRAMEWORK not in engines
     # what is timed alone is called again and again anyway
     calls = sampling.steps_taken if part == checkpoint.family.DENOISER and len(engines) > 1 else 1
     return measure_together(
