@@ -52,8 +52,8 @@ class History(TypedDict):
 
 def history_of(cache: Path | None, machine: Mapping[str, Any]) -> Path | None:
     """The file of a machine, as ``provenance.machine`` describes it, in the folder of a cache; None without one."""
-    name = digest(machine_of(machine), str(machine.get("threads")))
-    return None if cache is None else cache / "occasions" / f"{name[:32]}.json"
+    name = f"{digest(machine_of(machine), str(machine.get('threads')))[:32]}.json"
+    return None if cache is None else cache / "occasions" / name
 
 
 def read_history(file: Path | None) -> list[Occasion]:
