@@ -13,6 +13,10 @@
   batches instead, and OPENING, measured on other machines, is added.
 - Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both assume
   independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (docs/results_speed.md).
+- Occasions: hours apart, the host of a virtual machine gives it something else, and a ratio moves by more than one
+  hour's rounds show. The figures of one engine vary by their own errors and by what differs between occasions; the
+  method of moments subtracts the first (random effects: DerSimonian & Laird, Controlled Clinical Trials 7, 1986), over
+  all engines together. The interval is to hold at another occasion too, so what differs counts twice, once for each.
 - The sum of two independent figures: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which combines the
   distances to the ends on each side.
 """
@@ -27,6 +31,7 @@ from typing import NamedTuple
 BATCHES, BATCHES_OF_OPENINGS = 20, 10
 OPENING = 0.01  # standard deviation of an engine's latency between openings, as a share of it
 FEWEST_DEGREES = 8  # of freedom, to estimate that deviation
+LARGEST = 40.0  # of a logarithm's interval, so that its exponential is a number
 FEWEST_ROUNDS = 5  # for the interval of a ratio; with fewer, Student's factor makes it useless
 
 
@@ -182,6 +187,25 @@ def sum_of(a: Interval, b: Interval) -> Interval:
     value = a.value + b.value
     low, high = math.hypot(a.value - a.low, b.value - b.low), math.hypot(a.high - a.value, b.high - b.value)
     return Interval(value, value - low, value + high)
+
+
+def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> float:
+    """The standard deviation of one engine's figure between occasions, its own error left out.
+
+    ``engines``: for each, the figure and its variance on each of its occasions, which are two or more.
+    """
+    squares = degrees = 0.0
+    for occasions in engines:
+        figures, own = zip(*occasions, strict=True)
+        degrees += len(figures) - 1
+        squares += (len(figures) - 1) * (statistics.variance(figures) - statistics.fmean(own))
+    return math.sqrt(max(0.0, squares / degrees))
+
+
+def apart(deviation: float, degrees: int, confidence: float) -> Interval:
+    """By how much the logarithm of another occasion's figure is higher: 0, with its interval."""
+    half = min(LARGEST, t_quantile(degrees, confidence) * math.sqrt(2) * deviation)
+    return Interval(0.0, -half, half)
 
 
 @cache

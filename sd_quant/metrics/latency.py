@@ -34,7 +34,7 @@ import torch
 
 from sd_quant.errors import ConfigError
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, ratio_interval
-from sd_quant.metrics.neighbours import processor_times, used_by_others
+from sd_quant.metrics.neighbours import Reading, processor_times, used_by_others
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
@@ -102,6 +102,7 @@ class Rounds:
     stopped: str  # NARROW, BUDGET or CEILING
     machine: dict[str, float | None]  # see ``neighbours.used_by_others``
     openings: list[int] = field(default_factory=list)  # the number of rounds of each; empty where there was one
+    probes: list[Reading] = field(default_factory=list)  # of the machine, before, between and after the rounds
 
     def statistics(self, name: str) -> dict[str, Any]:
         """The latency of one call, see ``statistics_of``."""
@@ -158,11 +159,13 @@ def measure_together(
     stopping: Stopping,
     clocks: Mapping[str, Clock] | None = None,
     reopen: Reopen | None = None,
+    probe: Callable[[], Reading] | None = None,
 ) -> Rounds:
     """Measure all ``calls`` in rounds; the first is the reference of the others' ratios.
 
     ``clocks``: by the calls' names, the wall clock by default. ``reopen`` is called, and followed by ``warmup``
-    calls of each, until it reopens nothing or the budget has no room for another opening with its rounds.
+    calls of each, until it reopens nothing or the budget has no room for another opening with its rounds. ``probe``
+    is called before and after the rounds, and when half of the budget is spent, which it takes nothing of.
     Raises ConfigError unless warmup >= 0 and at least one round is asked for.
     """
     if warmup < 0 or stopping.fewest < 1:
@@ -178,6 +181,7 @@ def measure_together(
             for _ in range(warmup):
                 call()
 
+    probes = [] if probe is None else [probe()]
     warm_up()
     before, start = processor_times(), perf_counter()
     openings, opening_s, stopped = [0], 0.0, None
@@ -192,6 +196,11 @@ def measure_together(
                 break
         seconds = perf_counter() - start
         stopped = enough(list(samples.values()), stopping, seconds, openings)
+        if probe is not None and stopped is None and len(probes) == 1 and 2 * seconds >= stopping.budget_s:
+            paused = perf_counter()
+            probes.append(probe())
+            warm_up()  # as torch's threads spin for a while behind its calls
+            start += perf_counter() - paused
         if reopen is None or stopped is not None:
             continue
         if seconds + opening_s + rounds_s > stopping.budget_s:  # has no room for another opening
@@ -207,8 +216,9 @@ def measure_together(
         else:
             reopen = None
     machine = used_by_others(before, processor_times())
+    probes += [] if probe is None else [probe()]
     clocks_used = {name: clock.__name__ for name, clock in times.items()}
-    return Rounds(samples, clocks_used, warmup, stopped, machine, openings if len(openings) > 1 else [])
+    return Rounds(samples, clocks_used, warmup, stopped, machine, openings if len(openings) > 1 else [], probes)
 
 
 def enough(

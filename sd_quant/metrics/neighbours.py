@@ -1,14 +1,18 @@
-"""Measures how much others used the machine's processors while something was timed.
+"""Measures how much others used the machine while something was timed.
 
 The kernel counts the time of each processor (proc(5), ``/proc/stat``) and that of this process and its children. The
 difference is other processes' work; ``steal`` is the time that a hypervisor gave to other machines. The road not taken
-is the load average, which counts this process too and averages over minutes.
+is the load average, which counts this process too and averages over minutes. What others on the host of a virtual
+machine take of its bandwidth and frequency, the readings of ``machine_probe`` show.
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+Reading = dict[str, float | None]  # what the machine reaches, by figures such as ``cpu_int8_tops``
+MOST_FALL = 0.1  # above which ``slowed`` calls a machine slowed
 MOST_OTHERS, MOST_STEAL, BUSY_SPREAD = 0.05, 0.02, 0.5  # above which ``busy`` calls a machine busy
 
 
@@ -62,3 +66,18 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
     if (spread or 0) > BUSY_SPREAD:
         found.append(f"the unquantized engine's own latency varied by {spread:.0%}")
     return ", ".join(found) or None
+
+
+def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:
+    """The figure that fell most, as part of a sentence: below what the machine has ``shown``, or between ``readings``.
+
+    None where none fell by more than MOST_FALL.
+    """
+    falls = [(0.0, "")]
+    for figure in dict.fromkeys(name for reading in readings for name in reading):
+        if reached := [reading[figure] for reading in readings if reading.get(figure)]:
+            best = (shown or {}).get(figure) or 0
+            falls.append((1 - min(reached) / max(reached), f"{figure} moved by {{:.0%}} meanwhile"))
+            falls.append((1 - min(reached) / max(best, min(reached)), f"{figure} was {{:.0%}} below what it has shown"))
+    fall, text = max(falls)
+    return f"something outside the run slowed this machine: its {text.format(fall)}" if fall > MOST_FALL else None

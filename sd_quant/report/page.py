@@ -31,7 +31,8 @@ from sd_quant.report.recommendation import figures as figures_of
 from sd_quant.report.record import DONE, at, read_object
 from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of
 from sd_quant.report.table import Column, Table, knob_value
-from sd_quant.report.warnings import warnings_of
+from sd_quant.report.timing import occasions_of
+from sd_quant.report.warnings import conditions_of, warnings_of
 from sd_quant.text import printable
 
 FOLDER = Path(__file__).with_suffix("")  # the template, its style and its script
@@ -160,6 +161,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("checkpoint", distinct(map(weights_of, done))),
         ("engine", distinct(engine_of(record) for record in done)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
+        ("intervals of speed-ups", distinct(map(occasions_of, conditions_of(sweep).values()))),
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
         ("calibration", distinct(f"{prompts} prompts, {steps} steps" for prompts, steps in calibrated if prompts)),

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 from typing_extensions import TypedDict
 
 from sd_quant.errors import SdQuantError
@@ -99,6 +99,14 @@ class Latency(TypedDict, total=False):
     reason: Annotated[str, Doc("why there is no latency")]
 
 
+class BetweenOccasions(TypedDict):
+    """How far a figure is apart on this machine's earlier occasions: see ``sd_quant.report.occasions``."""
+
+    deviation: Annotated[float, Ge(0), Lt(LARGEST), Doc("standard deviation of its logarithm, without its own error")]
+    degrees: Annotated[int, Ge(1), Lt(10_000), Doc("degrees of freedom of that")]
+    occasions: Annotated[Count, Doc("on which it rests")]
+
+
 class Conditions(TypedDict, total=False):
     """The conditions of rounds: see ``sd_quant.metrics.latency`` and ``sd_quant.metrics.neighbours``."""
 
@@ -108,6 +116,15 @@ class Conditions(TypedDict, total=False):
     steal: Annotated[Finite | None, Doc("share of that time that a hypervisor gave to other machines")]
     reference_spread: Annotated[Finite | None, Doc("spread of the unquantized engine's latency over the rounds")]
     openings: Annotated[list[Count], Doc("rounds of each opening of the engines; empty if they were opened once")]
+    probes: Annotated[
+        list[dict[str, Finite | None]],
+        Doc("what the machine reached before, between and after the rounds: see `sd_quant.metrics.machine_probe`"),
+    ]
+    shown: Annotated[dict[str, Finite | None], Doc("90th percentile of what it has reached before")]
+    between: Annotated[
+        dict[str, BetweenOccasions],
+        Doc("by `call`, `image` and `recipes`, which are two quantized engines' images; a reason: it is not known"),
+    ]
 
 
 class WholeImages(TypedDict, total=False):
@@ -125,6 +142,7 @@ class Latencies(TypedDict, total=False):
     quantized: Annotated[Latency, Doc("the same part quantized; absent for parts that are not")]
     speedup: Annotated[Positive | Explained, Doc("full precision by quantized over the rounds: above 1 is faster")]
     speedup_interval: Annotated[list[Finite] | Explained, Doc("ends of its 95 % interval")]
+    own_interval: Annotated[list[Finite], Doc("the same of these rounds alone, where `rounds.between` has widened it")]
     rounds: Annotated[Conditions, Doc("conditions of the rounds")]
     whole_images: Annotated[WholeImages, Doc("of an image: the speed-up, measured on whole images")]
 

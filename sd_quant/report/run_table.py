@@ -30,8 +30,9 @@ from sd_quant.report.readings import (
     seconds_of_stages,
 )
 from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
-from sd_quant.report.summary import Job, timed_alone
-from sd_quant.report.table import CLAUSES, DASH, Table, as_text, folded, table_of_texts
+from sd_quant.report.summary import Job, timed_alone, workload
+from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, table_of_texts
+from sd_quant.report.timing import occasions_of
 from sd_quant.report.warnings import warnings_of_run
 from sd_quant.text import printable
 
@@ -49,6 +50,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         _memory(record),
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
+        _intervals(record),
         _fidelity(record, reasons),
         _named_scores(record, reasons),
         _levers(record),
@@ -143,6 +145,13 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
     return as_text(
         table_of_texts(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
     )
+
+
+def _intervals(record: Mapping[str, Any]) -> list[str]:
+    """What the intervals of speed-ups hold for."""
+    engine, part, samples, _ = workload(record)
+    words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
+    return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []
 
 
 def baselines_of(record: Mapping[str, Any]) -> list[str]:

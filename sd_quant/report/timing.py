@@ -7,18 +7,19 @@ the unquantized one, and engines of different machines not at all.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import TypedDict
 
 from sd_quant.engines import COMPILED
-from sd_quant.metrics.intervals import Interval, ratio_interval, sum_of
-from sd_quant.metrics.neighbours import busy
+from sd_quant.metrics.intervals import Interval, apart, ratio_interval, sum_of
+from sd_quant.metrics.neighbours import busy, slowed
 from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, Finite, at, check_shape, read_object
 
 TIMING = "timing.json"
+CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occasions, see ``occasions``
 
 
 class TimedEngine(TypedDict):
@@ -73,6 +74,7 @@ class Timed:
     compiled: list[float] | None = None  # of the compiled framework, where it was timed
     quantized_rest: float | None = None  # ``rest`` with other parts quantized; None where none is
     share: float = 1.0  # time of a quantized image's calls as a share of those of as many as the reference's
+    between: Mapping[str, Any] = field(default_factory=dict)  # as in ``Conditions``
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
@@ -80,22 +82,30 @@ class Timed:
         full, own = self.full_precision, self.rest if self.quantized_rest is None else self.quantized_rest
         return in_image(full, full, self.rest), in_image(full, [self.share * each for each in self.quantized], own)
 
-    def denoiser_speedup(self) -> Interval:
-        return ratio_interval(self.full_precision, self.quantized, self.openings, self.beside)
+    def denoiser_speedup(self, confidence: float = 0.95) -> Interval:
+        own = ratio_interval(self.full_precision, self.quantized, self.openings, self.beside, confidence)
+        return self.on_any_occasion(own, CALL, confidence)
 
     def image_speedup(self, confidence: float = 0.95) -> Interval | None:
-        return None if self.rest is None else self.of_images(*self.images, confidence)
+        return None if self.rest is None else self.of_images(*self.images, IMAGE, confidence)
 
-    def of_images(self, a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
+    def of_images(self, a: Sequence[float], b: Sequence[float], kind: str, confidence: float = 0.95) -> Interval:
         """``ratio_interval`` of the times of two engines of these rounds in an image."""
         beside = [in_image(self.full_precision, each, self.rest) for each in self.beside]
-        return ratio_interval(a, b, self.openings, beside, confidence)
+        return self.on_any_occasion(ratio_interval(a, b, self.openings, beside, confidence), kind, confidence)
+
+    def on_any_occasion(self, own: Interval, kind: str, confidence: float) -> Interval:
+        """The interval of a ratio, widened by what this machine's occasions differ, where that is known."""
+        found = self.between.get(kind)
+        if not found or not own.known:
+            return own
+        return Interval(*map(math.exp, sum_of(logarithm(own), apart(found["deviation"], found["degrees"], confidence))))
 
     def image_over_compiled(self) -> Interval | None:
         """The speed-up of an image over the calls of the compiled framework; None where one was not timed."""
         if self.compiled is None or self.rest is None:
             return None
-        return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1])
+        return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
@@ -106,11 +116,11 @@ def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) 
 def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
     """The logarithm of the speed-up of an image of ``a`` over one of ``b``, or over the unquantized engine's."""
     if b is not None and a.block == b.block:
-        return logarithm(a.of_images(b.images[1], a.images[1], confidence))
+        return logarithm(a.of_images(b.images[1], a.images[1], RECIPES, confidence))
     own = logarithm(a.image_speedup(confidence))
     if b is None:
         return own
-    value, low, high = logarithm(b.image_speedup(confidence))
+    value, low, high = logarithm(replace(b, between={}).image_speedup(confidence))  # two occasions, which a's counts
     return sum_of(own, Interval(-value, -high, -low))
 
 
@@ -136,11 +146,10 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
         reference, compiled = block["reference_ms"], block.get("compiled_ms")
         subjects = [subject["samples_ms"] for subject in block["subjects"]]
         beside = [reference, *([] if compiled is None else [compiled]), *subjects]
-        openings = at(block, "rounds", "openings") or ()
         for subject in block["subjects"]:
             known = Timed(
-                f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], openings, beside,
-                compiled,
+                f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], beside=beside,
+                compiled=compiled, **of_conditions(block.get("rounds")),
             )  # fmt: skip
             if known.rest is None or known.image_ms is None:
                 raise ValueError("an image without a latency")
@@ -168,16 +177,22 @@ def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, ba
     if rest is None or image_ms is None:
         rest = image_ms = None
     compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
-    openings = at(call, "rounds", "openings") or ()
     known = Timed(
-        block, full, quantized, rest, image_ms, openings, compiled=compiled,
-        quantized_rest=at(image, VARIANTS[1], "rest"), share=at(image, VARIANTS[1], "calls_share") or 1.0,
+        block, full, quantized, rest, image_ms, compiled=compiled, quantized_rest=at(image, VARIANTS[1], "rest"),
+        share=at(image, VARIANTS[1], "calls_share") or 1.0, **of_conditions(at(call, "rounds")),
     )  # fmt: skip
     try:
         check_rounds(known)
     except ValueError:
         return None
     return known
+
+
+def of_conditions(conditions: Any) -> dict[str, Any]:
+    """The entries of ``Timed`` that the conditions of its rounds have."""
+    between = at(conditions, "between") or {}
+    whole = {kind: each for kind, each in between.items() if {"deviation", "degrees"} <= set(each or ())}
+    return {"openings": at(conditions, "openings") or (), "between": whole}
 
 
 def check_rounds(timed: Timed) -> None:
@@ -196,4 +211,19 @@ def check_rounds(timed: Timed) -> None:
 
 def busy_because(conditions: Any) -> str | None:
     """The use of the machine by others during rounds, as part of a sentence; None where it was quiet."""
-    return busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))
+    by_others = busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))
+    by_probe = slowed(at(conditions, "probes") or [], at(conditions, "shown"))
+    return ", ".join(filter(None, [by_others, by_probe])) or None
+
+
+def occasions_of(conditions: Any) -> str | None:
+    """What the intervals of these rounds' speed-ups hold for, in words; None where no record says."""
+    between = at(conditions, "between")
+    if not between:
+        return None
+    if not (known := at(between, CALL)):
+        return at(between, "reason")
+    return (
+        f"of any hour: they count that an engine's speed-up had a standard deviation of "
+        f"{at(known, 'deviation') or 0:.1%} between {at(known, 'occasions')} earlier timings of this machine"
+    )

@@ -77,17 +77,23 @@ def warnings_of(sweep: Sweep) -> list[str]:
 
 def busy_while_timing(sweep: Sweep) -> list[str]:
     """Sentences on other processes that used the machine while engines were timed."""
-    timed = blocks_by_job(sweep.timing)
-    reasons = (busy_because(block["rounds"]) for block in timed.values())
-    found = {reason: "the engines were timed together" for reason in reasons if reason}
-    for job in sweep.jobs:
-        engine, part, samples, _ = workload(job.record)
-        conditions = at(job.record, "latency", engine, part, str(samples), "rounds")
-        if job.name not in timed and (reason := busy_because(conditions)):
-            found[reason] = f"{sweep.recipes[job.name]} was timed"
+    timed, found = blocks_by_job(sweep.timing), dict[str, str]()
+    for name, conditions in conditions_of(sweep).items():
+        if reason := busy_because(conditions):
+            found[reason] = "the engines were timed together" if name in timed else f"{sweep.recipes[name]} was timed"
     again = shlex.join(["python", "-m", "sd_quant.stages.time_sweep", shown(sweep.directory)])
     how = f": {again}" if timed else "."  # no full stop behind a command
     return [too_busy(when, reason, how) for reason, when in found.items()]
+
+
+def conditions_of(sweep: Sweep) -> dict[str, Any]:
+    """The conditions in which the denoiser of each job was timed, by its name; None where it was not."""
+    timed, found = blocks_by_job(sweep.timing), dict[str, Any]()
+    for job in sweep.jobs:
+        engine, part, samples, _ = workload(job.record)
+        alone = at(job.record, "latency", engine, part, str(samples), "rounds")
+        found[job.name] = at(timed, job.name, "rounds") or alone
+    return found
 
 
 def unlike_most(sweep: Sweep) -> list[str]:

@@ -15,7 +15,7 @@ import logging
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from sd_quant.config import Infer, Timing
 from sd_quant.engines import COMPILED
@@ -42,6 +42,7 @@ from sd_quant.metrics.latency import (
     statistics_of,
     wall_clock,
 )
+from sd_quant.metrics.machine_probe import probe
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
@@ -194,9 +195,13 @@ def half_call(checkpoint: Checkpoint, variant: Mapping[str, Engine], sampling: S
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], part: str, infer: Infer, stopping: Stopping
 ) -> Rounds:
-    """Time rounds of one part's call by each engine, the reference first."""
+    """Time rounds of one part's call by each engine, the reference first.
+
+    Where they have a budget of time, the machine is probed too, but not for the framework, which has no interval.
+    """
     sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
     samples = samples_per_call(checkpoint, part, sampling)
+    device, probed = next(iter(engines.values())).device, stopping.budget_s and FRAMEWORK not in engines
     # what is timed alone is called again and again anyway
     calls = sampling.steps_taken if part == checkpoint.family.DENOISER and len(engines) > 1 else 1
     return measure_together(
@@ -205,6 +210,7 @@ def part_rounds(
         stopping,
         {name: in_a_row(clock_of(engine.device), calls) for name, engine in engines.items()},
         reopener(checkpoint, part, engines) if calls > 1 else None,
+        partial(probe, device) if probed else None,
     )
 
 
@@ -240,6 +246,7 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
         steal=max(shares["steal"], default=None),
         reference_spread=spread(rounds[0].samples[reference]),
         openings=rounds[0].openings,
+        probes=[reading for each in rounds for reading in each.probes],  # type: ignore[misc]
     )
 
 

@@ -50,6 +50,7 @@ from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.levers import check_levers, compared, scheduled
 from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.noise_floor import check_noise_floor, noise_floor
+from sd_quant.stages.occasions import count_run
 from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
 from sd_quant.stages.resources import Needs, run_needs
@@ -205,6 +206,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
             loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
             chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
         )  # fmt: skip
+        count_run(latency, loaded.denoiser, job, facts, fingerprint, directory)
     with step("levers") if infer.pulls_levers else nullcontext():
         levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
     memory: dict = {"reason": why_not_measured(job, step, directory)}

@@ -27,9 +27,8 @@ import yaml
 
 from sd_quant.config import QuantizeJob, Timing, artifact
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.onnx_input import structure_of
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
-from sd_quant.files import digest, read_regular, sha256, write_json
+from sd_quant.files import digest, read_regular, write_json
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.inference.memory import QUANTIZED_BYTES, TORCH_BYTES, gpu_memory_of_variant, memory_of_variant
@@ -38,16 +37,18 @@ from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.places import CONF
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
-from sd_quant.report.provenance import machine, versions
+from sd_quant.report.occasions import count_occasion, history_of
+from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, IMAGE, VARIANTS, at, read_object, weights_sha256
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
-from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing
+from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing, timed_together
 from sd_quant.stages.latency import conditions, denoiser_rounds
+from sd_quant.stages.occasions import hash_of, workload_of_engines
 from sd_quant.stages.open_parts import open_compiled, open_file
 from sd_quant.stages.resources import workload_of
-from sd_quant.stages.session import Session, open_unchecked
+from sd_quant.stages.session import Session, cache_of, open_unchecked
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
@@ -101,7 +102,14 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
-    blocks = [block for key, work in workloads.items() for block in blocks_of(work, at_once[key], timing)]
+    blocks = []
+    for key, work in workloads.items():
+        history = history_of(cache_of(work.job.cache).directory, here)
+        for block in blocks_of(work, at_once[key], timing):
+            timed = timed_together({"blocks": [block]})
+            engines = {digest(key, each["sha256"]): timed[each["jobs"][0]] for each in block["subjects"]}
+            count_occasion(block["rounds"], engines, history)
+            blocks.append(block)
     record = TimingRecord(schema_version=1, origin=origin, machine=machine_of(here), blocks=blocks, left_out=left_out)
     write_json(directory / TIMING, record)
 
@@ -139,27 +147,10 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     return None
 
 
-def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:
-    """A digest of what the latencies of unquantized engines depend on, but for the machine."""
-    infer = knobs.infer
-    same = (
-        infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
-        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
-        knobs.compiled_baseline,
-    )  # fmt: skip
-    runtimes = str(versions("torch", RUNTIMES[infer.engine].package))
-    return digest(infer.engine, str(same), str(weights), hash_of(reference), runtimes)
-
-
 def knobs_of(job: Job) -> QuantizeJob:
     """The knobs of a job's folder. Raises one of UNREADABLE."""
     stored: Any = load_yaml(read_regular(job.directory / "config.yaml", MAX_TEXT))
     return read(QuantizeJob, stored)
-
-
-def hash_of(path: Path) -> str:
-    """Identity of an engine: the digest of a graph without its constants, or of all bytes of a plan."""
-    return structure_of(path) if path.suffix.lower() == ".onnx" else sha256(path)
 
 
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:

@@ -58,7 +58,7 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
 IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "divided", "families", "full_size", "full_size_parts",
                 "passes", "sweep", "thousand_jobs"}  # fmt: skip
-ELSEWHERE = {"against_diffusers", "processors", "measurer", "common"}  # whose tests are there
+ELSEWHERE = {"against_diffusers", "processors", "measurer", "common", "occasions"}  # whose tests are elsewhere
 
 
 @pytest.mark.slow

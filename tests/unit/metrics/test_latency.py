@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.metrics import latency
+from sd_quant.metrics import latency, machine_probe
 from sd_quant.metrics.latency import Stopping, measure, measure_in_turn, measure_together, ratio
 
 pytestmark = pytest.mark.commit
@@ -174,6 +174,39 @@ def test_openings_end_when_the_interval_is_narrow_and_are_not_looked_at_before_e
     calls = calls_taking(seconds, a=[2.0], b=[1.0])
     rounds = measure_together(calls, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
     assert (rounds.stopped, len(rounds.openings)) == ("narrow", 8)
+
+
+def test_the_machine_is_probed_before_between_and_after_the_rounds_and_outside_their_budget(seconds):
+    told = []
+
+    def probe() -> dict:
+        told.append("probe")
+        seconds.now += 100
+        return {"number": float(len(told))}
+
+    def call() -> None:
+        told.append("call")
+        seconds.now += 1.0 + 8 * (len(told) % 3 == 0)
+
+    rounds = measure_together({"a": call, "b": call}, 1, Stopping(4, 1e-9, 60), probe=probe)
+    where = [place for place, each in enumerate(told) if each == "probe"]
+    assert where[0] == 0 and where[-1] == len(told) - 1 and len(where) == 3 and len(rounds.probes) == 3
+    assert 4 < where[1] < len(told) - 4 and rounds.stopped == "budget"
+    assert len(rounds.samples["a"]) == (len(told) - 3 - 2 * 2) / 2, "after each probe engines are warmed up"
+    assert sum(map(sum, rounds.samples.values())) == pytest.approx(60e3, rel=0.2)
+    assert [each["number"] for each in rounds.probes] == [place + 1 for place in where]
+    assert measure_together({"a": call, "b": call}, 1, Stopping(4, 1e-9, 60)).probes == []
+
+
+def test_a_probe_tells_what_the_processor_reaches_and_what_torch_lacks(monkeypatch):
+    monkeypatch.setattr(machine_probe, "SECONDS", 0.01)
+    monkeypatch.setattr(machine_probe, "COPIED", 2**20)
+    found = machine_probe.probe(torch.device("cpu"))
+    assert list(found) == ["cpu_copy_gb_per_second", "cpu_int8_tops", "cpu_fp32_tflops"] and min(found.values()) > 0
+    monkeypatch.delattr(torch, "_int_mm")
+    monkeypatch.setattr(machine_probe, "clock_of", lambda device: lambda call: 500.0)
+    found = machine_probe.probe(torch.device("cpu"))
+    assert found["cpu_int8_tops"] is None and found["cpu_copy_gb_per_second"] == pytest.approx(4 * 2**20 / 1e9)
 
 
 def test_spread_is_that_of_the_middle_four_fifths():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, used_by_others
+from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, slowed, used_by_others
 
 pytestmark = pytest.mark.commit
 
@@ -58,3 +58,19 @@ def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
 )
 def test_a_busy_machine_is_called_so(others, steal, spread, told):
     assert busy(others, steal, spread) == told
+
+
+@pytest.mark.parametrize(
+    ("readings", "shown", "told"),
+    [
+        ([], None, None),
+        ([{"copy": 8.0}, {"copy": 7.9}], None, None),
+        ([{"copy": 8.0, "int8": None}], {"copy": 10.0}, "its copy was 20% below what it has shown"),
+        ([{"copy": 9.5}], {"copy": 10.0, "int8": 3.0}, None),
+        ([{"copy": 12.0}], {"copy": 10.0}, None),
+        ([{"copy": 10.0, "int8": 2.0}, {"copy": 8.5, "int8": 1.5}], {"copy": 10.0}, "its int8 moved by 25% meanwhile"),
+    ],
+)
+def test_a_machine_is_slowed_that_reaches_less_than_before_or_than_a_moment_ago(readings, shown, told):
+    expected = None if told is None else f"something outside the run slowed this machine: {told}"
+    assert slowed(readings, shown) == expected

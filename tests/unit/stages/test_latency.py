@@ -9,12 +9,14 @@ import torch
 from sd_quant.config import PART_NAMES, Infer, Timing
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
+from sd_quant.report import occasions
 from sd_quant.report.summary import timed_alone
 from sd_quant.report.timing import Timed
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
 from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.latency import compare_latency
+from sd_quant.stages.occasions import count_run
 from tests.presets import job
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # whole images
@@ -63,6 +65,7 @@ class Clocked:
 def clocked(checkpoint, monkeypatch) -> Clocked:
     clocked = Clocked(contracts_of(checkpoint))
     monkeypatch.setattr(latency, "perf_counter", lambda: clocked.seconds)
+    monkeypatch.setattr(timing, "probe", lambda device: {f"{device.type}_int8_tops": 2.0})
     return clocked
 
 
@@ -236,3 +239,26 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clocked,
     assert found["openvino"]["image"]["1"]["full_precision"]["rest"] > 0  # an image ends on the processor
     alone = infer.time_engine(checkpoint, variants["quantized"], ["a rocket"], INFER, False)["unet_xl"]["2"]
     assert (alone["clock"], alone["p50_ms"]) == ("of_the_device", 5.0)
+
+
+def test_a_run_is_an_occasion_whose_intervals_those_before_widen(checkpoint, clocked, monkeypatch, tmp_path):
+    """A job whose engine leaves no file here; in a job that is timed with others later nothing is probed."""
+    wide = job("infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer=torch_native",
+               "infer.num_timed_runs=8", f"cache.dir={tmp_path}")  # fmt: skip
+    facts = {"machine": {"cpu": "a processor"}}
+    for hour, seconds in enumerate((1.0, 0.8, 1.2, 0.9, 1.1)):
+        monkeypatch.setattr(occasions.time, "time", lambda hour=hour: 3600.0 * hour)
+        variants = clocked.variants(quantized=seconds)
+        enough = Timing(half_width=0.01, budget_s=9)
+        found = compare_latency(checkpoint, variants, ["a rocket"], wide.infer, enough, True)
+        count_run(found, "unet_xl", wide, facts, "mark", tmp_path)
+        call, image = found["torch_native"]["unet_xl"]["2"], found["torch_native"]["image"]["1"]
+        assert ("own_interval" in call) == ("own_interval" in image) == (hour == 4)
+        assert call["rounds"]["probes"] == [{"cpu_int8_tops": 2.0}] * len(call["rounds"]["probes"]) != []
+    for each in (call, image):
+        assert each["speedup_interval"][0] < each["own_interval"][0] < each["speedup"] < each["own_interval"][1]
+    later = compared(checkpoint, clocked.variants(), infer=wide.infer)
+    count_run(later, "unet_xl", wide, facts, "mark", tmp_path)
+    assert later["torch_native"]["unet_xl"]["2"]["rounds"]["probes"] == []
+    (file,) = (tmp_path / "occasions").glob("*.json")
+    assert len(occasions.read_history(file)) == 5

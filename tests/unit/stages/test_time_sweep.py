@@ -9,11 +9,14 @@ import onnx
 import pytest
 import yaml
 
+from sd_quant.cache import Cache
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics.latency import Rounds
+from sd_quant.report import occasions
 from sd_quant.report.provenance import machine
 from sd_quant.report.record import read_object
 from sd_quant.report.timing import TIMING
+from sd_quant.stages import occasions as of_engines
 from sd_quant.stages import time_sweep
 from tests.presets import job
 
@@ -66,7 +69,7 @@ def sweep(tmp_path):
 
 
 @pytest.fixture
-def opened(monkeypatch):
+def opened(monkeypatch, tmp_path):
     """The files that are opened; every call takes a millisecond."""
     files = []
 
@@ -77,6 +80,7 @@ def opened(monkeypatch):
     def rounds(checkpoint, engines, infer, timing):
         return Rounds(dict.fromkeys(engines, [1.0] * 5), {}, 0, "narrow", {"others": 0.0, "steal": 0.0})
 
+    monkeypatch.setattr(time_sweep, "cache_of", lambda folder: Cache(tmp_path / "cache"))
     monkeypatch.setattr(time_sweep, "open_unchecked", lambda model: SESSION)
     monkeypatch.setattr(time_sweep, "open_file", open_file)
     monkeypatch.setattr(time_sweep, "denoiser_rounds", rounds)
@@ -99,6 +103,22 @@ def test_graphs_that_differ_in_constants_alone_are_timed_once_and_share_the_figu
     assert opened.count("onnx/unet_xl/unet_xl.onnx") == 2 and opened.count("unquantized") == 1
     (block,) = read_object(folder / TIMING)["blocks"]
     assert (block["rest"], block["image_ms"]) == (0.5, 50.0)
+
+
+def test_a_timing_is_an_occasion_of_the_same_engines_whatever_their_weights(sweep, opened, monkeypatch):
+    """The third timing knows the first two, four hours ago and two."""
+    folder = sweep(a=("one:1", [], {}), b=("two:1", [], {}))
+    for hour in (0, 2, 4):
+        monkeypatch.setattr(occasions.time, "time", lambda hour=hour: 3600.0 * hour)
+        time_sweep.time_sweep(folder, again=True)
+    (file,) = (folder / "cache/occasions").glob("*.json")
+    history = occasions.read_history(file)
+    assert len(history) == 3 and len({tuple(each["speedups"]) for each in history}) == 1
+    assert len(history[0]["speedups"]) == 2 and history[0]["speedups"] == history[2]["speedups"]
+    monkeypatch.setattr(occasions, "FEWEST", 2)
+    time_sweep.time_sweep(folder, again=True)
+    (block,) = read_object(folder / TIMING)["blocks"]
+    assert block["rounds"]["between"]["call"] == {"deviation": 0.0, "degrees": 2, "occasions": 3}
 
 
 def test_what_other_quantized_parts_save_is_each_jobs_own(sweep, opened):
@@ -181,7 +201,7 @@ def test_what_was_timed_is_timed_again_for_longer_or_when_asked_and_stays_until_
     (folder / "sweep.json").write_text(json.dumps(plan | {"timing": {"half_width": 0.01, "budget_s": 60.0}}))
     time_sweep.time_sweep(folder)
     assert opened.count("unquantized") == 2
-    monkeypatch.setattr(time_sweep, "versions", lambda *names: "openvino" in names)
+    monkeypatch.setattr(of_engines, "versions", lambda *names: "openvino" in names)
     time_sweep.time_sweep(folder)
     assert opened.count("unquantized") == 3, "by another version of the runtime"
     before = (folder / TIMING).read_bytes()

@@ -1,0 +1,45 @@
+"""Measures what the machine gives at the moment, in a second: the same copy, product of INT8 and product of fp32.
+
+Neighbours on the host of a virtual machine take memory bandwidth, caches and frequency. No count of this machine's own
+processes sees that (``neighbours.py``); work that never changes does. The copied buffer is far larger than caches, the
+matrices lie in them. On a GPU the same is measured of the GPU. The road not taken is STREAM and LINPACK, which take
+longer than what is timed.
+"""
+
+import statistics
+from time import perf_counter
+
+import torch
+
+from sd_quant.metrics.latency import Call, clock_of
+from sd_quant.metrics.neighbours import Reading
+
+SECONDS = 0.3  # of each figure
+COPIED = 2**27  # bytes
+SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices
+
+
+def probe(device: torch.device) -> Reading:
+    """What ``device`` reaches now, with as many threads as torch and the engines have."""
+    side = SIDE[device.type]
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    int8, fp32 = (torch.ones(side, side, dtype=dtype, device=device) for dtype in (torch.int8, torch.float32))
+    return {
+        f"{device.type}_copy_gb_per_second": rate(2 * COPIED / 1e9, lambda: target.copy_(source), device),
+        f"{device.type}_int8_tops": rate(2 * side**3 / 1e12, lambda: torch._int_mm(int8, int8), device),
+        f"{device.type}_fp32_tflops": rate(2 * side**3 / 1e12, lambda: torch.mm(fp32, fp32), device),
+    }
+
+
+def rate(amount: float, call: Call, device: torch.device) -> float | None:
+    """``amount`` in a second, by the median of calls; None where this torch cannot make the call."""
+    clock, times = clock_of(device), list[float]()
+    try:
+        call()  # starts threads and touches memory
+    except (AttributeError, RuntimeError):
+        return None
+    end = perf_counter() + SECONDS
+    while not times or perf_counter() < end:
+        times.append(clock(call))
+    return 1000 * amount / statistics.median(times)

@@ -1,0 +1,135 @@
+"""The occasions on which this machine has timed engines: what it has reached, and how far its speed-ups are apart.
+
+The rounds of one hour say nothing of the next one, in which the host's other guests take more or less. So each timing
+leaves its speed-ups and the readings of its probe in the cache, in a file for each kind of machine. The interval of a
+speed-up is widened by what the same engines' speed-ups differed between earlier occasions (``metrics.intervals``),
+pooled over all engines, so that one that is new here has it too. With fewer than FEWEST degrees of freedom it is of
+this hour, and says so. Machines with the same name are one, such as the nodes of a cluster: what differs between them
+counts as well.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Len
+from typing_extensions import TypedDict
+
+from sd_quant.cache import locked, regular
+from sd_quant.errors import ResourceError
+from sd_quant.files import digest, write_json
+from sd_quant.metrics.intervals import deviation_of_occasions
+from sd_quant.report.record import BetweenOccasions, Conditions, Finite, Positive, check_shape
+from sd_quant.report.summary import machine_of
+from sd_quant.report.timing import CALL, IMAGE, RECIPES, Timed
+
+LOG = logging.getLogger(__name__)
+MOST, MOST_ENGINES, MOST_BYTES = 200, 50, 2**24  # occasions of a machine, engines of each, and bytes of the file
+APART = 600  # seconds, at least, between two occasions of one engine
+FEWEST = 3  # degrees of freedom: Student's factor is 3.2 there, and 4.3 with one less
+OF_THIS_HOUR = "of this hour: too few earlier timings of this machine say how far another hour's speed-up may be"
+Ends = Annotated[list[Positive], Len(3, 3)]  # a speed-up and the ends of its interval
+
+
+class Occasion(TypedDict):
+    time: Finite  # seconds since 1970
+    probes: list[dict[str, Finite | None]]
+    speedups: Annotated[dict[str, dict[str, Ends]], Len(0, MOST_ENGINES)]  # by engine, and CALL or IMAGE
+
+
+class History(TypedDict):
+    """The file of a machine."""
+
+    occasions: Annotated[list[Occasion], Len(0, MOST)]  # the oldest first
+
+
+def history_of(cache: Path | None, machine: Mapping[str, Any]) -> Path | None:
+    """The file of a machine, as ``provenance.machine`` describes it, in the folder of a cache; None without one."""
+    name = f"{digest(machine_of(machine), str(machine.get('threads')))[:32]}.json"
+    return None if cache is None else cache / "occasions" / name
+
+
+def read_history(file: Path | None) -> list[Occasion]:
+    """The occasions in a file; none where it is damaged, or cannot be read, which is logged."""
+    try:
+        if file is None or not file.exists():
+            return []
+        content = json.loads(regular(file, MOST_BYTES).read_text(encoding="utf-8"))
+        check_shape(content, History, file.name)
+        return [{name: each[name] for name in Occasion.__annotations__} for each in content["occasions"]]  # type: ignore
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        LOG.warning("the history of this machine, %s, is left aside (%r)", file, error)
+        return []
+
+
+def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path | None) -> None:
+    """Write into ``rounds`` what the machine's history says, and add these rounds to it, with their ``engines``."""
+    history, probes = read_history(file), rounds.get("probes") or []
+    rounds["shown"], rounds["between"] = shown(history), between(history)
+    if file is None:
+        return
+    speedups = {name: recorded_speedups(timed) for name, timed in [*engines.items()][:MOST_ENGINES]}
+    occasion = Occasion(time=time.time(), probes=probes, speedups=speedups)
+    try:
+        with locked(file.with_suffix(".lock")):
+            write_json(file, History(occasions=[*read_history(file), occasion][-MOST:]))
+    except (OSError, ResourceError) as error:
+        LOG.warning("the history of this machine, %s, cannot be written (%s)", file, error)
+
+
+def recorded_speedups(timed: Timed) -> dict[str, list[float]]:
+    """The speed-ups by these rounds alone, where their intervals are known, of an engine whose job changes no other."""
+    alone = replace(timed, quantized_rest=None, share=1.0)
+    found = {CALL: alone.denoiser_speedup(), IMAGE: alone.image_speedup()}
+    return {name: list(interval) for name, interval in found.items() if interval is not None and interval.known}
+
+
+def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
+    """The 90th percentile of each figure of earlier readings."""
+    values: dict[str, list[float]] = {}
+    for figure, value in (item for each in history for reading in each["probes"] for item in reading.items()):
+        values.setdefault(figure, []).extend([] if value is None else [value])
+    return {figure: float(np.percentile(each, 90)) for figure, each in values.items() if each}
+
+
+def between(history: Sequence[Occasion]) -> dict[str, Any]:
+    """How far speed-ups are apart between occasions, by kind; a reason where the history does not say."""
+    found: dict[str, Any] = {}
+    for kind in (CALL, IMAGE, RECIPES):
+        engines = figures_of(history, kind)
+        occasions = len({when for each in engines for when in each})
+        # all engines of an occasion share what happens in it, so they are not as many degrees
+        degrees = min(sum(len(each) - 1 for each in engines), occasions - 1)
+        if degrees >= FEWEST:
+            deviation = deviation_of_occasions(list(each.values()) for each in engines)
+            found[kind] = BetweenOccasions(deviation=deviation, degrees=degrees, occasions=occasions)
+    return found or {"reason": OF_THIS_HOUR}
+
+
+def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple[float, float]]]:
+    """The logarithms of speed-ups with their variances, by time, of each engine with two occasions; or of each two."""
+    found: dict[Any, dict[float, tuple[float, float]]] = {}
+    measured = CALL if kind == CALL else IMAGE
+    for occasion in history:
+        when, speedups = occasion["time"], sorted(occasion["speedups"].items())
+        own: dict[Any, Any] = {name: logarithm_of(*each[measured]) for name, each in speedups if measured in each}
+        if kind == RECIPES:  # all ratios of engines in the same rounds have about one error
+            two = combinations(own.items(), 2)
+            own = {(a, b): (x[0] - y[0], (x[1] + y[1]) / 2) for (a, x), (b, y) in two}
+        for name, figure in own.items():
+            known = found.setdefault(name, {})
+            if not known or when >= max(known) + APART:
+                known[when] = figure
+    return [each for each in found.values() if len(each) > 1]
+
+
+def logarithm_of(value: float, low: float, high: float) -> tuple[float, float]:
+    """The logarithm of a speed-up and its variance, taking Student's factor for the normal one."""
+    return math.log(value), (math.log(high / low) / (2 * 1.96)) ** 2

@@ -1,0 +1,58 @@
+"""A timing as one of the occasions of this machine: which engines it had, and how they widen a run's intervals."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sd_quant.config import QuantizeJob, artifact
+from sd_quant.engines import RUNTIMES
+from sd_quant.engines.onnx_input import structure_of
+from sd_quant.files import digest, sha256
+from sd_quant.report.occasions import count_occasion, history_of
+from sd_quant.report.provenance import versions
+from sd_quant.report.record import IMAGE, weights_sha256
+from sd_quant.report.timing import CALL, of_conditions, rounds_of
+from sd_quant.stages.session import cache_of
+
+
+def count_run(
+    latency: dict, part: str, job: QuantizeJob, facts: Mapping[str, Any], fingerprint: str, directory: Path
+) -> None:
+    """Widen the intervals of a run's speed-ups by what this machine's occasions differ, and count it as one of them.
+
+    ``latency`` is the record's, ``part`` the denoiser. An engine that leaves no file is known by the ``fingerprint``.
+    """
+    engine, batch = job.infer.engine, job.infer.batch_size
+    (samples,) = latency[engine][part]
+    timed = rounds_of("run", latency, engine, part, samples, batch)
+    call, image = latency[engine][part][samples], latency[engine][IMAGE][str(batch)]
+    if timed is None or not call["rounds"]["probes"]:
+        return
+    key, kind = fingerprint, RUNTIMES[engine].file
+    if kind is not None:
+        file, reference = (artifact(folder, kind, part) for folder in (directory, directory / "full_precision"))
+        key = digest(workload_of_engines(job, weights_sha256(facts), reference), hash_of(file))
+    history = history_of(cache_of(job.cache).directory, facts["machine"])
+    count_occasion(call["rounds"], {key: timed}, history)
+    timed = replace(timed, **of_conditions(call["rounds"]))
+    for entry, kind, found in ((call, CALL, timed.denoiser_speedup()), (image, IMAGE, timed.image_speedup())):
+        if kind in timed.between and found is not None and found.known:
+            entry |= {"own_interval": entry["speedup_interval"], "speedup_interval": [found.low, found.high]}
+
+
+def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:
+    """A digest of what the latencies of unquantized engines depend on, but for the machine."""
+    infer = knobs.infer
+    same = (
+        infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
+        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+        knobs.compiled_baseline,
+    )  # fmt: skip
+    runtimes = str(versions("torch", RUNTIMES[infer.engine].package))
+    return digest(infer.engine, str(same), str(weights), hash_of(reference), runtimes)
+
+
+def hash_of(path: Path) -> str:
+    """Identity of an engine: the digest of a graph without its constants, or of all bytes of a plan."""
+    return structure_of(path) if path.suffix.lower() == ".onnx" else sha256(path)
