@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --max-worker-re
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install test soak soak-tests soak-consumers release-check release-tests release-benchmarks \
 	cluster-check durations check style types quick \
-	mutations fuzz kills pairs processors programs-check gpu-bundle gpu-check report cache-clean clean
+	mutations fuzz kills pairs processors programs-check bench-checkpoints gpu-bundle gpu-check report cache-clean clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -85,6 +85,12 @@ programs-check: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers ## Have each 
 
 gpu-bundle: $(VENV)/.sd-quant-run ## What a GPU machine without a network needs beside this folder: gpu_bundle (a quarter of an hour)
 	$(PYTHON) -m benchmarks.gpu.bundle
+
+bench-checkpoints: install ## Train the checkpoints on which recipes are chosen, an hour and a half; goes on where it was stopped
+	$(PIP) --editable '.[examples]'
+	PYTHONPATH=. $(PYTHON) examples/sdxl_mini/second.py train --steps 1400
+	PYTHONPATH=. $(PYTHON) examples/sdxl_mini/second.py pack
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_train.py
 
 gpu-check: ## On a GPU: its tests and a table of latencies, with whatever is installed; elsewhere it says so
 	PYTHONPATH=.:$$PYTHONPATH $(or $(wildcard $(PYTHON)),python3) -m benchmarks.gpu.check

@@ -35,6 +35,7 @@ from common import (
 )
 from diffusers.models.attention_processor import AttnProcessor
 
+from sd_quant.calibration.prompts import read_prompts
 from sd_quant.inference.loading import load_part
 from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.quantization.assignment import LayerAssignment
@@ -185,7 +186,7 @@ def main() -> None:
     subject = open_subject(None, None, options.calib_size, options.model)
     checkpoint, names = subject.model.checkpoint, subject.names
     statistics, reference = subject.statistics(options.steps), reference_of(subject, options)
-    choosing = FullPrecision(subject, PROMPTS / "sdxl_mini.txt", CHOOSING, options.steps, CHOOSING)
+    choosing = FullPrecision(subject, read_prompts(PROMPTS / "sdxl_mini.txt")[:CHOOSING], options.steps, CHOOSING)
     figures = []
     for title in options.tables:
         table = Table(subject, statistics, FORMATS[title], choosing)

@@ -107,10 +107,10 @@ class Subject:
 
 
 class FullPrecision:
-    """Full precision's images of a file's first prompts, which the images of other denoisers are compared with."""
+    """Full precision's images of some prompts, which the images of other denoisers are compared with."""
 
-    def __init__(self, subject: Subject, file: Path, images: int, steps: int, batch_size: int = 8):
-        self.subject, self.prompts = subject, read_prompts(file)[:images]
+    def __init__(self, subject: Subject, prompts: list[str], steps: int, batch_size: int = 8):
+        self.subject, self.prompts = subject, prompts
         self.sampling = Sampling(steps, GUIDANCE, subject.size, subject.size, batch_size, IMAGE_SEED)
         self.parts = subject.model.torch_engines()
         self.made = pipeline_of(subject.model.checkpoint, self.parts)(self.prompts, self.sampling)
@@ -145,18 +145,16 @@ def label(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "=._-" else "_" for letter in name)
 
 
-def open_subject(
-    path: Path | None, prompts: Path | None, count: int, model: str = MODEL, loras: Sequence[tuple[Path, float]] = ()
-) -> Subject:
+def open_subject(path: Path | None, prompts: Path | None, count: int, model: str = MODEL) -> Subject:
     """A checkpoint of the kind of ``model``, a file of conf/model, and the first ``count`` prompts of a file.
 
-    Where no path is given, both are those of ``model``. ``loras`` are fused, files with their strengths.
+    Where no path is given, both are those of ``model``.
     """
     known = yaml.safe_load(input_path(f"conf/model/{model}.yaml").read_text(encoding="utf-8"))
     path, prompts = path or input_path(known["path"]), prompts or input_path(known["calibration_prompts"])
     given, tokens = read_prompts(prompts), known["max_sequence_length"]
     checkpoint = open_checkpoint(
-        path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"], loras=loras
+        path, known["family"], io=None, max_sequence_length=tokens, parts=known["parts"], loras=()
     )
     opened = load_model(checkpoint)
     if count > len(given):
@@ -187,14 +185,14 @@ def recipe_parser(description: str, name: str) -> argparse.ArgumentParser:
     return made
 
 
-def subject_of(options: argparse.Namespace, loras: Sequence[tuple[Path, float]] = ()) -> Subject:
+def subject_of(options: argparse.Namespace) -> Subject:
     """The subject of the options of ``recipe_parser``."""
-    return open_subject(options.checkpoint, options.calibration, options.calib_size, options.model, loras)
+    return open_subject(options.checkpoint, options.calibration, options.calib_size, options.model)
 
 
 def reference_of(subject: Subject, options: argparse.Namespace) -> FullPrecision:
     """Full precision's images for the options of ``image_parser``."""
-    return FullPrecision(subject, options.prompts, options.images, options.steps, options.batch)
+    return FullPrecision(subject, read_prompts(options.prompts)[: options.images], options.steps, options.batch)
 
 
 def paired(values: Sequence[float], others: Sequence[float]) -> str:

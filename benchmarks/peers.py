@@ -31,6 +31,7 @@ from quality import DEFAULT, PLAIN
 from torch import Tensor, nn
 
 from sd_quant.calibration.hooks import collect, draw
+from sd_quant.calibration.prompts import read_prompts
 from sd_quant.devices import threads
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
@@ -466,7 +467,9 @@ def main() -> None:
     recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
     print(f"{recorded} every peer; recording took {seconds:.1f} s")
     context = Context(model, subject.roles, layers, calls, options.out)
-    reference = FullPrecision(subject, options.evaluation, options.prompts, options.steps, options.batch)
+    reference = FullPrecision(
+        subject, read_prompts(options.evaluation)[: options.prompts], options.steps, options.batch
+    )
     rows = []
     os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
     with (options.out / "peers.log").open("w", encoding="utf-8") as log:

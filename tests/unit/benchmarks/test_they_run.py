@@ -34,11 +34,10 @@ IN_THIS_PROCESS = {
     "four_bits": [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
     "four_bits, recipes": [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"],
     "budget": [*TWO_IMAGES, "--bits", "7", "--tables", "inputs"],
-    "mixes": [*TWO_IMAGES, "--presets", "int8", "int4_w4a4", "--parts", "0.3"],
+    "bench": ["--images", "2", "--steps", "1", "--checkpoints", "sdxl_mini", "--recipes", "the default", "alpha=0.5"],
     "peers": [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
               "onnxruntime_percentile"],
     "parts": TWO_IMAGES,
-    "loras": [*TWO_IMAGES, "--presets", "int8", "svdquant_w4a4"],
     "fit": [*TWO_IMAGES, "--quantize", "int8", "--shares", "0.3"],
     "candidates, without a tool": ["--only", "comfyui-fp8-cast"],
 }  # fmt: skip
@@ -56,9 +55,8 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
     "quark": ["quark_w8a8"],
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
-IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "divided", "families", "full_size", "full_size_parts",
-                "passes", "sweep", "thousand_jobs"}  # fmt: skip
-ELSEWHERE = {"against_diffusers", "processors", "measurer", "common", "occasions"}  # whose tests are elsewhere
+IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "families", "full_size", "full_size_parts", "passes", "sweep"}
+ELSEWHERE = {"against_diffusers", "bench_pictures", "bench_train", "processors", "measurer", "common", "occasions"}
 
 
 @pytest.mark.slow
@@ -191,23 +189,6 @@ def test_one_layer_of_full_size_text_encoders_is_written_and_called(script, tmp_
 
 
 @pytest.mark.release
-def test_a_killed_sweep_ends_with_the_same_table_and_many_jobs_are_reported(script, tmp_path):
+def test_a_killed_sweep_ends_with_the_same_table(script, tmp_path):
     knobs = ["quant_level=1,3", "alpha=0.8", *SMALL, "export_trt=none"]
     assert "the same table" in ended(script("sweep", "--work", tmp_path, "--knobs", *knobs))
-    run = tmp_path / "unbroken/sweep/quant_level=3"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    many = ["--run", run, "--jobs", "20", "--work", tmp_path / "many"]
-    printed = ended(script("thousand_jobs", *many, "--launch", "hydra/launcher=one_host", "hydra.launcher.n_jobs=2"))
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert "20 jobs of " in printed and "a job that is done before: " in printed
-    assert len(list((tmp_path / "many/sweep").glob("*/metrics.json"))) == 20
-
-
-@pytest.mark.release
-@pytest.mark.needs(cores=2)
-def test_two_processes_do_one_job(script, tmp_path):
-    """Which has the same results to the bit as by one, or the script fails."""
-    knobs = [*SMALL, "quant_level=3", "alpha=0.8", "quantize.keep=1", "export_trt=none", "infer.steps=2"]
-    lines = ended(script("divided", *knobs, "--work", tmp_path)).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["calibrate", "sensitivity", "images", "all"]
-    assert len(list((tmp_path / "together0/cache/sensitivities").glob("[!.]*"))) > 10
