@@ -31,9 +31,8 @@ from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.quantization.assignment import LayerAssignment
 
 from ..observed.conftest import observe, tiny_folder  # noqa: F401 fixtures
-from ..tiny import Tiny
+from ..tiny import Tiny, changed
 from .conftest import recipe_of
-from .damage import damaged
 
 pytestmark = pytest.mark.commit
 
@@ -354,5 +353,7 @@ def test_damaged_tensors_are_refused(written, end, change, words):
 def test_a_config_that_means_something_else_is_refused(written, tmp_path, config, words):
     case, layers, folder = written
     with nullcontext() if words is None else pytest.raises(ArtifactError, match=words):
-        candidate = damaged(NAME, (case, layers, folder.parent), tmp_path, lambda found: found.update(config))
+        candidate = TARGET.module.read(
+            changed(folder, tmp_path, config=lambda found: found.update(config)), case.checkpoint
+        )
         assert candidate.layers.keys() == layers.keys()
