@@ -295,5 +295,5 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
         assert layer.inputs is None or relative_error(x, rounded) > 1e-4 and str(layer.inputs)
     if padded:
         x = torch.randn(3, columns)
-        inputs = by_kitchen(x, case.format).dequantize()[:3, :columns]
+        inputs = by_kitchen(x, case.format, **scales).dequantize()[:3, :columns]
         assert torch.equal(layer.inputs(x), inputs)
