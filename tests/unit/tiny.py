@@ -10,6 +10,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -161,17 +162,26 @@ def changed(
     folder: Path,
     change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
     config: Callable[[dict], object] = lambda quantization: None,
+    **metadata: str,
 ) -> Path:
-    """``folder``, as ``source`` with its tensors and its ``quantization_config`` as these make them."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    described = json.loads((folder / "config.json").read_text())
-    config(described.get("quantization_config", {}))
-    (folder / "config.json").write_text(json.dumps(described))
-    (file,) = folder.glob("*.safetensors")
+    """A copy of ``source`` with tensors, ``quantization_config`` and metadata as these make them.
+
+    That is ``folder`` for a network's folder, and a file in it for a file.
+    """
+    if source.is_dir():
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        described = json.loads((folder / "config.json").read_text())
+        config(described.get("quantization_config", {}))
+        (folder / "config.json").write_text(json.dumps(described))
+        (file,) = folder.glob("*.safetensors")
+    else:
+        file = Path(shutil.copy(source, folder))
+    with safe_open(file, "pt") as opened:
+        metadata = (opened.metadata() or {}) | metadata
     tensors = load_file(file)
     change(tensors)
-    save_file(tensors, file)
-    return folder
+    save_file(tensors, file, metadata or None)
+    return folder if source.is_dir() else file
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.errors import ArtifactError, ConfigError
 
 from ...zoo.families import TINY, VARIANTS
+from ..tiny import tiny  # noqa: F401 a fixture
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -20,10 +21,8 @@ def opened(path, family="sdxl", io=None, max_sequence_length=None, parts=None):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sdxl")
-    TINY["sdxl"](path)
-    return path
+def folder(tiny):  # noqa: F811
+    return tiny("sdxl").checkpoint.path
 
 
 def test_inputs_have_names_of_the_kind_unless_given_and_a_context_as_long_as_the_checkpoints(tiny_nemo, folder):

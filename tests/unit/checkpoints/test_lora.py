@@ -23,8 +23,8 @@ from sd_quant.models.checkpoint import Checkpoint, build_module
 from sd_quant.names.lora import places_by_name
 from sd_quant.names.sgm import sgm_names
 
-from ...zoo.families import TINY
 from ..interchange.single_files import authors_state, in_diffusers
+from ..tiny import tiny  # noqa: F401 a fixture
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -33,16 +33,8 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # down and up, by a layer's name
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder_of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family) / family
-            TINY[family](made[family])
-        return made[family]
-
-    return folder_of
+def folder_of(tiny) -> Callable[[str], Path]:  # noqa: F811
+    return lambda family: tiny(family).checkpoint.path
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:

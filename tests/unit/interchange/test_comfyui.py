@@ -100,31 +100,6 @@ def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path, 
     assert 0 <= stored - sum(layer.stored_bytes for layer in candidate.layers.values()) < 3 * len(candidate.layers)
 
 
-@consumer
-@torch.no_grad()
-def test_every_linear_computes_what_comfy_kitchen_does(tiny, tmp_path):
-    """Integers are summed by its own product; of floats, ComfyUI multiplies what it has quantized and dequantized."""
-    case = tiny("sdxl")
-    state, authors = authors_state(case.checkpoint), authors_layers(case.checkpoint)
-    tensors, weights = quantized(state, *CASES)
-    save(tmp_path / "a.safetensors", tensors, PREFIX)
-    random = torch.Generator().manual_seed(0)
-    for name, layer in read(tmp_path / "a.safetensors", case.checkpoint).layers.items():
-        (kind, weight), ours = weights[authors[name]], layer.weight.read()
-        x = torch.randn(10, ours.shape[1], generator=random) * 2
-        x[0] = 0
-        whole = kind.format in ("int8_tensorwise", "convrot_w4a4", W4A8, "awq_w4a16")
-        high = "full_precision_matrix_mult" in kind.entries or "symmetric" in kind.options
-        assert (layer.inputs is None) == (high or kind.format == "awq_w4a16")
-        given = {end.removeprefix("input_"): scale for end, scale in kind.further.items()}
-        given = given or INPUT_OPTIONS.get(kind.format, {"scale": torch.ones(())})
-        inputs = x if whole or high else by_kitchen(x, kind.format, **given, **kind.options).dequantize()
-        theirs = F.linear(inputs[:10, : ours.shape[1]], weight if whole else weight.dequantize()[:, : ours.shape[1]])
-        rounded = x if layer.inputs is None else layer.inputs(x)
-        assert relative_error(theirs[:, : len(ours)], F.linear(rounded, ours)) < 1e-5, (name, kind)
-        assert layer.inputs is None or relative_error(x, rounded) > 1e-4 and str(layer.inputs)
-
-
 @pytest.mark.parametrize(
     "inputs", [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(ROWS, 4), StaticFloat8(0.1)], ids=str
 )
@@ -290,19 +265,35 @@ def marked(layer: str) -> dict[str, Tensor]:
 
 @consumer
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_a_weight_are_those_of_the_whole_and_padding_is_cut_off(name, tmp_path):
-    """NVFP4's to multiples of 16, MXFP8's to 32: of sides that no checkpoint here has."""
+@torch.no_grad()
+def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut_off(name, tmp_path):
+    """NVFP4's to multiples of 16, MXFP8's to 32: of sides that no checkpoint here has.
+
+    Integers are summed by comfy-kitchen's product; of floats, ComfyUI multiplies what it has quantized and dequantized.
+    """
     case = CASES[name]
     padded = METHODS[case.format].layout.multiple > 1
-    rows, columns = (150, 90) if padded else (150, 192)
+    rows, columns = (150, 90) if padded else (256, 192)
     stored = by_kitchen(torch.randn(rows, columns), case.format, **case.options)
-    save_file(stored_pieces(stored, "weight"), tmp_path / "a.safetensors")
+    save_file(stored_pieces(stored, "weight") | case.further, tmp_path / "a.safetensors")
     located = LayerTensors(tmp_path, "a", read_safetensors(whole_file(tmp_path / "a.safetensors")))
+    whole = case.format in ("int8_tensorwise", "convrot_w4a4", W4A8, "awq_w4a16")
+    high = "full_precision_matrix_mult" in case.entries or "symmetric" in case.options
+    scales = {end.removeprefix("input_"): scale for end, scale in case.further.items()}
+    scales = scales or INPUT_OPTIONS.get(case.format, {"scale": torch.ones(())})
+    x = torch.randn(10, columns) * 2
+    x[0] = 0
+    given = x if whole or high else by_kitchen(x, case.format, **scales, **case.options).dequantize()[:10, :columns]
+    theirs = F.linear(given, stored if whole else stored.dequantize()[:rows, :columns])
     for first, last in ((0, rows), (40, 110)):
         layer = Marked(located, case.mark).layer((last - first, columns), [Rows("a.weight", first, last, rows)])
-        expected = stored.dequantize()[first:last, :columns]
-        torch.testing.assert_close(layer.weight.read(), expected, rtol=0, atol=1e-6 if case.rotates else 0)
+        ours, expected = layer.weight.read(), stored.dequantize()[first:last, :columns]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6 if case.rotates else 0)
+        assert (layer.inputs is None) == (high or case.format == "awq_w4a16")
+        rounded = x if layer.inputs is None else layer.inputs(x)
+        assert relative_error(theirs[:, first:last], F.linear(rounded, ours)) < 1e-5
+        assert layer.inputs is None or relative_error(x, rounded) > 1e-4 and str(layer.inputs)
     if padded:
         x = torch.randn(3, columns)
-        inputs = by_kitchen(x, case.format).dequantize()[:3, :columns]
+        inputs = by_kitchen(x, case.format, **scales).dequantize()[:3, :columns]
         assert torch.equal(layer.inputs(x), inputs)

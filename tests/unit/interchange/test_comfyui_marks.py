@@ -8,11 +8,11 @@ from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange.comfyui_marks import INT4, Marked
+from sd_quant.interchange.comfyui_marks import Marked
 from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
-from sd_quant.quantization.rotation import rotated, rotation_matrix
+from sd_quant.quantization.rotation import rotated
 
 pytestmark = pytest.mark.commit
 
@@ -114,13 +114,3 @@ def test_inputs_are_int8_where_the_mark_says_so():
     entries = {"format": "convrot_w4a4", "convrot_groupsize": 64}
     told = [str(layer_of(tensors, entries | more, (2, 64)).inputs) for more in ({}, {"linear_dtype": "int8"})]
     assert told == ["int4, a scale a row, rotated by 64", "int8, a scale a row, rotated by 64"]
-
-
-@pytest.mark.consumer
-def test_int4_inputs_are_rounded_bit_for_bit():
-    kernels = pytest.importorskip("comfy_kitchen.backends.eager.convrot_w4a4")
-    x = torch.randn(50, 256) * torch.logspace(-4, 4, 50)[:, None]
-    x[0] = 0
-    codes, scales = kernels._quantize_signed_int4_rowwise_unpacked(x)
-    assert torch.equal(INT4(x), codes * scales[:, None]) and codes.min() == -7
-    assert torch.equal(rotation_matrix(256), kernels._build_hadamard(256))

@@ -1,6 +1,6 @@
-"""Files for ComfyUI of every family: what it reads off a file before it opens it, and codes as comfy-kitchen has them.
+"""Files for ComfyUI of every family: what it reads off a file before it opens it.
 
-The first is written down here from ComfyUI's ``model_detection.py``, ``utils.py`` and ``ops.py``. ComfyUI itself opens
+That is written down here from ComfyUI's ``model_detection.py``, ``utils.py`` and ``ops.py``. ComfyUI itself opens
 some of these files in ``tests.programs``. ``test_round_trip`` holds their weights against the reader, and
 ``test_comfyui`` the reader against comfy-kitchen.
 """
@@ -12,17 +12,16 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.comfyui import METADATA
-from sd_quant.interchange.comfyui_marks import E8M0_TILES, PADDED, PADDED_E2M1, SIGNED, TILES, e8m0
+from sd_quant.interchange.comfyui_marks import e8m0
 from sd_quant.interchange.holding import held
 from sd_quant.names.authors import PREFIX
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.rotation import rotated
 
 from .cases import PLAIN
-from .comfyui_files import by_kitchen, marks_of
+from .comfyui_files import marks_of
 from .conftest import recipe_of
 
 pytestmark = pytest.mark.commit
@@ -57,21 +56,6 @@ def written(written_once):
     return write
 
 
-@pytest.mark.consumer
-def test_comfy_kitchen_packs_the_same_codes_of_rotated_rows():
-    """Bit for bit, halves between two codes too, where fp16 holds the scales: all numbers are multiples of 2^-15."""
-    kernels = pytest.importorskip("comfy_kitchen.backends.eager.convrot_w4a4")
-    turned = torch.randint(-1792, 1793, (96, 512), generator=torch.Generator().manual_seed(0)) / 2**11
-    turned[:, 100] = 7 / 8
-    weight = rotated(turned, 256)
-    row = LayerAssignment("layer", "ffn", (96, 512), "int4_per_row", weight_axis=0,
-                          weight_amax=turned.abs().amax(1), rotation=256)  # fmt: skip
-    codes, (scale,) = row.codes_and_scales(weight)
-    packed, scales = kernels.quantize_convrot_w4a4_weight(weight, 256)
-    assert torch.equal(packed, SIGNED.pack(codes).view_as(packed)) and torch.equal(scales, scale.flatten())
-    assert (8 * turned % 1 == 0.5).sum() > 50 and codes.unique().tolist() == [*range(-7, 8)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DETECTED)
 def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
@@ -100,9 +84,6 @@ def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
     assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
 
 
-# MXFP8
-
-
 def test_a_block_of_zeros_has_the_exponent_0():
     """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
     weight = torch.ones(2, 64)
@@ -110,36 +91,6 @@ def test_a_block_of_zeros_has_the_exponent_0():
     fmt = FORMATS["mxfp8"]
     scales = fmt.scales(weight, torch.zeros(()))
     assert e8m0(fmt.quantize(weight, *scales), *scales).tolist() == [[119, 119], [119, 0]]
-
-
-@pytest.mark.consumer
-def test_weights_and_inputs_of_mxfp8_are_what_comfy_kitchen_makes_of_them():
-    """Codes, exponents and tiles bit for bit, with blocks of zeros and rows that are added."""
-    weight = torch.randn(150, 96)
-    weight[:130, 32:64] = 0
-    fmt = FORMATS["mxfp8"]
-    scales = fmt.scales(weight, torch.zeros(()))
-    codes = fmt.quantize(weight, *scales)
-    expected = by_kitchen(weight, "mxfp8").state_dict("")
-    assert torch.equal(PADDED.pack(codes).view(torch.uint8), expected[""].view(torch.uint8))
-    assert torch.equal(E8M0_TILES.pack(codes, *scales), expected["_scale"].view(torch.uint8))
-    x = torch.randn(32, 96) * torch.logspace(-3, 2, 32)[:, None]
-    x[0] = 0
-    row = LayerAssignment("a", "ffn", (150, 96), "mxfp8", "mxfp8", activation_amax=0.0)
-    assert torch.equal(row.rounded_input(x), by_kitchen(x, "mxfp8").dequantize())
-
-
-@pytest.mark.consumer
-def test_sides_of_nvfp4_that_are_padded_are_comfy_kitchens():
-    """To multiples of 16, and scales to whole tiles. The common scale is 2^-8: our codes are of a product in fp16."""
-    weight = torch.randn(150, 80, generator=torch.Generator().manual_seed(0))
-    weight[0, 0] = 6 * 448 / 2**8
-    fmt = FORMATS["nvfp4"]
-    scales = fmt.scales(weight, weight.abs().max())
-    expected = by_kitchen(weight, "nvfp4").state_dict("")
-    assert torch.equal(PADDED_E2M1.pack(fmt.quantize(weight, *scales)), expected[""])
-    assert torch.equal(TILES.pack(scales[0]).view(torch.uint8), expected["_scale"].view(torch.uint8))
-    assert scales[1] == expected["_scale_2"]
 
 
 def test_a_layer_whose_outputs_comfyui_counts_is_not_padded():

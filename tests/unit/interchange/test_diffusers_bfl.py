@@ -13,6 +13,7 @@ from sd_quant.interchange import READERS
 from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.names.authors import PREFIX, Rows
 
+from ..tiny import changed
 from .single_files import in_authors_rows
 
 pytestmark = pytest.mark.commit
@@ -75,21 +76,11 @@ def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, pref
         assert torch.equal(parameter.read(), authors.parameters[name].read()), name
 
 
-def changed(file: Path, folder: Path, change) -> Path:
-    tensors = load_file(file)
-    change(tensors, next(name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")))
-    save_file(tensors, folder / file.name)
-    return folder / file.name
-
-
-def replaced(end: str, make):
-    return lambda tensors, layer: tensors.update({f"{layer}.{end}": make(tensors[f"{layer}.{end}"])})
-
-
+QUERY = "transformer_blocks.0.attn.to_q"
 DAMAGE = {  # of what no row says; ``test_layouts`` has the rest
-    "input_scale and no weight_scale": lambda tensors, layer: tensors.update({"proj_out.input_scale": torch.ones(())}),
-    "does not hold the denoiser": lambda tensors, layer: tensors.update({"another.weight": torch.ones(2)}),
-    "input_scale' is 0, expected a number above 0": replaced("input_scale", torch.zeros_like),
+    "input_scale and no weight_scale": lambda tensors: tensors.update({"proj_out.input_scale": torch.ones(())}),
+    "does not hold the denoiser": lambda tensors: tensors.update({"another.weight": torch.ones(2)}),
+    "input_scale' is 0, expected a number above 0": lambda tensors: tensors[f"{QUERY}.input_scale"].zero_(),
 }
 
 
@@ -103,7 +94,7 @@ def test_damage_is_refused(nvfp4, tmp_path, message):
 def test_scales_with_comfyui_marks_are_comfyui_files(flux, tmp_path):
     _, file = flux
     mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-    marked = changed(file, tmp_path, lambda tensors, layer: tensors.update({f"{layer}.comfy_quant": mark}))
+    marked = changed(file, tmp_path, lambda tensors: tensors.update({f"{QUERY}.comfy_quant": mark}))
     assert [name for name, row in READERS.items() if row.recognizes(marked)] == ["comfyui"]
 
 

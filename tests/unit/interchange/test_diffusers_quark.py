@@ -12,8 +12,7 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError
 from sd_quant.quantization.formats import e2m1
 
-from .damage import CONFIG, WEIGHTS
-
+CONFIG, WEIGHTS = "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"
 READER = "diffusers_quark"
 DTYPES = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4", "uint4": "uint4", "mxfp4": "fp4"}
 AWQ = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map: which of eight numbers comes next in a word

@@ -259,3 +259,13 @@ def test_small_floats_are_ieee():
 @pytest.mark.parametrize("size", [4, 8, 16, 256])
 def test_rotations_are_undone_by_themselves(size):
     assert torch.allclose(hadamard(size) @ hadamard(size), torch.eye(size), atol=1e-6)
+
+
+@consumer
+def test_fp16_keeps_every_scale_of_sdnq(sdnq, written_once):
+    """diffusers casts scales to the dtype that it is told to load: ours are fp16's numbers, and not bfloat16's."""
+    case, assignment, folder = written_once(READER, "sd21", "int8", activation=None, alpha=None)
+    name = next(name for name, layer in assignment.items() if layer.format)
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    expected, half, brain = (case.loaded(folder, dtype).get_submodule(name).scale for dtype in dtypes)
+    assert torch.equal(half, expected) and not torch.equal(brain, expected)

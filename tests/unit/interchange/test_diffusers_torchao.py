@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from sd_quant.errors import ArtifactError
 from sd_quant.interchange.diffusers_torchao import read
 
+from .cases import PER_ROW_FP8
+
 pytestmark = pytest.mark.consumer
 ao = pytest.importorskip("torchao.quantization")
 READER = "diffusers_torchao"
@@ -255,3 +257,33 @@ def test_pickles_and_files_without_descriptions_are_refused(saved, sdxl, tmp_pat
     (path / WEIGHTS).rename(path / "diffusion_pytorch_model.bin")
     with pytest.raises(ArtifactError, match="as pickles .*safe_serialization=True"):
         read(path, sdxl.checkpoint)
+
+
+# Folders of ours, which diffusers loads; see ``tests.programs``
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_zeros_stays_zeros_in_torchao(written_once, dtype):
+    """SDXL's empty prompt is one. torchao by itself divides it by a scale of zero, and images are black."""
+    case, assignment, folder = written_once(READER, "sdxl", "fp8", **PER_ROW_FP8)
+    layer = case.loaded(folder, dtype).get_submodule(next(name for name, row in assignment.items() if row.format))
+    x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0] = 0
+    bias = 0 if layer.bias is None else layer.bias
+    assert torch.equal(layer(x)[0], torch.zeros_like(layer(x)[0]) + bias) and layer(x).isfinite().all()
+    layer.weight.act_quant_kwargs.hp_value_lb = None
+    assert layer(x)[0].isnan().all()
+
+
+def test_bfloat16_keeps_every_scale_of_torchao_and_its_own_quantizer_does_not(written_once):
+    """It computes a scale in the weight's dtype; that of a file stays fp32, whatever dtype is loaded."""
+    case, assignment, folder = written_once(READER, "flux", "fp8", **PER_ROW_FP8)
+    from torchao.quantization.quantize_.workflows import Float8Tensor
+
+    name = next(name for name, layer in assignment.items() if layer.format)
+    dtypes = torch.float32, torch.bfloat16
+    expected, brain = (case.loaded(folder, dtype).get_submodule(name).weight for dtype in dtypes)
+    assert torch.equal(brain.scale, expected.scale) and brain.scale.dtype == torch.float32
+    theirs = Float8Tensor.from_hp(case.denoiser().get_submodule(name).weight.detach().bfloat16()).scale
+    assert torch.equal(theirs, theirs.bfloat16().float()) and not torch.equal(expected.scale, theirs)
+    assert 5e-4 < ((theirs - expected.scale).abs() / expected.scale).max() < 8e-3

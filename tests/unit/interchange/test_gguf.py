@@ -8,10 +8,14 @@ import torch
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
+from sd_quant.interchange import TARGETS
 from sd_quant.interchange.gguf import QUANTIZED, read, read_header
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
+from sd_quant.quantization.formats import FORMATS
 
+from .cases import PLAIN
+from .conftest import recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.consumer
@@ -187,3 +191,27 @@ def test_kernels_of_one_pixel_are_matrices_where_the_model_has_linears(sound, sd
     expected, found = (read_all(read(path, sdxl)) for path in (sound, tmp_path / "b.gguf"))
     assert kernels and found.keys() == expected.keys()
     assert all(found[name].shape == expected[name].shape for name in found)
+
+
+# Written files. ``tests.programs`` has ComfyUI-GGUF and stable-diffusion.cpp open them
+
+INT8, INT4 = ("int8", {"per_channel": False, **PLAIN}), ("int4", PLAIN)
+K_QUANTS = [(name, PLAIN | {"scale_search": True}) for name in ("q4_k", "q5_k", "q6_k")]
+WRITTEN = [("sdxl", *INT8), ("sd21", *INT4), ("sdxl", *K_QUANTS[0]), ("sd3", *K_QUANTS[1]), ("flux", *K_QUANTS[2])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, fmt, options", WRITTEN)
+@torch.no_grad()
+def test_a_file_has_the_types_of_its_assignment(tiny, tmp_path, family, fmt, options):
+    case = tiny(family)
+    assignment = case.assignment(recipe_of(fmt, None, **options), "gguf")
+    path = TARGETS["gguf"].module.write(case.checkpoint, assignment, tmp_path)
+    assert list(tmp_path.iterdir()) == [path] and path.name == f"{case.checkpoint.family.DENOISER}.gguf"
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("general.quantization_version").contents() == 2
+    assert not any(key.startswith("comfy.gguf.orig_shape") for key in reader.fields)
+    kinds = {tensor.name.removeprefix(PREFIX): tensor.tensor_type.name for tensor in reader.tensors}
+    assert {kinds[tensor.name.removeprefix(PREFIX)] for tensor in reader.tensors if len(tensor.shape) == 1} == {"F32"}
+    quantized = {"int8": {"Q8_0"}, "int4": {"Q4_0"}}.get(fmt) or {fmt.upper(), FORMATS[fmt].narrow.upper()}
+    assert set(kinds.values()) == {"F32", "F16", *quantized}

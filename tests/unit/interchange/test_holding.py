@@ -49,6 +49,7 @@ def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, targe
 LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
 SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is not INT8
     LITE: replace(ROW, weight_shape=(128, 256), format="int4", activation_format="int4"),
+    "modelopt_export": replace(ROW, weight_shape=(16, 32), weight_axis=None, format="nvfp4", activation_format="nvfp4"),
     "sglang_fp8": LayerAssignment("single_transformer_blocks.0.attn.to_q", "qkv", (256, 128), "fp8_128x128", "fp8_128"),
 }
 
@@ -78,6 +79,12 @@ SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is no
         ("comfyui", {"format": "nvfp4", "rotation": 16}, "comfyui holds no rotated weights in nvfp4; quantize.rotat"),
         *((target, {"rotation": 16, "per_token": True}, "no rotated weights in int8; quantize.rotation=0 rot")
           for target in ("diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf")),
+        ("modelopt_export", {"activation_format": None, "activation_amax": None}, "wants a scale of the inputs of"),
+        ("modelopt_export", IN_FP8 | {"activation_format": "fp8", "weight_axis": 0}, "only one scale for a weight in"),
+        ("modelopt_export", {"per_token": True}, "no inputs of nvfp4 that are scaled per token"),
+        ("modelopt_export", {"weight_shape": (16, 24)}, "whose inputs are a multiple of 16"),
+        ("modelopt_export", {"weight_shape": (16, 32, 3, 3)}, "holds no convolutions in nvfp4"),
+        ("modelopt_export", {"pre_quant_scale": torch.ones(32)}, "cannot multiply the inputs of nvfp4"),
         (LITE, {"weight_shape": (128, 192)}, "multiples of 128"),
         (LITE, {"weight_shape": (192, 128)}, "multiples of 128"),
         (LITE, {"activation_format": None}, "inputs quantized in int4"),
@@ -96,7 +103,7 @@ def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words
     assert held(sound, TARGETS[target]).format == sound.format
     found = held(replace(sound, **change), TARGETS[target])
     assert found.format is None and found.activation_format is None and words in found.reason
-    assert not found.rotation and not found.per_token
+    assert not found.rotation and not found.per_token and found.weight_amax is None
 
 
 SD3 = ("pos_embed.proj", "transformer_blocks.0.attn.add_q_proj")  # by which its layers are known

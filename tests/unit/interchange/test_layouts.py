@@ -32,6 +32,8 @@ from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.layouts import INPUTS, Layout, fitting, in_e2m1
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
 
 pytestmark = pytest.mark.commit
 
@@ -210,6 +212,20 @@ def test_a_damaged_tensor_is_refused_by_name(name: str, end: str):
     if sound.dtype.is_floating_point and end not in row.unread:
         nan = torch.full(sound.shape, torch.nan).to(sound.dtype)
         refuses("holds NaN|is not the table", lambda: read(row, {end: nan}))
+
+
+@pytest.mark.parametrize("name, sides", [("nvfp4", (150, 80)), ("mxfp8", (150, 96))])
+def test_sides_that_a_file_pads_are_cut_off_again(monkeypatch, name, sides):
+    """Of sides that no checkpoint here has. The common scale is 2^-8, so that fp16 holds products of scales."""
+    weight = torch.randn(sides, generator=torch.Generator().manual_seed(0))
+    weight[0, 0], weight[:130, 32:64] = 6 * 448 / 2**8, 0
+    row = LayerAssignment("a", "ffn", sides, name, name, weight_amax=weight.abs().max().view(1), activation_amax=1.0)
+    codes, scales = row.codes_and_scales(weight)
+    monkeypatch.setattr("sd_quant.interchange.layouts.codes_and_scales", lambda checkpoint, layer: (codes, *scales))
+    layout = comfyui_marks.METHODS[name].layout
+    own = {end.removeprefix("a."): lazy(each.read()) for end, each in layout.tensors(None, row).items()}
+    found = layout.layer(LayerTensors(Path("x"), "a", own), sides, 1, None).weight.read()
+    assert torch.equal(found, FORMATS[name].dequantize(codes, *scales))
 
 
 ODD = [

@@ -1,20 +1,20 @@
 """nunchaku's files: names and shapes as its loaders want them, fused linears against comfy-kitchen, AWQ, and traps.
 
-nunchaku's package is not on PyPI. What its loaders do with a file is written down here in a few lines, from the source
-of 1.2.0dev; its products are comfy-kitchen's, row by row, with the tiles taken apart.
+nunchaku's package is not on PyPI; ``tests.programs`` runs its loaders from their source. Its products are
+comfy-kitchen's, row by row, with the tiles taken apart.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ConfigError
@@ -28,6 +28,7 @@ from sd_quant.interchange.stored import LayerTensors
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
+from ..tiny import changed
 from .conftest import recipe_of
 from .tile_formulas import in_sixteens, micro_scale, scale, word
 
@@ -48,90 +49,63 @@ def metadata_of(path: Path) -> Mapping[str, str]:
         return file.metadata()
 
 
-# What nunchaku's loaders do
+# What a file holds; ``tests.programs`` has nunchaku's loaders open it
+
+OF_A_BLOCK = {  # by deepcompressor's names: layers of four bits, their sides in 128s, and what is in high precision
+    "transformer_blocks": (
+        {"qkv_proj": (3, 1), "out_proj": (1, 1), "mlp_fc1": (4, 1), "mlp_fc2": (1, 4), "qkv_proj_context": (3, 1),
+         "out_proj_context": (1, 1), "mlp_context_fc1": (4, 1), "mlp_context_fc2": (1, 4)},
+        {"norm_q.weight", "norm_k.weight", "norm_added_q.weight", "norm_added_k.weight"},
+    ),
+    "single_transformer_blocks": (
+        {"qkv_proj": (3, 1), "out_proj": (1, 1), "mlp_fc1": (4, 1), "mlp_fc2": (1, 4)},
+        {"norm_q.weight", "norm_k.weight"},
+    ),
+    "attentions": (
+        {"attn1.to_qkv": (3, 1), "attn1.to_out.0": (1, 1), "attn2.to_q": (1, 1), "attn2.to_out.0": (1, 1),
+         "ff.net.0.proj": (8, 1), "ff.net.2": (1, 4)},
+        {"attn2.to_k.weight", "attn2.to_v.weight",
+         *(f"norm{number}.{end}" for number in (1, 2, 3) for end in ("weight", "bias"))},
+    ),
+}  # fmt: skip
+MODULATIONS = {"transformer_blocks": {"norm1.linear": 6, "norm1_context.linear": 6},
+               "single_transformer_blocks": {"norm.linear": 3}, "attentions": {}}  # fmt: skip
+Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def as_sdxl_loads(key: str) -> str:
-    """``convert_sdxl_state_dict``: the first of these that is in a name."""
-    if ".transformer_blocks." in key:
-        for old, new in ((".lora_down", ".proj_down"), (".lora_up", ".proj_up"),
-                         (".smooth_orig", ".smooth_factor_orig"), (".smooth", ".smooth_factor")):  # fmt: skip
-            if old in key:
-                return key.replace(old, new)
-    return key
-
-
-DOUBLE = ((".mlp_context_fc1.", ".ff_context.net.0.proj."), (".mlp_context_fc2.", ".ff_context.net.2."),
-          (".mlp_fc1.", ".ff.net.0.proj."), (".mlp_fc2.", ".ff.net.2."), (".qkv_proj_context.", ".attn.add_qkv_proj."),
-          (".qkv_proj.", ".attn.to_qkv."), (".norm_q.", ".attn.norm_q."), (".norm_k.", ".attn.norm_k."),
-          (".norm_added_q.", ".attn.norm_added_q."), (".norm_added_k.", ".attn.norm_added_k."),
-          (".out_proj.", ".attn.to_out.0."), (".out_proj_context.", ".attn.to_add_out."))  # fmt: skip
-SINGLE = ((".qkv_proj.", ".attn.to_qkv."), (".out_proj.", ".attn.to_out."), (".norm_q.", ".attn.norm_q."),
-          (".norm_k.", ".attn.norm_k."))  # fmt: skip
-ENDS = ((".lora_down", ".proj_down"), (".lora_up", ".proj_up"))
-
-
-def as_flux_loads(key: str) -> str:
-    """``convert_flux_state_dict``."""
-    if "transformer_blocks." not in key:
-        return key
-    of_block = next((pair for pair in (SINGLE if "single_" in key else DOUBLE) if pair[0] in key), ("", ""))
-    for old, new in (of_block, *ENDS):
-        key = key.replace(old, new) if old else key
-    old = ".smooth_orig" if ".smooth_orig" in key else ".smooth"
-    return key.replace(old, old.replace("smooth", "smooth_factor"))
-
-
-LOADS = {"sdxl_wide": as_sdxl_loads, "flux": as_flux_loads}
-
-
-def parameters(
-    fmt: str, rows: int, columns: int, rank: int, bias: bool, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Those of ``SVDQW4A4Linear``, whose ``wtscale`` is no parameter."""
-    shapes = {"smooth_factor": (columns,), "smooth_factor_orig": (columns,), "proj_down": (columns, rank),
-              "proj_up": (rows, rank)} | ({"bias": (rows,)} if bias else {})  # fmt: skip
+def of_four_bits(fmt: str, rows: int, columns: int, rank: int, dtype: torch.dtype) -> Stored:
+    shapes = {"smooth": (columns,), "smooth_orig": (columns,), "lora_down": (columns, rank), "lora_up": (rows, rank)}
     scales = {"wscales": ((columns // 64, rows), dtype)}
     if fmt == "nvfp4":
         scales = {"wscales": ((columns // 16, rows), torch.float8_e4m3fn), "wcscales": ((rows,), dtype)}
-    others = {end: (shape, dtype) for end, shape in shapes.items()}
-    return {"qweight": ((rows, columns // 2), torch.int8)} | scales | others
+    return (
+        {"qweight": ((rows, columns // 2), torch.int8)} | scales | {end: (each, dtype) for end, each in shapes.items()}
+    )
 
 
-def expected(network: nn.Module, fmt: str, rank: int, dtype: torch.dtype) -> dict[str, tuple]:
-    """Names, shapes and dtypes of the network that nunchaku patches (``_patch_model``)."""
-    w4a4 = partial(parameters, fmt)
-    found = {name: (tuple(each.shape), dtype) for name, each in network.state_dict().items()}
+def of_modulation(rows: int, columns: int = 128) -> Stored:
+    groups = (columns // 64, rows)
+    return {"qweight": ((rows // 4, columns // 2), torch.int32), "bias": ((rows,), torch.bfloat16),
+            "wscales": (groups, torch.bfloat16), "wzeros": (groups, torch.bfloat16)}  # fmt: skip
 
-    def replace_with(name: str, parameters: Mapping[str, tuple], *old: str) -> None:
-        for each in old:
-            found.pop(f"{each}.weight")
-            found.pop(f"{each}.bias", None)
-        found.update({f"{name}.{end}": parameter for end, parameter in parameters.items()})
 
-    linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    for name, linear in linears.items():
-        rows, columns = linear.weight.shape
-        head, _, last = name.rpartition(".")
-        bias = linear.bias is not None
-        if "transformer_blocks." not in name or (name.endswith(("attn2.to_k", "attn2.to_v"))):
-            continue
-        if last in ("to_q", "add_q_proj") and not head.endswith("attn2"):
-            fused = {"to_q": "to_qkv", "add_q_proj": "add_qkv_proj"}[last]
-            old = [f"{head}.{last.replace('q', letter)}" for letter in "qkv"]
-            replace_with(f"{head}.{fused}", w4a4(3 * rows, columns, rank, bias, dtype), *old)
-        elif name.endswith(("norm1.linear", "norm1_context.linear", "norm.linear")):
-            groups = (columns // 64, rows)
-            awq = {"qweight": ((rows // 4, columns // 2), torch.int32), "wscales": (groups, torch.bfloat16),
-                   "wzeros": (groups, torch.bfloat16), "bias": ((rows,), torch.bfloat16)}  # fmt: skip
-            replace_with(name, awq, name)
-        elif last == "proj_mlp":
-            replace_with(f"{head}.mlp_fc1", w4a4(rows, columns, rank, bias, dtype), name)
-        elif last == "proj_out":
-            replace_with(f"{head}.mlp_fc2", w4a4(rows, columns - rows, rank, bias, dtype), name)
-            replace_with(f"{head}.attn.to_out", w4a4(rows, rows, rank, bias, dtype))
-        elif last not in ("to_k", "to_v", "add_k_proj", "add_v_proj"):
-            replace_with(name, w4a4(rows, columns, rank, bias, dtype), name)
+def expected(network: nn.Module, fmt: str, rank: int, dtype: torch.dtype) -> Stored:
+    """Names, shapes and dtypes of a file of this network: what is in no block has the names of diffusers."""
+    state = network.state_dict()
+    inside = [name for name in state if "transformer_blocks." in name]
+    found = {name: (tuple(each.shape), dtype) for name, each in state.items() if name not in inside}
+    for block in {name[: re.search(r"transformer_blocks\.\d+", name).end()] for name in inside}:
+        kind = block.partition(".")[0] if block.partition(".")[0] in OF_A_BLOCK else "attentions"
+        layers, kept = OF_A_BLOCK[kind]
+        for name, (rows, columns) in layers.items():
+            pieces = of_four_bits(fmt, 128 * rows, 128 * columns, rank, dtype)
+            if kind != "attentions" or not name.endswith(("to_qkv", "to_q")):  # which have none in SDXL
+                pieces["bias"] = (128 * rows,), dtype
+            found |= {f"{block}.{name}.{end}": piece for end, piece in pieces.items()}
+        for name, chunks in MODULATIONS[kind].items():
+            found |= {f"{block}.{name}.{end}": piece for end, piece in of_modulation(128 * chunks).items()}
+        sides = (32,) if kind != "attentions" else (128,)
+        found |= {f"{block}.{name}": ((128, 128) if "to_" in name else sides, dtype) for name in kept}
     return found
 
 
@@ -160,10 +134,8 @@ def test_a_file_has_the_names_shapes_and_dtypes_that_nunchaku_loads(
     assert path.name == f"svdq-{name}_r{config['rank']}-{'flux.1' if family == 'flux' else 'sdxl'}.safetensors"
     with torch.device("meta"):
         network = case.kind.from_config(json.loads(metadata["config"]))
-    loaded = {LOADS[family](key): each for key, each in load_file(path).items()}
-    assert {name: (tuple(each.shape), each.dtype) for name, each in loaded.items()} == expected(
-        network, fmt, config["rank"], dtype
-    )
+    stored = {name: (tuple(each.shape), each.dtype) for name, each in load_file(path).items()}
+    assert stored == expected(network, fmt, config["rank"], dtype)
 
 
 def test_names_of_deepcompressor_and_nunchaku_are_translated_both_ways():
@@ -409,13 +381,6 @@ def test_a_run_that_leaves_a_layer_or_smooths_fused_ones_apart_is_refused(made):
             adapted(assignment | {layer: replace(assignment[layer], **change)}, TARGETS[NAME])
 
 
-def remade(path: Path, folder: Path, change=lambda tensors: None, **metadata: str) -> Path:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, folder / "a.safetensors", {**metadata_of(path), **metadata})
-    return folder / "a.safetensors"
-
-
 BLOCK = "single_transformer_blocks.0"
 
 
@@ -423,7 +388,7 @@ BLOCK = "single_transformer_blocks.0"
 @pytest.mark.parametrize(
     "change, metadata, words",
     [
-        (None, {"model_class": "NunchakuQwenImageTransformer2DModel"}, "is of NunchakuQwen.*expected NunchakuFlux"),
+        (dict, {"model_class": "NunchakuQwenImageTransformer2DModel"}, "is of NunchakuQwen.*expected NunchakuFlux"),
         (lambda tensors: tensors.pop(f"{BLOCK}.mlp_fc2.qweight"), {}, "missing: .*unknown"),
         (lambda tensors: tensors.pop(f"{BLOCK}.out_proj.qweight"), {}, "missing: .*proj_out.weight"),
         (lambda tensors: tensors.update({f"{BLOCK}.qkv_proj.proj_down": torch.zeros(1)}), {}, "twice"),
@@ -435,7 +400,7 @@ BLOCK = "single_transformer_blocks.0"
 def test_a_file_that_is_not_whole_is_refused(made, tmp_path, change, metadata, words):
     case, _, path = made("flux")
     with pytest.raises(ArtifactError, match=words):
-        case.read(remade(path, tmp_path, change or (lambda tensors: None), **metadata), NAME)
+        case.read(changed(path, tmp_path, change, **metadata), NAME)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The rules of SGLang's and vLLM-Omni's loaders of Flux, as their sources have them: names, dtypes, shapes, inputs."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -28,8 +27,8 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
+from ..tiny import changed
 from .conftest import recipe_of
-from .damage import CONFIG, WEIGHTS, damaged
 
 pytestmark = pytest.mark.commit
 
@@ -58,32 +57,7 @@ def written(tiny, tmp_path_factory):
 
 
 def config_of(folder: Path) -> dict:
-    return json.loads((folder / CONFIG).read_text())["quantization_config"]
-
-
-# SGLang's loader
-
-
-def skipped_by_sglang(prefix: str, ignored: list[str]) -> bool:
-    """As SGLang's ``is_layer_skipped`` of a linear that is not stacked, after ``from_config``: words in their order."""
-    both = [name for entry in ignored for name in (entry.removeprefix("model."), f"model.{entry}")]
-    words = prefix.split(".")
-    parts = {tuple(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
-    return any(tuple(name.split(".")) in parts for name in both)
-
-
-# vLLM-Omni's
-
-PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
-
-
-def skipped_by_vllm(prefix: str, ignored: list[str]) -> bool:
-    """As vLLM's ``is_layer_skipped``: exact names, of a stacked linear its own or those of all parts."""
-    owner, _, last = prefix.rpartition(".")
-    if prefix in ignored or last not in PARTS:
-        return prefix in ignored
-    (found,) = {f"{owner}.{part}" in ignored for part in PARTS[last]}
-    return found
+    return json.loads((folder / "transformer/config.json").read_text())["quantization_config"]
 
 
 # What is written
@@ -91,7 +65,7 @@ def skipped_by_vllm(prefix: str, ignored: list[str]) -> bool:
 
 def test_transformers_decodes_the_numbers_of_the_assignment(written):
     case, assignment, folder = written(SGLANG)
-    stored, read = load_file(folder / WEIGHTS), case.read(folder, SGLANG)
+    stored, read = load_file(folder / "transformer/diffusion_pytorch_model.safetensors"), case.read(folder, SGLANG)
     config = FineGrainedFP8Config(**config_of(folder))
     assert config.modules_to_not_convert == config_of(folder)["ignored_layers"]
     assert tuple(config.weight_block_size) == (128, 128)
@@ -103,6 +77,7 @@ def test_transformers_decodes_the_numbers_of_the_assignment(written):
         (decoded,) = Fp8Dequantize(None).convert(own).values()
         assert torch.equal(decoded, FORMATS["fp8_128x128"].dequantize(codes, scales))
         assert torch.equal(read.layers[row.name].weight.read(), decoded)
+        assert str(read.layers[row.name].inputs) == "float8_e4m3fn, a scale for 128 numbers"
 
 
 def test_sglang_ignores_whole_words_and_none_that_would_match_a_quantized_layer(written):
@@ -113,8 +88,7 @@ def test_sglang_ignores_whole_words_and_none_that_would_match_a_quantized_layer(
     network = empty_denoiser(case.checkpoint)
     linears = [name for name, each in network.named_modules() if isinstance(each, nn.Linear)]
     kept = {name for name in linears if assignment.get(name) is None or assignment[name].format is None}
-    assert {name for name in linears if skipped_by_sglang(name, ignored)} == kept - {"proj_out"}
-    assert [skips(ignored, name) for name in linears] == [skipped_by_sglang(name, ignored) for name in linears]
+    assert {name for name in linears if skips(ignored, name)} == kept - {"proj_out"}
 
 
 @pytest.mark.parametrize(
@@ -125,17 +99,18 @@ def test_sglang_ignores_whole_words_and_none_that_would_match_a_quantized_layer(
     }.items(),
 )  # fmt: skip
 def test_an_entry_of_sglangs_is_whole_words_of_a_name(entry, found):
-    assert found == skips([entry], f"{SINGLE}.proj_out") == skipped_by_sglang(f"{SINGLE}.proj_out", [entry.rstrip(".")])
+    """``is_layer_skipped`` of a linear that is not stacked."""
+    assert found == skips([entry], f"{SINGLE}.proj_out")
 
 
 def test_vllm_ignores_exact_names_of_parts_and_of_what_is_stacked(written):
     ignored = config_of(written(VLLM)[2])["ignored_layers"]
     expected = {f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_qkv")} | {f"{SINGLE}.norm.linear"}
     assert expected <= set(ignored) and not any("*" in name for name in ignored)
-    assert skipped_by_vllm(f"{SINGLE}.attn.to_qkv", ignored) and not skipped_by_vllm(f"{SINGLE}.proj_mlp", ignored)
+    assert f"{SINGLE}.proj_mlp" not in ignored
 
 
-ROW = LayerAssignment(f"{SINGLE}.attn.to_q", "qkv", (200, 256), "fp8_128x128", "fp8_128", weight_amax=torch.ones(1))
+ROW = LayerAssignment("layer", "qkv", (200, 256), "fp8_128x128", "fp8_128", weight_amax=torch.ones(1))
 
 
 def test_such_rows_are_written_with_a_scale(monkeypatch):
@@ -169,19 +144,22 @@ def test_inputs_are_rounded_as_sglangs_kernel_does():
     assert 0.01 < relative_error(x, found) < 0.04
 
 
-def test_the_network_that_is_read_rounds_the_inputs_of_every_quantized_layer(written):
-    case, _, folder = written(SGLANG)
-    read = case.read(folder, SGLANG)
-    assert {str(layer.inputs) for layer in read.layers.values()} == {"float8_e4m3fn, a scale for 128 numbers"}
-    weights_alone = replace(read, layers={name: replace(each, inputs=None) for name, each in read.layers.items()})
-    by_hand = case.network(weights_alone)
-    for name in read.layers:
-        by_hand.get_submodule(name).register_forward_pre_hook(lambda _, given: (BlockFloat8(128)(given[0]),))
-    judged = case.network(read)
-    assert case.error(by_hand, judged) == 0 and case.error(case.network(weights_alone), judged) > 1e-3
-
-
 # What is refused
+
+QUERY = f"{SINGLE}.attn.to_q"
+
+
+@pytest.fixture
+def read_changed(written, tmp_path):
+    """``read_changed(target, change, config)``: what is read of a folder with other tensors or another config."""
+
+    def read(target: str, *changes, **config):
+        case, _, folder = written(target)
+        found = changed(folder / "transformer", tmp_path / target, *changes, **config)
+        return TARGETS[target].module.read(found, case.checkpoint)
+
+    return read
+
 
 ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blocks.1", "proj_mlp"]}
 
@@ -202,32 +180,29 @@ ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blo
         (VLLM, rf"that its config ignores \(1: {SINGLE}.proj_mlp", {"ignored_layers": [f"{SINGLE}.proj_mlp"]}),
     ],
 )
-def test_a_config_that_the_server_takes_otherwise_is_refused(written, tmp_path, target, message, changes):
+def test_a_config_that_the_server_takes_otherwise_is_refused(read_changed, target, message, changes):
     with pytest.raises(ArtifactError, match=message):
-        damaged(target, written(target), tmp_path, change_config=lambda config: config.update(changes))
+        read_changed(target, config=lambda config: config.update(changes))
 
 
-def test_what_transformers_writes_besides_is_read(written, tmp_path):
+def test_what_transformers_writes_besides_is_read(read_changed):
     """Its name for the list, its keys as they are by default, scales in bf16."""
 
     def change(config: dict) -> None:
         config["modules_to_not_convert"] = config.pop("ignored_layers")
         config.update(FineGrainedFP8Config(**config).to_dict())
 
-    def to_bf16(tensors: dict, layer: str) -> None:
-        tensors[f"{layer}.weight_scale_inv"] = tensors[f"{layer}.weight_scale_inv"].bfloat16()
+    def to_bf16(tensors: dict) -> None:
+        tensors[f"{QUERY}.weight_scale_inv"] = tensors[f"{QUERY}.weight_scale_inv"].bfloat16()
 
-    assert len(damaged(SGLANG, written(SGLANG), tmp_path, change, to_bf16).layers) == 2 * 8 + 2 * 5 - 1
+    assert len(read_changed(SGLANG, to_bf16, change).layers) == 2 * 8 + 2 * 5 - 1
 
 
-def test_codes_without_a_scale_and_unknown_tensors_are_refused(written, tmp_path):
+def test_codes_without_a_scale_and_unknown_tensors_are_refused(read_changed):
     with pytest.raises(ArtifactError, match="in no floating point"):
-        damaged(SGLANG, written(SGLANG), tmp_path,
-                change=lambda tensors, layer: tensors.pop(f"{layer}.weight_scale_inv"))  # fmt: skip
-    (tmp_path / "more").mkdir()
+        read_changed(SGLANG, lambda tensors: tensors.pop(f"{QUERY}.weight_scale_inv"))
     with pytest.raises(ArtifactError, match="1 unknown: .*input_scale"):
-        damaged(VLLM, written(VLLM), tmp_path / "more",
-                change=lambda tensors, layer: tensors.update({f"{layer}.input_scale": torch.ones(())}))  # fmt: skip
+        read_changed(VLLM, lambda tensors: tensors.update({f"{SINGLE}.proj_mlp.input_scale": torch.ones(())}))
 
 
 def test_sglang_is_for_flux(tiny):
