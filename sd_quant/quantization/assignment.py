@@ -50,8 +50,7 @@ class LayerAssignment:
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
     output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``error_model``
-    accumulated_error: float | None = None  # the same over all denoising steps
-    fixed_alpha_error: float | None = None  # accumulated_error with FIXED_ALPHA, where alpha was searched
+    fixed_alpha_error: float | None = None  # output_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The scales of a rewritten and rotated weight [out, in...]: [out, 1...], [1, 1...] or one per block."""
@@ -147,8 +146,7 @@ class LayerAssignment:
             "alpha": self.alpha,
             "smoothing": self.smoothing,
             "output_error": self.output_error,
-            "accumulated_error": self.accumulated_error,
-            f"accumulated_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
+            f"output_error_alpha_{FIXED_ALPHA}": self.fixed_alpha_error,
             "activation_scale": self.activation_scale,
             "activation_zero_point": self.activation_zero_point if self.activation_scale else None,
             "weight_scale_min": None if weight_scale is None else weight_scale.min().item(),

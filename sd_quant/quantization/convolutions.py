@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.error_model import with_output_errors
+from sd_quant.quantization.error_model import with_output_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
@@ -35,13 +35,13 @@ def assign_convolution(
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
     values = statistics.rows.values.float()
     symmetric = InputRange(observed_range(values, amax, layer.role, recipe))
-    plain = with_output_errors(with_ranges(layer, weight, symmetric, recipe), weight, statistics)
+    plain = with_output_error(with_ranges(layer, weight, symmetric, recipe), weight, statistics)
     if not recipe.shift or not plain.output_error:
         return plain
     shifted = with_ranges(layer, weight, shifted_range(values, amax, recipe), recipe)
     if not shifted.activation_zero_point:
         return plain
-    shifted = with_output_errors(with_shifted_bias(shifted, weight, bias), weight, statistics)
+    shifted = with_output_error(with_shifted_bias(shifted, weight, bias), weight, statistics)
     return shifted if shifted.output_error <= SHIFT_PAYS * plain.output_error else plain
 
 

@@ -13,7 +13,7 @@ from sd_quant.models.parts import Heads, SharedInput, text_readers
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
-from sd_quant.quantization.error_model import with_output_errors
+from sd_quant.quantization.error_model import with_output_error
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe, reason_kept
@@ -94,7 +94,7 @@ def derive(
         for layer in with_refined_branches(layers, [weight_of(name) for name in names], statistics[names[0]], own):
             name = layer.name
             layer = with_rounded_weight(layer, weight_of(name), statistics[name], own)
-            assignment[name] = with_output_errors(layer, weight_of(name), statistics[name])
+            assignment[name] = with_output_error(layer, weight_of(name), statistics[name])
             advance()
     if recipe.enable.attention is not None:
         text = text_readers(inputs)

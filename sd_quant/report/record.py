@@ -446,7 +446,7 @@ class AutoCompared(TypedDict):
 
     layers: Annotated[Count, Doc("of at most 16 inputs, evenly drawn")]
     lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
-    error: Annotated[Finite, Doc("root mean square of their `accumulated_error`")]
+    error: Annotated[Finite, Doc("root mean square of their `output_error`")]
     error_auto: Annotated[Finite, Doc("the same with `alpha=auto`")]
 
 

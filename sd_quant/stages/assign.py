@@ -77,7 +77,7 @@ def assign(
 def auto_compared(
     loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
 ) -> AutoCompared | None:
-    """Compare the ``accumulated_error`` of layers with ``alpha=auto`` and with the given alpha.
+    """Compare the ``output_error`` of layers with ``alpha=auto`` and with the given alpha.
 
     The layers are those of at most ``TRIED`` shared inputs, evenly drawn. None unless alpha is a number, and where no
     quantized linear has an error.
@@ -98,7 +98,7 @@ def auto_compared(
             assign_linears(alone, rows, read, weights.__getitem__, optional(weights, "bias"), statistics.layers, each)
             for each in (recipe, replace(recipe, alpha="auto"))
         )
-        pairs = [(layer.accumulated_error, auto[name].accumulated_error) for name, layer in given.items()]
+        pairs = [(layer.output_error, auto[name].output_error) for name, layer in given.items()]
         errors += [(before, after) for before, after in pairs if before is not None and after is not None]
     if not errors:
         return None

@@ -52,7 +52,8 @@ def with_auto(auto: Mapping[str, Any]) -> str:
     before, after = auto["error"], auto["error_auto"]
     verb = "lowers" if after < before else "does not lower"
     of = f"{auto['lower']} of {counted(auto['layers'], 'layer')} tried"
-    return f"{verb} the error of layers ({before:.2%} with the given alpha, {after:.2%} with auto; lower in {of})"
+    errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {of}"
+    return f"{verb} the error of layers with the calibrated prompts ({errors})"
 
 
 def in_sweep(directory: Path) -> bool:

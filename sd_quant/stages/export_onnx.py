@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
 GRAPH = "graph.onnx"
 # fields of an assignment that only the report reads
-REPORTED = {"role", "reason", "alpha", "output_error", "accumulated_error", "fixed_alpha_error"}
+REPORTED = {"role", "reason", "alpha", "output_error", "fixed_alpha_error"}
 
 
 @dataclass(frozen=True)

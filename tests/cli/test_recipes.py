@@ -72,7 +72,7 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     layers = {row["name"]: row for row in rows_of(run / "layers.csv")}
     assert all(layers[row["name"]]["reason"] == "among the most sensitive layers" for row in ranked[:2])
     searched = [row for row in layers.values() if row["alpha"]]
-    gains = [float(row["accumulated_error_alpha_0.8"]) - float(row["accumulated_error"]) for row in searched]
+    gains = [float(row["output_error_alpha_0.8"]) - float(row["output_error"]) for row in searched]
     assert len({row["alpha"] for row in searched}) > 1 and sum(gains) > 0
     assert record["smoothing"]["multiplications"] == len(searched) > 4
 

@@ -13,7 +13,7 @@ from sd_quant.quantization import linears, row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.derivation import derive, derive_nearest
-from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.error_model import output_error
 from sd_quant.quantization.linears import ALPHAS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
@@ -230,14 +230,10 @@ def torchs_outputs(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> dict
     }
 
 
-def torchs_errors(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> tuple[float, float]:
-    """Of the output at one step, and accumulated: squared errors of the input add up over the steps, those of the
-    weight before they are squared."""
+def torchs_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
     outputs = torchs_outputs(layer, weight, rows)
     exact = outputs["neither"]
-    both, of_input, of_weight = (outputs[which] - exact for which in ("both", "input", "weight"))
-    summed = STEPS * of_input.square().sum() + (STEPS * of_weight).square().sum()
-    return (both.norm() / exact.norm()).item(), (summed.sqrt() / (STEPS**0.5 * exact.norm())).item()
+    return ((outputs["both"] - exact).norm() / exact.norm()).item()
 
 
 def test_weights_of_another_network_take_no_statistics():
@@ -258,19 +254,17 @@ def test_weights_of_another_network_take_no_statistics():
 def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
     weights, rows, statistics = random_input()
     for layer in derive_readers(weights, statistics, alpha):
-        expected, accumulated = torchs_errors(layer, weights[layer.name], rows)
+        expected = torchs_error(layer, weights[layer.name], rows)
         assert 1e-3 < expected < 0.2
         assert layer.output_error == pytest.approx(expected, rel=1e-4)
-        assert layer.accumulated_error == pytest.approx(accumulated, rel=1e-3)
 
 
 def test_the_output_error_of_a_convolution_is_that_of_its_patches():
     weight, patches = drawn(8, 3, 3, 3), drawn(64, 27, seed=1).half().float()
     chosen = InputRange(patches.abs().max().item() / 2)
     layer = with_ranges(LayerAssignment("conv", "conv", (8, 3, 3, 3)), weight, chosen, Recipe(3.0, 0.8))
-    expected, _ = torchs_errors(layer, weight, patches)
-    assert output_errors(layer, weight, patches, 1)[0] == pytest.approx(expected, rel=1e-4)
-    assert output_errors(layer, weight, patches[:0], 1) == output_errors(layer, weight, 0 * patches, 1) == (None, None)
+    assert output_error(layer, weight, patches) == pytest.approx(torchs_error(layer, weight, patches), rel=1e-4)
+    assert output_error(layer, weight, patches[:0]) is output_error(layer, weight, 0 * patches) is None
 
 
 def test_a_branch_reads_the_input_as_it_comes():
@@ -278,8 +272,8 @@ def test_a_branch_reads_the_input_as_it_comes():
     branch = (torch.tensor([[1.0]]).half(), torch.tensor([[1.0, 0.0]]).half())
     layer = LayerAssignment("up", "ffn", (1, 2), "int8", "int8", weight_axis=0, weight_amax=torch.tensor([127.0]),
                             activation_amax=127.0, low_rank=branch)  # fmt: skip
-    error, accumulated = output_errors(layer, torch.tensor([[2.0, 2.0]]), torch.tensor([[200.0, 1.0]]), 20)
-    assert error == accumulated == pytest.approx((402 - 329) / 402)
+    error = output_error(layer, torch.tensor([[2.0, 2.0]]), torch.tensor([[200.0, 1.0]]))
+    assert error == pytest.approx((402 - 329) / 402)
 
 
 def test_the_bias_of_each_row_is_rounded_for_itself(monkeypatch):
@@ -287,7 +281,7 @@ def test_the_bias_of_each_row_is_rounded_for_itself(monkeypatch):
     monkeypatch.setattr(row_chunks, "CHUNK", 1)
     layer = LayerAssignment("conv", "conv", (3, 1), "int8", weight_axis=0, weight_amax=torch.full((3,), 127.0),
                             bias=torch.tensor([0.0, 2049.0, 4098.0]))  # fmt: skip
-    found = output_errors(layer, torch.tensor([[1.0], [2.0], [2.0]]), torch.ones(1, 1), 1)[0]
+    found = output_error(layer, torch.tensor([[1.0], [2.0], [2.0]]), torch.ones(1, 1))
     assert found == pytest.approx((1**2 + 2**2) ** 0.5 / 3)
 
 
@@ -304,14 +298,13 @@ def test_no_alpha_has_a_smaller_error_than_auto(seed, readers):
     weights, rows, statistics = random_input(seed, readers)
     cost = {
         alpha: sum(
-            torchs_errors(layer, weights[layer.name], rows)[1] ** 2
-            for layer in derive_readers(weights, statistics, alpha)
+            torchs_error(layer, weights[layer.name], rows) ** 2 for layer in derive_readers(weights, statistics, alpha)
         )
         for alpha in ALPHAS
     }
     found = derive_readers(weights, statistics, "auto")
     assert {layer.alpha for layer in found} == {min(cost, key=cost.get)}
-    assert sum(layer.accumulated_error**2 for layer in found) == pytest.approx(min(cost.values()), rel=1e-3)
+    assert sum(layer.output_error**2 for layer in found) == pytest.approx(min(cost.values()), rel=1e-3)
     assert len({round(value, 9) for value in cost.values()}) == len(ALPHAS)  # there was something to choose
 
 
@@ -326,9 +319,9 @@ def test_auto_chooses_by_the_maximum_and_leaves_the_range_to_the_observer():
     assert [layer.alpha for layer in found] == [layer.alpha for layer in plain]
     assert [layer.activation_amax for layer in found] == [layer.activation_amax for layer in again]
     assert found[0].activation_amax < plain[0].activation_amax
-    assert [layer.fixed_alpha_error for layer in found] == [layer.accumulated_error for layer in fixed]
+    assert [layer.fixed_alpha_error for layer in found] == [layer.output_error for layer in fixed]
     assert [layer.fixed_alpha_error for layer in fixed] == [None, None]
-    assert found[0].row()["accumulated_error_alpha_0.8"] == fixed[0].accumulated_error
+    assert found[0].row()["output_error_alpha_0.8"] == fixed[0].output_error
 
 
 def test_auto_without_sampled_inputs_still_assigns():
@@ -344,8 +337,8 @@ def test_a_smoothed_weight_in_fp16_is_not_divided_in_fp16():
 def test_rows_are_plain_values_that_a_csv_holds():
     rows = assign()
     for name, expected in {
-        "down": "down,ffn,2x2,int8,int8,,,,,0.5,folded into up,,,,8.0,0,1.0,8.0,0.5,1.0",
-        "norm": "norm,norm,2,high precision,,,,,takes over the smoothing of to_q,,,,,,,,,,,",
+        "down": "down,ffn,2x2,int8,int8,,,,,0.5,folded into up,,,8.0,0,1.0,8.0,0.5,1.0",
+        "norm": "norm,norm,2,high precision,,,,,takes over the smoothing of to_q,,,,,,,,,,",
     }.items():
         text = io.StringIO()
         csv.DictWriter(text, rows[name].row()).writerow(rows[name].row())
@@ -476,7 +469,7 @@ def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_
     assert advanced == 2 * [plain] + 3 * [chosen]
     assert nearest["first"].rounded is None and gptq["first"].rounded is not None
     assert gptq["first"].output_error < 0.8 * nearest["first"].output_error
-    measured = output_errors(gptq["first"], weights["first"], statistics["first"].rows.values, 1)
-    assert gptq["first"].output_error == measured[0]
+    measured = output_error(gptq["first"], weights["first"], statistics["first"].rows.values)
+    assert gptq["first"].output_error == measured
     assert (gptq["first"].format, gptq["second"].format, gptq["second"].rounded) == ("int4", "int8", None)
     assert gptq["second"].output_error < 0.2 * nearest["second"].output_error

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.error_model import output_errors
+from sd_quant.quantization.error_model import output_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import low_rank, low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
@@ -164,7 +164,7 @@ def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_se
         before, after = (
             rounded(layer, weight, rows, rounding, True, rank=4, branch_rounds=rounds) for rounds in (0, 3)
         )
-        errors = [output_errors(each, weight, others, 1)[0] for each in (before, after)]
+        errors = [output_error(each, weight, others) for each in (before, after)]
         assert errors[1] < left * errors[0]
         assert before.low_rank is layer.low_rank and after.low_rank[1].shape == (4, INPUTS)
 
@@ -277,7 +277,7 @@ def test_the_hessian_of_all_rows_errs_less_on_rows_that_nobody_has_seen(fmt):
     layer = row(weight, fmt)
     sampled = rounded(layer, weight, rows[:128], scale_search=True)
     whole = rounded(layer, weight, rows[:128], scale_search=True, hessian=hessian_of(rows, WIDE), block=WIDE)
-    errors = [output_errors(each, weight, others, 1)[0] for each in (sampled, whole)]
+    errors = [output_error(each, weight, others) for each in (sampled, whole)]
     assert errors[1] < 0.9 * errors[0]
 
 

@@ -87,14 +87,14 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
     answering(stage, denoiser_weights=weights)
     loaded = SimpleNamespace(
         base=None, checkpoint=None, roles=dict.fromkeys(names, "ffn"), shared_inputs=[SharedInput((n,)) for n in names],
-        attentions={}, exclude=["kept"], weights_alone=[], recipe=Recipe(3.0, 0.8),
+        attentions={}, exclude=["kept"], weights_alone=[], recipe=Recipe(3.0, 0.0),
     )  # fmt: skip
     statistics = Statistics(dict.fromkeys(names, seen), {})
     given = stage.assign(loaded, statistics)
     auto = stage.assign(SimpleNamespace(**vars(loaded) | {"recipe": Recipe(3.0, "auto")}), statistics)
 
     def compared(*tried: str) -> dict:
-        before, after = ([each[name].accumulated_error for name in tried] for each in (given, auto))
+        before, after = ([each[name].output_error for name in tried] for each in (given, auto))
         mean = [math.sqrt(sum(error**2 for error in each) / len(tried)) for each in (before, after)]
         lower = sum(new < old for old, new in zip(before, after, strict=True))
         return {"layers": len(tried), "lower": lower, "error": mean[0], "error_auto": mean[1]}

@@ -76,7 +76,7 @@ def test_every_column_decides_but_those_of_errors(tmp_path):
         found[column] = hand_over.decided(tmp_path / "layers.csv")
     plain = found.pop("")
     ignored = {column for column in found if found[column] == plain}
-    assert ignored == {"output_error", "accumulated_error", "accumulated_error_alpha_0.8"} and len(found) > 18
+    assert ignored == {"output_error", "output_error_alpha_0.8"} and len(found) > 18
 
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
