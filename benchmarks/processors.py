@@ -40,7 +40,7 @@ from sd_quant.errors import ConfigError, ResourceError, exit_with_its_code
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.metrics.fidelity import psnr
-from sd_quant.metrics.latency import measure_in_turn
+from sd_quant.metrics.latency import Stopping, measure_together
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.numbers import relative_error
 from sd_quant.places import HOME, input_path
@@ -139,8 +139,8 @@ def measured(options: argparse.Namespace, *runs: str) -> Record:
         "unquantized": load_engine("openvino", artifact(own / "full_precision", "onnx", DENOISER)),
         "int8": load_engine("openvino", artifact(own, "onnx", DENOISER)),
     }
-    latency = measure_in_turn(calls_of(pair, inputs), 5, repeats)
-    times = {name: median(found["samples_ms"]) for name, found in latency.items()}
+    rounds = measure_together(calls_of(pair, inputs), 5, Stopping(repeats, 1, 0))
+    times = {name: median(samples) for name, samples in rounds.samples.items()}
     return {
         "torch": torch.backends.cpu.get_cpu_capability(),
         "saturates": openvino.saturates(),

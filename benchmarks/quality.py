@@ -51,7 +51,7 @@ RECIPES = {
     **{f"alpha={alpha}": replace(DEFAULT, alpha=alpha) for alpha in (0.5, 0.8, 1.0)},
     "smoothing=none": replace(DEFAULT, alpha=None, smoothing="none"),
     "smoothing=modelopt": replace(DEFAULT, smoothing="modelopt"),
-    **{f"observer={name}": replace(DEFAULT, observer=name) for name in ("min_max", "percentile", "entropy", "mse")},
+    **{f"observer={name}": replace(DEFAULT, observer=name) for name in ("min_max", "mse")},
     "collect_method=default": replace(DEFAULT, collect_method="default"),
     "percentile=0.4": replace(DEFAULT, percentile=0.4),
     **{f"quant_level={level:g}": replace(DEFAULT, quant_level=level) for level in (1.0, 2.0, 2.5)},

@@ -25,7 +25,8 @@ from sd_quant.devices import CPU
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.metrics.flops import operations
-from sd_quant.metrics.latency import clock_of, cuda_events, measure, measure_in_turn, ratio
+from sd_quant.metrics.intervals import Interval, ratio_interval
+from sd_quant.metrics.latency import Call, Clock, Stopping, clock_of, cuda_events, measure, measure_together
 from sd_quant.models.parts import first_output
 from sd_quant.models.sdxl_nemo import TextShape
 from sd_quant.numbers import relative_error
@@ -134,8 +135,19 @@ def measured_peaks() -> dict[str, float]:
         calls["fp8"] = lambda: torch._scaled_mm(
             eighths[0], eighths[1].T, one, one, out_dtype=torch.float16, use_fast_accum=True
         )
-    found = measure_in_turn(calls, 3, 10, dict.fromkeys(calls, cuda_events))
+    found = measure_in_turn(calls, 3, 10, cuda_events)
     return {name: 2 * SIDE**3 / (times["p50_ms"] / 1e3) for name, times in found.items()}
+
+
+def measure_in_turn(calls: Mapping[str, Call], warmup: int, repeats: int, clock: Clock) -> dict[str, dict[str, Any]]:
+    """The latencies of ``calls`` by their names, from the same rounds."""
+    rounds = measure_together(calls, warmup, Stopping(repeats, 1, 0), dict.fromkeys(calls, clock))
+    return {name: rounds.statistics(name) for name in calls}
+
+
+def ratio(a: Mapping[str, Any], b: Mapping[str, Any]) -> Interval:
+    """a / b over the rounds, for two results of one ``measure_in_turn``: above 1 where b is faster."""
+    return ratio_interval(a["samples_ms"], b["samples_ms"])
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
@@ -172,7 +184,7 @@ def timed(bench: Bench, side: Side, engine: Engine, batch: int, begun: float, to
     sides = {"side": engine, "eager": bench.eager, "compiled": bench.compiled}
     calls = {key: partial(each, **inputs) for key, each in sides.items() if key == "side" or each is not engine}
     ready = time.monotonic()
-    times = measure_in_turn(calls, 3, repeats, dict.fromkeys(calls, clock))
+    times = measure_in_turn(calls, 3, repeats, clock)
     milliseconds = times["side"]["p50_ms"]
     rate = batch * bench.operations / (milliseconds / 1e3)
     row: dict[str, Any] = {
@@ -278,7 +290,7 @@ def picture_of(bench: Bench, name: str, batch: int) -> dict[str, Any]:
             "p50_ms"
         ]
     calls = {key: pictures(unet) for key, unet in {"side": engine, "compiled": bench.compiled}.items()}
-    times = measure_in_turn(calls, 1, 5, dict.fromkeys(calls, clock))
+    times = measure_in_turn(calls, 1, 5, clock)
     seconds, interval = times["side"]["p50_ms"] / 1e3, ratio(times["compiled"], times["side"])
     return row | {
         "steps": bench.chosen.picture_steps,

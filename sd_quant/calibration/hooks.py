@@ -9,8 +9,8 @@ The first token of a text is unlike all others: in SDXL it is 80 times as large 
 sample may miss it, and a range without it clips it in every image. So a layer that reads the text always has the first
 prompt's first token in its sample.
 
-``bytes_bound`` bounds the size of the statistics; each prompt adds 4 bytes per step and convolution. Collecting them
-takes about twice as much memory. Hessians, where a recipe takes any, are summed in place (``quantization.hessians``).
+Each prompt adds 4 bytes per step and convolution to the statistics. Collecting them takes about twice as much memory as
+they have. Hessians, where a recipe takes any, are summed in place (``quantization.hessians``).
 """
 
 import math

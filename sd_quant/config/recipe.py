@@ -324,8 +324,6 @@ def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
             yield knob, idle, f"fit={quantize.fit} chooses the formats of all layers of all parts"
     if quantize.smoothing == "none":
         yield "alpha", None, f"{label} smooths nothing"
-    if "percentile" not in (quantize.observer, quantize.weight_observer):
-        yield "observer_percentile", 99.99, "only quantize.observer=percentile reads it"
     if not (FORMATS[conv.weight].static_scale or FORMATS[linear.weight].static_scale):
         yield "per_channel", False, f"{label} has scales per block"
     if conv.activation is None:
@@ -375,7 +373,7 @@ def check_observers(quantize: Quantize) -> None:
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
     judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
-    expected = f"{' or '.join(judging)}, because {label} has no equal levels for it to judge by"
+    expected = f"{' or '.join(judging)}, because inputs of {label} have scales per block"
     check(quantize.observer in (*judging, BY_ROLE), "quantize.observer", quantize.observer, expected)
     if (observer := quantize.weight_observer) == "min_max":
         return
@@ -383,7 +381,7 @@ def check_observers(quantize: Quantize) -> None:
     fits = all(fmt.static_scale and OBSERVERS[observer].judges(fmt) for fmt in weights)
     fits &= not (quantize.per_channel or quantize.chooses_bits) and quantize.smoothing == "none"
     expected = (
-        "min_max, because the others choose the one range of a weight that is not smoothed, as of "
+        "min_max, because an observer chooses the one range of a weight that is not smoothed, as of "
         "quantize=int8_weight_only quantize.per_channel=false, and without a budget"
     )
     check(fits, "quantize.weight_observer", observer, expected)

@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
@@ -241,7 +242,7 @@ def write_folder(
     checkpoint: Checkpoint,
     assignment: Mapping[str, LayerAssignment],
     folder: Path,
-    others: Mapping[str, Mapping[str, LayerAssignment]],
+    others: Mapping[str, Mapping[str, LayerAssignment]] = MappingProxyType({}),
     *,
     convert: Callable[[Path, Path], None],
 ) -> Path:

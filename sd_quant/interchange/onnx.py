@@ -5,15 +5,12 @@ floating point, so there the folder is for correctness; its GPU providers decide
 The road not taken is optimum's own export and ONNX Runtime's quantizer, which would choose its own ranges.
 """
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.exported_parts import write_folder
-from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
     "onnx",
@@ -25,20 +22,11 @@ FACTS = ForeignFormat(
 )
 
 
-def write(
-    checkpoint: Checkpoint,
-    assignment: Mapping[str, LayerAssignment],
-    folder: Path,
-    others: Mapping[str, Mapping[str, LayerAssignment]] = MappingProxyType({}),
-) -> Path:
-    """Add ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to the pipeline ``folder``.
-
-    The folder has everything else. Inputs, outputs and their dtypes are those of ``exported_parts``.
-    """
-    return write_folder(checkpoint, assignment, folder, others, convert=move)
-
-
 def move(onnx: Path, place: Path) -> None:
     """Move an ONNX file, and its weights if they are beside it, into the folder ``place``."""
     for file in reversed(onnx_files(onnx)):  # the graph last
         file.replace(place / file.name)
+
+
+# Adds ``<network>/model.onnx``, and ``model.onnx.data`` of a large one, to a pipeline's folder
+write = partial(write_folder, convert=move)

@@ -13,9 +13,8 @@ makes them of the tokenizers here.
 The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
 """
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,6 @@ import numpy as np
 from sd_quant.errors import ArtifactError
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.exported_parts import write_folder
-from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.text import one_line
 
 FACTS = ForeignFormat(
@@ -45,23 +42,12 @@ FACTS = ForeignFormat(
 MODEL = "openvino_model.xml"  # beside its .bin
 
 
-def write(
-    checkpoint: Checkpoint,
-    assignment: Mapping[str, LayerAssignment],
-    folder: Path,
-    others: Mapping[str, Mapping[str, LayerAssignment]] = MappingProxyType({}),
-) -> Path:
-    """Add ``<network>/openvino_model.xml`` and ``.bin`` to the pipeline ``folder``, which has everything else.
-
-    Inputs, outputs and their dtypes are those of ``exported_parts``. Memory does not grow with the weights, but for
-    pages of mapped files, which the kernel can drop.
-    Raises ArtifactError when OpenVINO cannot read an exported network.
-    """
-    return write_folder(checkpoint, assignment, folder, others, convert=convert)
-
-
 def convert(onnx: Path, place: Path) -> None:
-    """Write the network of the file ``onnx`` in OpenVINO's format into the folder ``place``."""
+    """Write the network of the file ``onnx`` in OpenVINO's format into the folder ``place``.
+
+    Memory does not grow with the weights, but for pages of mapped files, which the kernel can drop. Raises
+    ArtifactError when OpenVINO cannot read the network.
+    """
     import openvino
 
     try:
@@ -83,3 +69,7 @@ def take_whole_time(model: Any) -> None:
     number.output(0).replace(opset13.squeeze(opset13.convert(time, "f32"), [0]).output(0))
     model.replace_parameter(index, time)
     model.validate_nodes_and_infer_types()
+
+
+# Adds ``<network>/openvino_model.xml`` and ``.bin`` to a pipeline's folder
+write = partial(write_folder, convert=convert)

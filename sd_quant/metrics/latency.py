@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from sd_quant.errors import ConfigError
-from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, ratio_interval
+from sd_quant.metrics.intervals import FEWEST_ROUNDS, ratio_interval
 from sd_quant.metrics.neighbours import Reading, processor_times, used_by_others
 
 Call = Callable[[], object]
@@ -145,14 +145,6 @@ def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) ->
     return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 
-def measure_in_turn(
-    calls: Mapping[str, Call], warmup: int, repeats: int, clocks: Mapping[str, Clock] | None = None
-) -> dict[str, dict[str, Any]]:
-    """``measure`` each of ``calls`` in the same rounds."""
-    rounds = measure_together(calls, warmup, Stopping(repeats, 1, 0), clocks)
-    return {name: rounds.statistics(name) for name in calls}
-
-
 def measure_together(
     calls: Mapping[str, Call],
     warmup: int,
@@ -237,11 +229,6 @@ def enough(
     if seconds >= stopping.budget_s:
         return BUDGET
     return CEILING if len(reference) >= stopping.most else None
-
-
-def ratio(a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95) -> Interval:
-    """a / b over the rounds, for two results of one ``measure_in_turn``: above 1 where b is faster."""
-    return ratio_interval(a["samples_ms"], b["samples_ms"], confidence=confidence)
 
 
 def spread(samples: Sequence[float]) -> float:

@@ -43,7 +43,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
         values = rotated(values.float(), group)
         amax = ROTATED_HEADROOM * values.abs().max().item() if len(values) else math.sqrt(group) * amax
     observer = OBSERVERS[recipe.observer_of(role)]
-    return observer(values, amax, fmt=FORMATS[name], percent=recipe.observer_percentile, **options)
+    return observer(values, amax, fmt=FORMATS[name], **options)
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
@@ -78,8 +78,7 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
     if recipe.weight_observer != "min_max":  # the weight has one range
         numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
         sample, amax = numbers[:: -(-len(numbers) // MOST_NUMBERS)], numbers.abs().max().item()
-        observer = OBSERVERS[recipe.weight_observer]
-        amax = observer(sample, amax, fmt=FORMATS[layer.format], percent=recipe.observer_percentile)
+        amax = OBSERVERS[recipe.weight_observer](sample, amax, fmt=FORMATS[layer.format])
         layer = replace(layer, weight_amax=torch.tensor([amax]))
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018

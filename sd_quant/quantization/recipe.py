@@ -96,18 +96,11 @@ class Recipe:
     observer: Annotated[
         str,
         one_of(lambda: [*OBSERVERS, BY_ROLE]),
-        "how the range of an input is chosen: min_max clips nothing, the others judge a sample of real inputs; "
+        "how the range of an input is chosen: min_max clips nothing, mse judges a sample of real inputs; "
         "by_role: mse for convolutions, min_max for linears",
     ] = "min_max"
-    observer_percentile: Annotated[
-        float,
-        Limit(lambda percent: 0 < percent <= 100, "above 0 and up to 100"),
-        "percent of the sample that observer=percentile does not clip",
-    ] = 99.99
     weight_observer: Annotated[
-        str,
-        one_of(OBSERVERS),
-        "how the one range of a weight is chosen: min_max clips nothing, the others as of inputs",
+        str, one_of(OBSERVERS), "how the one range of a weight is chosen: min_max clips nothing, mse as of inputs"
     ] = "min_max"
     shift: Annotated[
         bool, "inputs of convolutions may be quantized minus a constant, so that those of one sign use all codes"

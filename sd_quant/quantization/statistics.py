@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
-
 ROWS = 128  # rows kept of a layer's input
 CALLS = 8  # calls of the whole network whose inputs are kept
 
@@ -123,13 +121,3 @@ def highest(peaks: Sequence[Mapping[str, Peak]]) -> dict[str, Peak]:
 def shapes_of(calls: Mapping[str, Sample]) -> dict[str, tuple[int, ...]]:
     """The shapes of the inputs of one call by name."""
     return {name: tuple(sample.values.shape[1:]) for name, sample in calls.items()}
-
-
-def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int, hessians: Hessians = NO_HESSIANS) -> int:
-    """An upper bound for the bytes of these layers' statistics, without the few whole calls."""
-    total = hessian_bytes({name: width_of(layer) for name, layer in layers.items()}, hessians)
-    for layer in layers.values():
-        width = width_of(layer)
-        amax = prompts * steps if layer_kind(layer) == "conv" else (steps + 2) * width
-        total += 4 * amax + ROWS * (2 * width + 8)
-    return total

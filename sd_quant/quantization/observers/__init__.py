@@ -3,18 +3,15 @@
 INT8 with range t rounds x to ``s * clamp(round(x / s), -127, 127)`` with ``s = t / 127``. A smaller t gives finer steps
 and clips more values. Each observer has its own criterion for the best t:
 
-| observer   | range                                                                                        |
-|------------|----------------------------------------------------------------------------------------------|
-| min_max    | the largest value of the whole calibration: nothing is clipped                               |
-| percentile | a given percentage of the sample lies within it                                              |
-| histogram  | rounding and clipping the middles of a histogram's bins has the smallest squared error       |
-| entropy    | 128 levels lose the least information of the sample's histogram (Migacz, GTC 2017)           |
-| mse        | rounding and clipping the sample has the smallest squared error                              |
+| observer | range                                                           |
+|----------|-----------------------------------------------------------------|
+| min_max  | the largest value of the whole calibration: nothing is clipped  |
+| mse      | rounding and clipping the sample has the smallest squared error |
 
-The sample is smoothed like the layer's input, so another observer costs no further calibration. All but ``min_max`` use
-the sample's own peak, not the largest magnitude of the whole calibration: if a histogram reached to an outlier that the
-sample lacks, a few bins would hold all the rest. E4M3 is nearly as precise far below its range as close to it, so it
-gains little from any of them. docs/extending.md says how to add an observer.
+The sample is smoothed like the layer's input, so another observer costs no further calibration. E4M3 is nearly as
+precise far below its range as close to it, so it gains little from ``mse``. docs/extending.md says how to add an
+observer. The roads not taken are a percentile, a histogram's error and its entropy: docs/lab_notebook.md has their
+figures.
 
 This file imports no torch, because knobs are checked without it.
 """
@@ -35,15 +32,13 @@ class Observer:
 
     function: str  # "module:function", imported when it is called
     one_scale: bool = False  # whether it requires a format with one scale, because it tries ranges on the sample
-    equal_levels: bool = False  # whether it requires equally spaced levels, as integers have
 
     def __call__(self, values: "Tensor", amax: float, **options) -> float:
         """The range to quantize with, in (0, ``amax``].
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
         calibration, which the sample may lack. Options: ``fmt``, the input's format (INT8 by default); ``levels``, the
-        number of equal levels above zero (the format's by default); ``percent``, the part of the sample that the
-        observer ``percentile`` does not clip.
+        number of equal levels above zero (the format's by default).
         """
         fmt = options.get("fmt")
         if fmt is not None and fmt.equal_levels:
@@ -52,13 +47,12 @@ class Observer:
 
     def judges(self, fmt: Format) -> bool:
         """Whether the observer can choose ranges for this format."""
-        return (fmt.static_scale or not self.one_scale) and (fmt.equal_levels or not self.equal_levels)
+        return fmt.static_scale or not self.one_scale
 
 
-OBSERVERS = {
-    "min_max": Observer(f"{__name__}.sample:min_max"),
-    "percentile": Observer(f"{__name__}.sample:percentile"),
-    "histogram": Observer(f"{__name__}.histogram:histogram", one_scale=True),
-    "entropy": Observer(f"{__name__}.histogram:entropy", one_scale=True, equal_levels=True),
-    "mse": Observer(f"{__name__}.mse:mse", one_scale=True),
-}
+def min_max(values: "Tensor", amax: float, **_) -> float:
+    """``amax``, the largest magnitude of the whole calibration."""
+    return amax
+
+
+OBSERVERS = {"min_max": Observer(f"{__name__}:min_max"), "mse": Observer(f"{__name__}.mse:mse", one_scale=True)}

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import FORMATS, Format
-from sd_quant.quantization.observers.sample import LEVELS, quantization_errors, within_amax
+from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
 
+LEVELS = 127  # of symmetric INT8 above zero
 MOST_VALUES = 2**16  # of a sample, where there is no closed form
 
 # The ranges that are tried, relative to the peak. They are 1 % apart, because the error is flat around the best one,
@@ -26,20 +26,23 @@ MOST_VALUES = 2**16  # of a sample, where there is no closed form
 RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 
 
-@within_amax
-def mse(magnitudes: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
+def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
     """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
 
-    Equal levels have the closed form. The steps of a floating-point format repeat with every factor of two, so it is
-    enough to try ranges down to half the peak.
+    It is ``amax`` where the sample is empty, all zero or not finite. Equal levels have the closed form. The steps of a
+    floating-point format repeat with every factor of two, so it is enough to try ranges down to half the peak.
     """
-    peak = magnitudes.max().item()
+    magnitudes = values.detach().cpu().float().abs().flatten()
+    peak = magnitudes.max().item() if len(magnitudes) else 0.0
+    if not 0 < peak < math.inf:  # false for NaN too
+        return amax
     thresholds = np.concatenate([[amax], peak * RANGES])
     if fmt.equal_levels:
-        return float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()])
+        return min(float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()]), amax)
     ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
-    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak
-    return peak * ranges[quantization_errors(sample, ranges, fmt).argmin()].item()
+    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak  # so that every scale is a normal number in fp16
+    errors = [(fake_quantize(fmt, sample, each) - sample).square().double().sum().item() for each in ranges]
+    return min(peak * ranges[np.argmin(errors)].item(), amax)
 
 
 def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEVELS) -> np.ndarray:

@@ -1,4 +1,5 @@
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, of_one_shape, take_row
 from sd_quant.errors import SdQuantError
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
-from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, bytes_bound, lowest, merge
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
+from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, layer_kind, lowest, merge, width_of
 
 from .some_statistics import CONVOLUTIONS, assert_same
 
@@ -302,6 +303,16 @@ def test_hessians_of_segments_are_summed_and_all_else_is_as_without():
 
 
 # Memory
+
+
+def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int, hessians: Hessians = NO_HESSIANS) -> int:
+    """An upper bound for the bytes of these layers' statistics, without the few whole calls."""
+    total = hessian_bytes({name: width_of(layer) for name, layer in layers.items()}, hessians)
+    for layer in layers.values():
+        width = width_of(layer)
+        amax = prompts * steps if layer_kind(layer) == "conv" else (steps + 2) * width
+        total += 4 * amax + ROWS * (2 * width + 8)
+    return total
 
 
 @pytest.mark.parametrize("prompts", [1, PROMPTS])

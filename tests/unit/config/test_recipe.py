@@ -66,7 +66,6 @@ def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
         ("svdquant_w4a4", {"observer": "mse"}, "quantize.observer is mse, expected min_max, because"),
         ("int8_weight_only", {"weight_observer": "mse"}, "quantize.weight_observer is mse, expected min_max, because"),
         ("int4_w4a4", {"weight_observer": "mse"}, "quantize.weight_observer is mse, expected min_max, because"),
-        ("fp8", {"weight_observer": "entropy"}, "quantize.weight_observer is entropy, expected min_max, because"),
         ("fp8", {"shift": True}, "quantize.shift is True, expected false, because fp8 is more precise near zero than "
          "far from it, so a"),
         ("svdquant_w4a4", {"shift": True}, "quantize.shift is True, expected false, because svdquant_w4a4 leaves the "

@@ -1,4 +1,5 @@
 import random
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -7,17 +8,18 @@ import torch
 
 from sd_quant.errors import ConfigError
 from sd_quant.metrics import latency, machine_probe
-from sd_quant.metrics.latency import Stopping, measure, measure_in_turn, measure_together, ratio
+from sd_quant.metrics.intervals import ratio_interval
+from sd_quant.metrics.latency import Stopping, measure, measure_together
 
 pytestmark = pytest.mark.commit
 
 
 def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_counted():
     order = []
-    results = measure_in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, warmup=2, repeats=3)
+    found = measure_together({each: partial(order.append, each) for each in "ab"}, 2, Stopping(3, 1, 0))
     rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
     assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"}
-    for result in results.values():
+    for result in map(found.statistics, "ab"):
         assert (result["n"], result["warmup"], len(result["samples_ms"])) == (3, 2, 3)
 
 
@@ -26,9 +28,9 @@ def test_each_call_has_its_own_clock_and_the_record_names_it():
         call()
         return 7.0
 
-    found = measure_in_turn({"a": lambda: None, "b": lambda: None}, 1, 2, clocks={"b": always_seven})
-    assert found["b"]["samples_ms"] == [7.0, 7.0] and found["b"]["clock"] == "always_seven"
-    assert found["a"]["clock"] == "wall_clock"
+    found = measure_together(dict.fromkeys("ab", lambda: None), 1, Stopping(2, 1, 0), {"b": always_seven})
+    assert found.samples["b"] == [7.0, 7.0]
+    assert [found.statistics(name)["clock"] for name in "ab"] == ["wall_clock", "always_seven"]
     assert (
         latency.clock_of(torch.device("cuda", 0)) is latency.cuda_events
         and latency.clock_of(torch.device("cpu")) is latency.wall_clock
@@ -60,13 +62,12 @@ def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
 
 
 def test_ratio_is_of_the_rounds_and_a_hiccup_does_not_decide_it():
-    a = {"samples_ms": [10.0, 20.0] * 50}
-    b = {"samples_ms": [5.0, 10.0] * 50}
-    assert ratio(a, b).value == pytest.approx(2.0)
-    a["samples_ms"][7] = 9000.0  # a ratio of means would be 8
-    assert ratio(a, b).value == pytest.approx(2.0)
+    a, b = [10.0, 20.0] * 50, [5.0, 10.0] * 50
+    assert ratio_interval(a, b).value == pytest.approx(2.0)
+    a[7] = 9000.0  # a ratio of means would be 8
+    assert ratio_interval(a, b).value == pytest.approx(2.0)
     with pytest.raises(ValueError):
-        ratio(a, {"samples_ms": [1.0]})
+        ratio_interval(a, [1.0])
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
     noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
     assert noisy.stopped == "narrow" and len(noisy.samples["b"]) in (20, 40, 80, 160, 320, 640)
-    assert ratio(noisy.statistics("a"), noisy.statistics("b")).within(0.04)
+    assert ratio_interval(noisy.samples["a"], noisy.samples["b"]).within(0.04)
 
 
 def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):

@@ -74,19 +74,18 @@ def test_without_a_sample_a_rotated_input_is_no_larger_than_a_group_of_the_large
     assert observed_range(torch.empty(0, WIDTH), 3.0, "ffn", recipe) == 3.0 * 16**0.5
 
 
-@pytest.mark.parametrize("observer", ["min_max", "percentile", "mse", "histogram", "entropy"])
+@pytest.mark.parametrize("observer", ["min_max", "mse"])
 def test_the_one_range_of_a_weight_is_what_the_observer_chooses_of_its_numbers(observer):
     """One number is an outlier. The observer mse has the smallest squared error of all."""
     place = torch.tensor([7])
     weights = {name: weight.flatten().index_fill(0, place, 30.0).view(weight.shape) for name, weight in WEIGHTS.items()}
-    given = {"weights": weights, "smoothing": "none", "observer_percentile": 99.0}
+    given = {"weights": weights, "smoothing": "none"}
     best, rows = (assigned(Pair("int8", None), **given, weight_observer=each) for each in ("mse", observer))
 
     def error(row: LayerAssignment) -> float:
         return (row.rounded_weight(weights[row.name]) - weights[row.name]).square().sum().item()
 
     for name, row in rows.items():
-        chosen = OBSERVERS[observer](weights[name], 30.0, fmt=FORMATS["int8"], percent=99.0)
+        chosen = OBSERVERS[observer](weights[name], 30.0, fmt=FORMATS["int8"])
         assert row.weight_amax.tolist() == pytest.approx([chosen], rel=1e-6) and row.weight_axis is None
-        assert chosen < (5 if observer == "percentile" else 30.1)
         assert error(best[name]) <= error(row) * 1.01  # ranges are tried 1 % apart
