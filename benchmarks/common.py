@@ -98,9 +98,10 @@ class Subject:
         """The assignment as the main job derives it, with weights that are read from the checkpoint again."""
         checkpoint = self.model.checkpoint
         weights, family = denoiser_weights(checkpoint), checkpoint.family
+        linears = [name for name, role in self.roles.items() if role != "conv"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-            family.shared_inputs(self.roles), kept, family.attentions(self.model.denoiser), exclude=exclude,
+            family.shared_inputs(linears), kept, family.attentions(self.model.denoiser), exclude=exclude,
             bias_of=lambda name: weights.get(f"{name}.bias"), recipes=recipes,
             gain_of=lambda name: weights.get(f"{name}.weight"),
         )  # fmt: skip

@@ -38,7 +38,6 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
     auto = {"layers": 19, "lower": 17, "error": 0.022, "error_auto": 0.0205}
     closing.closing_words({"overrides": ["alpha=0.8", "keep=3"], "auto": auto}, tmp_path)
     what = "2.20% with the given alpha, 2.05% with auto; lower in 17 of 19 layers tried"
-    assert (
-        f"alpha=auto lowers the error of layers with the calibrated prompts ({what}): sd-quant quantize keep=3 alpha=auto\n"
-        in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert f"alpha=auto lowers the error of layers with the calibrated prompts ({what}): sd-quant quantize" in printed
+    assert ": sd-quant quantize keep=3 alpha=auto\n" in printed
