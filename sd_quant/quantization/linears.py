@@ -11,6 +11,8 @@ nearly all of the difference by clipping in the second linears of feed-forwards.
 which cost more than they gain where prompts are alike, and ranges that hold the other fold whole, which few rows reach.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,13 +49,9 @@ def assign_linears(
     ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision. ``weights`` are the
     readers'; ``weight_of`` and ``bias_of`` read the producer's.
     """
-    layers = [assignment[name] for name in shared.readers]
-    quantized = [layer for layer in layers if layer.reason is None]
-    if not quantized:
+    readers = readers_of(shared, assignment, weights, statistics)
+    if readers is None:
         return {}
-    weight_amax = input_amax([weights[layer.name] for layer in quantized])
-    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
-    readers = Readers(layers, weights, weight_amax, statistics[quantized[0].name], vector)
     if recipe.alpha == "auto":
         alpha, quiet = readers.best_smoothing(recipe)
         assigned = replace(readers, quiet=quiet).assigned(alpha, recipe)
@@ -71,6 +69,22 @@ def assign_linears(
     if producer is None or not all(fits_half(weights[layer.name], layer) for layer in assigned if not layer.format):
         return unfolded
     return {layer.name: replace(layer, folded_into=shared.producer) for layer in assigned} | {producer.name: producer}
+
+
+def readers_of(
+    shared: SharedInput,
+    assignment: Mapping[str, LayerAssignment],
+    weights: Mapping[str, Tensor],
+    statistics: Mapping[str, LayerStatistics],
+) -> Readers | None:
+    """The readers of a shared input; None where all stay in high precision."""
+    layers = [assignment[name] for name in shared.readers]
+    quantized = [layer.name for layer in layers if layer.reason is None]
+    if not quantized:
+        return None
+    weight_amax = input_amax([weights[name] for name in quantized])
+    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
+    return Readers(layers, weights, weight_amax, statistics[quantized[0]], vector)
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,15 @@ class Readers:
         return branches
 
     def best_smoothing(self, recipe: Recipe) -> tuple[float, float]:
-        """The alpha of ``ALPHAS`` and ``quiet`` with the smallest sum of the layers' squared errors.
+        """The alpha of ``ALPHAS`` and ``quiet`` with the smallest ``expected_error``."""
+        static = recipe.static_range(next(layer.role for layer in self.layers if layer.reason is None))
+        error = self.expected_error(recipe)
+        # without a sample the error is always 0, and FIXED_ALPHA is taken
+        tried = itertools.product(ALPHAS, QUIET if static else QUIET[:1])
+        return min(tried, key=lambda each: (error(*each), abs(each[0] - FIXED_ALPHA)))
+
+    def expected_error(self, recipe: Recipe) -> Callable[[float, float], float]:
+        """The sum of the layers' squared errors by alpha and ``quiet``.
 
         These are the output's error, evaluated on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced,
         and the first ``SEARCHED_ROWS`` sampled inputs, with the layer's own low-rank branch and without
@@ -147,16 +169,14 @@ class Readers:
             squares = (rows.values.float() @ weight.T).square().sum(1)
             gain += weight.square().sum(0) / squares.mean() if squares.any() else 0.0
 
-        def cost(alpha: float, quiet: float) -> float:
+        def error(alpha: float, quiet: float) -> float:
             readers = replace(searched, quiet=quiet)
             found = sum((layer.output_error or 0) ** 2 for layer in readers.assigned(alpha, unclipped))
             if static and found:
                 found += UNSEEN * (readers.clipped_squares(alpha) * gain).sum().item()
             return found
 
-        # without a sample the cost is always 0, and FIXED_ALPHA is taken
-        tried = itertools.product(ALPHAS, QUIET if static else QUIET[:1])
-        return min(tried, key=lambda each: (cost(*each), abs(each[0] - FIXED_ALPHA)))
+        return error
 
     def clipped_squares(self, alpha: float) -> Tensor:
         """The squares of what each channel of one fold of the prompts has beyond the range of the other fold's.

@@ -442,11 +442,11 @@ class AnyRecord(TypedDict):
 
 
 class AutoCompared(TypedDict):
-    """Layers with ``alpha=auto`` and with the alpha of the recipe."""
+    """Inputs of linears with ``alpha=auto`` and with the alpha of the recipe."""
 
-    layers: Annotated[Count, Doc("of at most 16 inputs, evenly drawn")]
+    inputs: Annotated[Count, Doc("that were tried, at most 16, evenly drawn")]
     lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
-    error: Annotated[Finite, Doc("root mean square of their `output_error`")]
+    error: Annotated[Finite, Doc("root mean square of what `alpha=auto` minimizes, which counts unseen prompts")]
     error_auto: Annotated[Finite, Doc("the same with `alpha=auto`")]
 
 

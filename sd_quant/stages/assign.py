@@ -18,7 +18,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
-from sd_quant.quantization.linears import assign_linears
+from sd_quant.quantization.linears import readers_of
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
@@ -77,10 +77,10 @@ def assign(
 def auto_compared(
     loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
 ) -> AutoCompared | None:
-    """Compare the ``output_error`` of layers with ``alpha=auto`` and with the given alpha.
+    """Compare the error that ``alpha=auto`` minimizes, on unseen prompts too, with that of the given alpha.
 
-    The layers are those of at most ``TRIED`` shared inputs, evenly drawn. None unless alpha is a number, and where no
-    quantized linear has an error.
+    At most ``TRIED`` shared inputs are tried, evenly drawn. None unless alpha is a number, and where nothing is
+    smoothed.
     """
     recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
     if recipe.alpha is None or recipe.alpha == "auto":
@@ -93,18 +93,15 @@ def auto_compared(
             name: LayerAssignment(name, loaded.roles[name], tuple(weight.shape), reason=assignment[name].reason)
             for name, weight in read.items()
         }
-        alone = replace(shared, producer=None)
-        given, auto = (
-            assign_linears(alone, rows, read, weights.__getitem__, optional(weights, "bias"), statistics.layers, each)
-            for each in (recipe, replace(recipe, alpha="auto"))
-        )
-        pairs = [(layer.output_error, auto[name].output_error) for name, layer in given.items()]
-        errors += [(before, after) for before, after in pairs if before is not None and after is not None]
-    if not errors:
+        readers = readers_of(shared, rows, read, statistics.layers)
+        if readers is not None:
+            error = readers.expected_error(recipe)
+            errors.append((error(float(recipe.alpha), 0.0), error(*readers.best_smoothing(recipe))))
+    if not any(before for before, _ in errors):
         return None
-    before, after = (math.sqrt(sum(error**2 for error in each) / len(errors)) for each in zip(*errors, strict=True))
+    before, after = (math.sqrt(sum(each) / len(errors)) for each in zip(*errors, strict=True))
     lower = sum(after < before for before, after in errors)
-    return {"layers": len(errors), "lower": lower, "error": before, "error_auto": after}
+    return {"inputs": len(errors), "lower": lower, "error": before, "error_auto": after}
 
 
 def with_loras_beside(

@@ -51,9 +51,9 @@ def with_auto(auto: Mapping[str, Any]) -> str:
     """What ``alpha=auto`` would give, in words."""
     before, after = auto["error"], auto["error_auto"]
     verb = "lowers" if after < before else "does not lower"
-    of = f"{auto['lower']} of {counted(auto['layers'], 'layer')} tried"
+    of = f"{auto['lower']} of {counted(auto['inputs'], 'input')} tried"
     errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {of}"
-    return f"{verb} the error of layers with the calibrated prompts ({errors})"
+    return f"{verb} the expected error of layers ({errors})"
 
 
 def in_sweep(directory: Path) -> bool:

@@ -97,7 +97,7 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
         before, after = ([each[name].output_error for name in tried] for each in (given, auto))
         mean = [math.sqrt(sum(error**2 for error in each) / len(tried)) for each in (before, after)]
         lower = sum(new < old for old, new in zip(before, after, strict=True))
-        return {"layers": len(tried), "lower": lower, "error": mean[0], "error_auto": mean[1]}
+        return {"inputs": len(tried), "lower": lower, "error": mean[0], "error_auto": mean[1]}
 
     found = stage.auto_compared(loaded, statistics, given)
     assert found == pytest.approx(compared("a", "b", "c")) and found["lower"] == 3

@@ -35,9 +35,9 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
         closing.closing_words({}, tmp_path)
     assert len(drawn) == 4
     assert "alpha" not in capsys.readouterr().out
-    auto = {"layers": 19, "lower": 17, "error": 0.022, "error_auto": 0.0205}
+    auto = {"inputs": 19, "lower": 17, "error": 0.022, "error_auto": 0.0205}
     closing.closing_words({"overrides": ["alpha=0.8", "keep=3"], "auto": auto}, tmp_path)
-    what = "2.20% with the given alpha, 2.05% with auto; lower in 17 of 19 layers tried"
+    what = "2.20% with the given alpha, 2.05% with auto; lower in 17 of 19 inputs tried"
     printed = capsys.readouterr().out
-    assert f"alpha=auto lowers the error of layers with the calibrated prompts ({what}): sd-quant quantize" in printed
+    assert f"alpha=auto lowers the expected error of layers ({what}): sd-quant quantize" in printed
     assert ": sd-quant quantize keep=3 alpha=auto\n" in printed
