@@ -151,19 +151,17 @@ class Readers:
     def expected_error(self, recipe: Recipe) -> Callable[[float, float], float]:
         """The sum of the layers' squared errors by alpha and ``quiet``.
 
-        These are the output's error, evaluated on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced,
-        and the first ``SEARCHED_ROWS`` sampled inputs, with the layer's own low-rank branch and without
-        clipping; and for a static range that of ``clipped_squares`` in ``UNSEEN`` of the rows. Whole layers, or
-        an observer for each alpha, would cost more than everything else in a recipe.
+        These are the output's error, evaluated on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced, and the
+        first ``SEARCHED_ROWS`` sampled inputs, with the layer's own low-rank branch and without clipping; and for a
+        static range that of ``clipped_squares`` in ``UNSEEN`` of the rows. Whole layers, or an observer for each alpha,
+        would cost more than everything else in a recipe.
         """
         rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
         step = {name: -(-len(weight) // SEARCHED_OUTPUTS) for name, weight in self.weights.items()}
         weights = {name: weight[:: step[name]].float() for name, weight in self.weights.items()}
         searched = replace(self, weights=weights, statistics=replace(self.statistics, rows=rows))
-        quantized, unclipped = (
-            [each for each in self.layers if each.reason is None],
-            replace(recipe, observer="min_max"),
-        )
+        unclipped = replace(recipe, observer="min_max")
+        quantized = [each for each in self.layers if each.reason is None]
         static, gain = recipe.static_range(quantized[0].role), torch.zeros_like(self.weight_amax)
         for weight in (weights[layer.name] for layer in quantized):
             squares = (rows.values.float() @ weight.T).square().sum(1)
