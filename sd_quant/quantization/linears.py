@@ -11,8 +11,6 @@ nearly all of the difference by clipping in the second linears of feed-forwards.
 which cost more than they gain where prompts are alike, and ranges that hold the other fold whole, which few rows reach.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,22 +69,6 @@ def assign_linears(
     return {layer.name: replace(layer, folded_into=shared.producer) for layer in assigned} | {producer.name: producer}
 
 
-def readers_of(
-    shared: SharedInput,
-    assignment: Mapping[str, LayerAssignment],
-    weights: Mapping[str, Tensor],
-    statistics: Mapping[str, LayerStatistics],
-) -> Readers | None:
-    """The readers of a shared input; None where all stay in high precision."""
-    layers = [assignment[name] for name in shared.readers]
-    quantized = [layer.name for layer in layers if layer.reason is None]
-    if not quantized:
-        return None
-    weight_amax = input_amax([weights[name] for name in quantized])
-    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
-    return Readers(layers, weights, weight_amax, statistics[quantized[0]], vector)
-
-
 @dataclass(frozen=True)
 class Readers:
     """The linears that read one tensor, without their ranges."""
@@ -97,6 +79,10 @@ class Readers:
     statistics: LayerStatistics  # of the tensor
     vector: Callable[[Tensor, Tensor, float], Tensor]  # ``pre_quant_scale`` or ``range_keeping_scale``
     quiet: float = 0.0  # the part of the channels that count as loud as the next one, see ``awake``
+
+    @property
+    def quantized(self) -> list[LayerAssignment]:
+        return [layer for layer in self.layers if layer.reason is None]
 
     @property
     def channel_amax(self) -> Tensor:
@@ -142,8 +128,7 @@ class Readers:
 
     def best_smoothing(self, recipe: Recipe) -> tuple[float, float]:
         """The alpha of ``ALPHAS`` and ``quiet`` with the smallest ``expected_error``."""
-        static = recipe.static_range(next(layer.role for layer in self.layers if layer.reason is None))
-        error = self.expected_error(recipe)
+        error, static = self.expected_error(recipe), recipe.static_range(self.quantized[0].role)
         # without a sample the error is always 0, and FIXED_ALPHA is taken
         tried = itertools.product(ALPHAS, QUIET if static else QUIET[:1])
         return min(tried, key=lambda each: (error(*each), abs(each[0] - FIXED_ALPHA)))
@@ -160,10 +145,9 @@ class Readers:
         step = {name: -(-len(weight) // SEARCHED_OUTPUTS) for name, weight in self.weights.items()}
         weights = {name: weight[:: step[name]].float() for name, weight in self.weights.items()}
         searched = replace(self, weights=weights, statistics=replace(self.statistics, rows=rows))
-        unclipped = replace(recipe, observer="min_max")
-        quantized = [each for each in self.layers if each.reason is None]
-        static, gain = recipe.static_range(quantized[0].role), torch.zeros_like(self.weight_amax)
-        for weight in (weights[layer.name] for layer in quantized):
+        unclipped, static = replace(recipe, observer="min_max"), recipe.static_range(self.quantized[0].role)
+        gain = torch.zeros_like(self.weight_amax)  # from a square in a channel to that of the layers' outputs
+        for weight in (weights[layer.name] for layer in self.quantized):
             squares = (rows.values.float() @ weight.T).square().sum(1)
             gain += weight.square().sum(0) / squares.mean() if squares.any() else 0.0
 
@@ -188,6 +172,22 @@ class Readers:
             scale = self.scale(seen, alpha)
             squares += (unseen - (seen * scale).max() / scale).clamp(min=0).square() / 2
         return squares
+
+
+def readers_of(
+    shared: SharedInput,
+    assignment: Mapping[str, LayerAssignment],
+    weights: Mapping[str, Tensor],
+    statistics: Mapping[str, LayerStatistics],
+) -> Readers | None:
+    """The readers of a shared input; None where all stay in high precision."""
+    layers = [assignment[name] for name in shared.readers]
+    quantized = [layer.name for layer in layers if layer.reason is None]
+    if not quantized:
+        return None
+    weight_amax = input_amax([weights[name] for name in quantized])
+    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
+    return Readers(layers, weights, weight_amax, statistics[quantized[0]], vector)
 
 
 def absorb_scale(
