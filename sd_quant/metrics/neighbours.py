@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 
 Reading = dict[str, float | None]  # what the machine reaches, by figures such as ``cpu_int8_tops``
 MOST_FALL = 0.1  # above which ``slowed`` calls a machine slowed
+WORDS = {  # of a figure, behind its device
+    "copy_gb_per_second": "memory bandwidth",
+    "int8_tops": "rate of INT8 products",
+    "fp32_tflops": "rate of fp32 products",
+}
 MOST_OTHERS, MOST_STEAL, BUSY_SPREAD = 0.05, 0.02, 0.5  # above which ``busy`` calls a machine busy
 
 
@@ -76,8 +81,8 @@ def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | Non
     falls = [(0.0, "")]
     for figure in dict.fromkeys(name for reading in readings for name in reading):
         if reached := [reading[figure] for reading in readings if reading.get(figure)]:
-            best = (shown or {}).get(figure) or 0
-            falls.append((1 - min(reached) / max(reached), f"{figure} moved by {{:.0%}} meanwhile"))
-            falls.append((1 - min(reached) / max(best, min(reached)), f"{figure} was {{:.0%}} below what it has shown"))
+            best, words = (shown or {}).get(figure) or 0, WORDS.get(figure.partition("_")[2], figure)
+            falls.append((1 - min(reached) / max(reached), f"{words} moved by {{:.0%}} meanwhile"))
+            falls.append((1 - min(reached) / max(best, min(reached)), f"{words} was {{:.0%}} below what it has shown"))
     fall, text = max(falls)
     return f"something outside the run slowed this machine: its {text.format(fall)}" if fall > MOST_FALL else None

@@ -1,5 +1,6 @@
 """The main job on the shipped Stable Diffusion 3, with what transformers gain from."""
 
+import json
 from pathlib import Path
 
 import onnx_ir as ir
@@ -52,6 +53,12 @@ def test_int8_per_token_with_joint_attention_runs_in_int8_and_keeps_the_images(r
         f"folded into transformer_blocks.{block}.norm1.linear" for block in range(6)
     }
     assert {row["per_token"] for name, row in layers.items() if row["role"] in ("ffn", "qkv")} == {"True"}
+    (timed,) = record["latency"]["openvino"]["transformer"].values()
+    assert len(timed["rounds"]["probes"]) in (2, 3) and "of this hour" in timed["rounds"]["between"]["reason"]
+    (history,) = (folder.parent / "cache/occasions").glob("*.json")
+    (occasion,) = json.loads(history.read_text())["occasions"]
+    ((speedups,),) = [occasion["speedups"].values()]
+    assert speedups["call"] == pytest.approx([timed["speedup"], *timed["speedup_interval"]])
 
 
 def test_rotated_four_bits_of_all_linears_run_in_onnx_runtime_and_take_a_quarter_of_fp16(run):

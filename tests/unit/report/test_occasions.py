@@ -141,7 +141,7 @@ def of_a_run(conditions: dict) -> str:
 
 def test_a_slowed_machine_is_told_and_what_the_intervals_hold_for(timed, without_plots):
     slow = {"probes": [FULL, FULL | {"cpu_copy_gb_per_second": 8.0}], "shown": FULL}
-    told = "something outside the run slowed this machine: its cpu_copy_gb_per_second"
+    told = "something outside the run slowed this machine: its memory bandwidth"
     known = {"between": {CALL: {"deviation": 0.081, "degrees": 5, "occasions": 6}}}
     hour, any_hour = {"between": {"reason": occasions.OF_THIS_HOUR}}, "standard deviation of 8.1% between 6 earlier"
     for conditions, expected in ((slow | hour, [told, "of this hour"]), (slow | known, [told, any_hour])):
