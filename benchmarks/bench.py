@@ -29,7 +29,7 @@ from sd_quant.inference.loading import load_model
 from sd_quant.places import HOME
 from sd_quant.report.provenance import fingerprint
 
-BENCH, SECOND = HOME / "outputs/bench", HOME / "outputs/sdxl_mini_second/sdxl_mini_second.nemo"
+FOLDER, SECOND = HOME / "outputs/bench", HOME / "outputs/sdxl_mini_second/sdxl_mini_second.nemo"
 MANIFEST = "checkpoints.json"  # the family and the hash of each
 MADE = "make bench-checkpoints"
 # beside those of the manifest: the checkpoint, its prompts for calibration, choice and report
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", nargs="+", help="(all that were made)", metavar="NAME")
     parser.add_argument("--images", type=int, default=IMAGES, help="of each set (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of denoising (%(default)s)")
-    parser.add_argument("--bench", type=Path, default=BENCH, help="(%(default)s)")
+    parser.add_argument("--bench", type=Path, default=FOLDER, help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/bench", help="(%(default)s)")
     options = parser.parse_args()
     names = options.checkpoints or [*KNOWN, *manifest_of(options.bench)]

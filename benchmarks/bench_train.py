@@ -23,6 +23,7 @@ import bench_pictures
 import diffusers
 import torch
 import transformers
+from bench import FOLDER, MANIFEST, TOKENS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -32,12 +33,11 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import load_model
 from sd_quant.models.clip_tokenizer import clip_tokenizer
-from sd_quant.places import HOME, input_path
+from sd_quant.places import input_path
 from sd_quant.report.provenance import fingerprint
 
-FOLDER, MANIFEST = HOME / "outputs/bench", "checkpoints.json"
 PICTURES, BATCH = 1600, 64
-T5_WIDTH, T5_TOKENS = 192, 24
+T5_WIDTH = 192
 NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
 CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
 
@@ -153,13 +153,13 @@ def plain_clip(encoder: nn.Module) -> nn.Module:
 
 @torch.inference_mode()
 def conditions(pipeline: Any, family: str, captions: list[str]) -> dict[str, Tensor]:
-    """What the pipeline tells its denoiser of each caption, by the denoiser's names."""
+    """The denoiser's text inputs for each caption, by their names."""
     if family == "pixart":
-        told, mask, *_ = pipeline.encode_prompt(captions, False, device="cpu", max_sequence_length=T5_TOKENS)
+        told, mask, *_ = pipeline.encode_prompt(captions, False, device="cpu", max_sequence_length=TOKENS["pixart"])
         return {"encoder_hidden_states": told, "encoder_attention_mask": mask.float()}
     if family in ("sd15", "sd21"):
         return {"encoder_hidden_states": pipeline.encode_prompt(captions, "cpu", 1, False)[0]}
-    more = {"max_sequence_length": 3, "prompt_3": None} if family == "sd3" else {}
+    more = {"max_sequence_length": TOKENS["sd3"], "prompt_3": None} if family == "sd3" else {}
     told, _, pooled, _ = pipeline.encode_prompt(
         prompt=captions, prompt_2=None, device="cpu", do_classifier_free_guidance=False, **more
     )
@@ -167,7 +167,7 @@ def conditions(pipeline: Any, family: str, captions: list[str]) -> dict[str, Ten
 
 
 def of_no_caption(pipeline: Any, family: str) -> dict[str, Tensor]:
-    """What it tells it of no caption. SDXL's is zeros."""
+    """The denoiser's text inputs for an empty caption; SDXL's are zeros."""
     empty = conditions(pipeline, family, [""])
     return {name: torch.zeros_like(value) for name, value in empty.items()} if family == "sdxl" else empty
 

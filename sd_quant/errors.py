@@ -89,7 +89,7 @@ def fail(sentence: str, code: int) -> int:
 
 
 def is_cancelled(error: BaseException | None) -> bool:
-    """Whether an error is Ctrl-C, or was raised while Ctrl-C passed through: torch's modes may raise as they end."""
+    """Whether an error is a KeyboardInterrupt, or was raised while one was handled, as torch's modes do as they end."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

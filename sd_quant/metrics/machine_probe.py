@@ -1,4 +1,4 @@
-"""Measures what the machine gives at the moment, in a second: the same copy, product of INT8 and product of fp32.
+"""Probes the machine for a second: the bandwidth of a copy, and the rates of an INT8 and an fp32 matrix product.
 
 Neighbours on the host of a virtual machine take memory bandwidth, caches and frequency. No count of this machine's own
 processes sees that (``neighbours.py``); work that never changes does. The copied buffer is far larger than caches, the
@@ -20,7 +20,7 @@ SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices
 
 
 def probe(device: torch.device) -> Reading:
-    """What ``device`` reaches now, with as many threads as torch and the engines have."""
+    """The bandwidth and the rates of products of ``device`` now, with torch's number of threads, as engines have."""
     side = SIDE[device.type]
     source = torch.ones(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

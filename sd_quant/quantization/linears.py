@@ -52,12 +52,9 @@ def assign_linears(
         return {}
     if recipe.alpha == "auto":
         alpha, quiet = readers.best_smoothing(recipe)
-        assigned = replace(readers, quiet=quiet).assigned(alpha, recipe)
-        fixed = readers.assigned(FIXED_ALPHA, recipe)
-        assigned = [
-            replace(layer, fixed_alpha_error=at_fixed.output_error)
-            for layer, at_fixed in zip(assigned, fixed, strict=True)
-        ]
+        searched, fixed = replace(readers, quiet=quiet).assigned(alpha, recipe), readers.assigned(FIXED_ALPHA, recipe)
+        pairs = zip(searched, fixed, strict=True)
+        assigned = [replace(layer, fixed_alpha_error=at_fixed.output_error) for layer, at_fixed in pairs]
     else:
         assigned = readers.assigned(None if recipe.alpha is None else float(recipe.alpha), recipe)
     unfolded = {layer.name: layer for layer in assigned if layer.format}

@@ -148,7 +148,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
 
 
 def _intervals(record: Mapping[str, Any]) -> list[str]:
-    """What the intervals of speed-ups hold for."""
+    """The line that says whether intervals of speed-ups cover other hours too, folded."""
     engine, part, samples, _ = workload(record)
     words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
     return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []

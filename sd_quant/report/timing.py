@@ -217,7 +217,7 @@ def busy_because(conditions: Any) -> str | None:
 
 
 def occasions_of(conditions: Any) -> str | None:
-    """What the intervals of these rounds' speed-ups hold for, in words; None where no record says."""
+    """Whether intervals of these rounds' speed-ups cover other hours too, in words; None for a record without it."""
     between = at(conditions, "between")
     if not between:
         return None

@@ -225,8 +225,9 @@ def test_a_foreign_format_is_named_in_its_own_file():
 # Quark's exports, graphs that are timed once, and bounds on regexes and tables are worth 360 lines of the package;
 # tests of formats lost more than came. Programs that open every export (tests/programs) are worth 1,650. The machine's
 # probe and history are worth 360 of the package, of which observers that lose and other things gave 200 back; the bench
-# of checkpoints 580 of the benchmarks, for which four that had settled their question gave 390.
-BUDGETS = {"sd_quant": 52_132, "tests": 57_015, "benchmarks": 6_210}
+# of checkpoints 580 of the benchmarks, for which four that had settled their question gave 390. Ten lines of tests hold
+# the share of unseen rows and a default run's history, which nothing held.
+BUDGETS = {"sd_quant": 52_132, "tests": 57_026, "benchmarks": 6_210}
 TEXTS = {".py", ".diff", ".json"}
 
 

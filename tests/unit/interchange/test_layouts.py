@@ -216,7 +216,7 @@ def test_a_damaged_tensor_is_refused_by_name(name: str, end: str):
 
 @pytest.mark.parametrize("name, sides", [("nvfp4", (150, 80)), ("mxfp8", (150, 96))])
 def test_sides_that_a_file_pads_are_cut_off_again(monkeypatch, name, sides):
-    """Of sides that no checkpoint here has. The common scale is 2^-8, so that fp16 holds products of scales."""
+    """Sides that are no multiple of a block. The common scale is 2^-8, so that fp16 holds products of scales."""
     weight = torch.randn(sides, generator=torch.Generator().manual_seed(0))
     weight[0, 0], weight[:130, 32:64] = 6 * 448 / 2**8, 0
     row = LayerAssignment("a", "ffn", sides, name, name, weight_amax=weight.abs().max().view(1), activation_amax=1.0)

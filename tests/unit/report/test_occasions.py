@@ -1,4 +1,4 @@
-"""What earlier timings of a machine say of this one, on made-up machines whose speed-up has another truth each hour."""
+"""Intervals widened by a machine's earlier timings, on simulated machines whose true speed-up changes by the hour."""
 
 import math
 
