@@ -11,7 +11,7 @@ from .shared import record_of, rows_of
 pytestmark = [pytest.mark.nightly, pytest.mark.needs(memory_gb=3)]
 
 IMAGES = ("infer.prompts=[a glossy icon of a rocket,a glossy icon of a pizza]", "infer.steps=20", "calib_size=8",
-          "infer.num_timed_runs=3", "infer.num_warmup_runs=1", "timing.budget_s=1.0", "export_trt=none")  # fmt: skip
+          "infer.num_timed_runs=5", "infer.num_warmup_runs=1", "timing.budget_s=1.0", "export_trt=none")  # fmt: skip
 MODULATIONS = "*.norm1.linear,*.norm1_context.linear"
 EMBEDDERS = "time_text_embed.*,context_embedder,norm_out.linear"
 
