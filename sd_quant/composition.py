@@ -79,6 +79,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf 
 QUOTED = r"""(?<![^\s,:[{])(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""  # where a quotation mark begins a text
 READ_IN_QUOTES = re.compile(r"[^\w \t/\\+.$%*@?|:-]|\$\{", re.ASCII)
 SEVERAL_MEANINGS = re.compile(r"""^["']|[][{},\\]""")  # of a text that Hydra cannot read: a list, one text, two
+PLACES = re.compile(r"infer\.precise_steps=first\d+,last\d+")
 FOLDERS = re.compile(r"(hydra\.(?:run|sweep)\.dir=[\"']?)~(?=/)")
 for resolver, function in RESOLVERS.items():
     OmegaConf.register_new_resolver(resolver, function, replace=True)
@@ -176,6 +177,8 @@ def readable(argument: str, multirun: bool) -> str:
     Among these are all with letters beyond English, with ``!``, ``(``, ``#`` or ``~``, and with a space at an end.
     Raises ConfigError where such a text may be read in several ways, with the argument as it has to be typed.
     """
+    if PLACES.fullmatch(argument):  # one value, whose comma separates no jobs
+        return argument.replace("=", '="', 1) + '"'
     argument = FOLDERS.sub(lambda found: found[1] + os.path.expanduser("~"), argument)  # Hydra makes them itself
     name, equals, value = argument.partition("=")
     whole = f"{name}={literal(value)}"

@@ -8,7 +8,7 @@ knob is declared once, at its field. The ``check_...`` functions check knobs aga
 """
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
-from sd_quant.config.earlier_runs import artifact, is_finished_run, is_run, recipe_of_run, run_job, run_model
+from sd_quant.config.earlier_runs import PRECISE, artifact, is_finished_run, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import (
     JOBS,
@@ -20,6 +20,7 @@ from sd_quant.config.jobs import (
     InspectJob,
     JudgeJob,
     part_paths,
+    precise_paths,
 )
 from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_heeded, deciding
 from sd_quant.config.model import Model, lora_of

@@ -22,6 +22,7 @@ from sd_quant.text import one_line
 
 MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the folder of a finished run
 DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
+PRECISE = "_weights_alone"  # behind the name of the denoiser in the file of steps with unquantized inputs
 
 
 def is_finished_run(path: Path) -> bool:
@@ -101,6 +102,10 @@ def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict
         raise ArtifactError(f"{file} is not the config of a run ({one_line(error, 200)}); {advice}") from error
 
 
-def artifact(run: Path, kind: str, part: str) -> Path:
-    """Return the file of a part in a run: ``onnx/<part>/<part>.onnx`` or ``plan/<part>.plan``."""
-    return run / "onnx" / part / f"{part}.onnx" if kind == "onnx" else run / "plan" / f"{part}.plan"
+def artifact(run: Path, kind: str, part: str, suffix: str = "") -> Path:
+    """Return the file of a part in a run: ``onnx/<part>/<part>.onnx`` or ``plan/<part>.plan``.
+
+    With the suffix PRECISE, it is that of steps with unquantized inputs.
+    """
+    name = f"{part}{suffix}.{kind}"
+    return run / "onnx" / part / name if kind == "onnx" else run / "plan" / name

@@ -10,17 +10,19 @@ from typing import Annotated
 
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
 from sd_quant.config.model import check_source_files
+from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
-from sd_quant.inference.samplers import SAMPLERS, most_saved
+from sd_quant.inference.samplers import COMPUTED, FULL, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
 from sd_quant.knobs import COUNT, FROM_0, MORE_THAN_0, SEED, SHARE, Limit, Only, between, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
 AUTO = "auto"
-LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "guidance_until")  # of the recipe's images alone
+# of the recipe's images alone
+LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
 MOST_IMAGES = 10**6  # of a job
 TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
@@ -85,8 +87,18 @@ class Infer:
     ]
     schedule: Annotated[
         str | None,
-        Limit(lambda text: re.fullmatch("c[cre]*", text) is not None, "letters c, r and e, of which the first is c"),
-        "a letter a step: c computed, r the last output used again, e the line through the last two; null: all c",
+        Limit(
+            lambda text: re.fullmatch("[chf][cherf]*", text) is not None,
+            "letters c, h, f, r and e, of which the first is c, h or f",
+        ),
+        "a letter a step: c computed, h with unquantized inputs, f in full precision, r the last output used again, "
+        "e the line through the last two; null: all c",
+    ]
+    precise_steps: Annotated[
+        str | int | None,
+        PRECISE,
+        "steps h of the schedule: first3,last3; or chosen, by their number, their gain (3dB) or their time (10%); "
+        "auto: those that pay, if any; null: none",
     ]
     guidance_until: Annotated[
         float | None, MORE_THAN_0, "noise level sigma below which the recipe's images are not guided; null: all are"
@@ -124,6 +136,9 @@ class Infer:
             yield "guidance_until", None, f"at infer.scale={self.scale:g} nothing is guided"
         if self.schedule is not None:
             yield "reuse", None, "infer.schedule says which steps are computed"
+            yield "precise_steps", None, "infer.schedule says which steps are precise"
+        if self.reuse is not None:
+            yield "precise_steps", None, "infer.reuse chooses a schedule too; infer.schedule can have both"
         if self.sizes is not None:
             yield "latents", None, "noise has one size, and infer.sizes is given"
             yield "image", None, "source images are read at one size, and infer.sizes is given"
@@ -152,6 +167,28 @@ class Infer:
         return steps if self.image is None else int(steps * self.strength_with(self.mask))
 
     @property
+    def precise(self) -> PreciseSteps | None:
+        """Return what ``precise_steps`` asks for."""
+        return precise_steps(self.precise_steps, self.recipe_steps)
+
+    @property
+    def given_schedule(self) -> str | None:
+        """Return the schedule that the knobs state; None where all steps are alike, or are chosen later."""
+        return self.schedule if self.precise is None else self.precise.schedule(self.recipe_steps)
+
+    @property
+    def chooses_precise(self) -> bool:
+        """Return whether ``precise_steps`` has the steps chosen."""
+        return self.precise is not None and self.given_schedule is None
+
+    @property
+    def precise_letters(self) -> set[str]:
+        """Return the letters of steps that an engine of their own computes, or those that choose."""
+        if self.chooses_precise:  # by what both take
+            return {WEIGHTS_ALONE, FULL}
+        return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}
+
+    @property
     def saved_steps(self) -> int:
         """Return the number of steps whose outputs are not computed, by ``reuse``."""
         return round((self.reuse or 0) * self.recipe_steps)
@@ -163,7 +200,7 @@ class Infer:
             expected = f"one for each of the {steps} steps, and it has {len(self.schedule)}"
             check(len(self.schedule) == steps, "infer.schedule", self.schedule, expected)
             expected = "two computed steps before the first e, through which its line goes"
-            through = self.schedule.partition("e")[0].count("c")
+            through = sum(letter not in NOT_COMPUTED for letter in self.schedule.partition("e")[0])
             check(through > 1 or "e" not in self.schedule, "infer.schedule", self.schedule, expected)
         if self.reuse is not None:
             most = most_saved(steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
-from sd_quant.config.earlier_runs import artifact, is_finished_run, recipe_of_run, run_model
+from sd_quant.config.earlier_runs import PRECISE, artifact, is_finished_run, recipe_of_run, run_model
 from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
@@ -16,11 +16,12 @@ from sd_quant.config.targets import check_consumers, check_fused, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.files import check_replaceable, check_writable
+from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, check_unused, one_of
 from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
-from sd_quant.report.record import RECORD, VARIANTS
+from sd_quant.report.record import RECORD, VARIANTS, at, read_object
 
 PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
@@ -70,6 +71,12 @@ class InferJob:
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         because = "quantize.py chooses the steps; the record of its run has them under levers, for infer.schedule"
         check_unused(self.infer, "infer.", [("reuse", None, because)])
+        check(
+            not self.infer.chooses_precise,
+            "infer.precise_steps",
+            self.infer.precise_steps,
+            f"places, because {because}",
+        )
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
@@ -85,6 +92,7 @@ class InferJob:
         check_installed(self.infer.engine)
         if kind := RUNTIMES[self.infer.engine].file:
             check_parts(self, kind)
+        precise_paths(self)
 
 
 @dataclass(slots=True)
@@ -173,6 +181,20 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
             paths[part] = input_path(given)
         elif run is not None:
             paths[part] = artifact(run / "full_precision" if part in unquantized_parts(job) else run, kind, part)
+    return paths
+
+
+def precise_paths(job: InferJob) -> dict[str, Path]:
+    """Return the files of a run that compute the precise steps, by their engines' names. Raises ConfigError."""
+    run, kind = input_path(job.run or ""), RUNTIMES[job.infer.engine].file
+    denoiser = at(read_object(run / RECORD), "denoiser", "part") if job.run and job.variant == "quantized" else None
+    paths = {}
+    for letter in sorted(job.infer.precise_letters):
+        expected = f"no step {letter}, unless run= names a run with such steps whose {letter}-file this engine loads"
+        folder, suffix = (run, PRECISE) if letter == WEIGHTS_ALONE else (run / "full_precision", "")
+        path = artifact(folder, kind, str(denoiser), suffix) if kind and denoiser else None
+        check(path is not None and path.is_file(), "infer.schedule", job.infer.given_schedule, expected)
+        paths[engine_of_letter(str(denoiser), letter)] = path
     return paths
 
 

@@ -15,6 +15,7 @@ from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, w
 from sd_quant.config.targets import check_consumers, check_fused, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
+from sd_quant.inference.samplers import WEIGHTS_ALONE
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
@@ -78,6 +79,12 @@ class RecipeJob:
         check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
         return draw_prompts(prompts, size, self.quantize.seed) if is_data_set(path) else prompts[:size]
 
+    def choosing_prompts(self, count: int) -> list[str]:
+        """Return up to ``count`` prompts of that file: those that calibration does not see, then those that it does."""
+        seen = self.calibration_prompts()
+        others = dict.fromkeys(read_prompts(input_path(self.model.calibration_prompts))).keys() - set(seen)
+        return [*sorted(others), *seen][:count]
+
 
 @dataclass(slots=True)
 class QuantizeJob(RecipeJob):
@@ -114,10 +121,12 @@ class QuantizeJob(RecipeJob):
             check(self.trt.library in ("auto", "none"), "trt.library", self.trt.library, f"none, because {refused}")
             self.trt = replace(self.trt, library="none")
         self.infer = self.infer.with_engine(lambda: engine_for(self.trt, self.formats()))
-        expected = "at least 2, because infer.reuse chooses steps on one half of these prompts and checks on the other"
-        check(
-            self.infer.reuse is None or self.quantize.calib_size > 1, "calib_size", self.quantize.calib_size, expected
-        )
+        if knob := "reuse" if self.infer.reuse is not None else self.infer.chooses_precise and "precise_steps":
+            expected = (
+                f"at least 2, because infer.{knob} chooses steps on one half of these prompts and checks on the other"
+            )
+            check(self.quantize.calib_size > 1, "calib_size", self.quantize.calib_size, expected)
+        self.check_precise()
         check_targets(
             "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
         )
@@ -143,6 +152,18 @@ class QuantizeJob(RecipeJob):
             targets = self.verdict.speedup, self.verdict.image_ms
             check(targets != (None, None), "search", f"{self.search:g}", expected)
         self.model.encoder |= self.infer.image is not None
+
+    def check_precise(self) -> None:
+        """Raises ConfigError for precise steps that are as the others, or are chosen by times that nobody measures."""
+        infer, formats = self.infer, self.formats()
+        knob = "schedule" if infer.schedule is not None else "precise_steps"
+        value, precise = getattr(infer, knob), infer.precise
+        if WEIGHTS_ALONE in infer.precise_letters:
+            expected = f"no step h, because quantize={self.quantize.format} quantizes no inputs: all steps are such"
+            check(bool(formats["inputs"] | formats["attention"]), f"infer.{knob}", value, expected)
+        if precise is not None and precise.by_time and (refused := why_not(infer.engine, formats)):
+            expected = f"places, a number of steps, or dB that they gain, because nothing is timed: {refused}"
+            check(False, f"infer.{knob}", value, expected)
 
     def why_no_plans(self) -> str | None:
         """Return why no library builds plans of the recipe, whose attention they may leave alone; None if one may."""

@@ -31,7 +31,7 @@ class Pool:
 
 
 class Variant(Mapping[str, Engine]):
-    """The engines of one variant of the model by part, from a pool."""
+    """The engines of one variant of the model by part, from a pool; of precise steps too, see ``inference.calls``."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):
         """``keys`` gives each part's key in the ``pool``."""
@@ -39,6 +39,9 @@ class Variant(Mapping[str, Engine]):
 
     def __getitem__(self, part: str) -> Engine:
         return self.pool[self.keys_of[part]]
+
+    def __contains__(self, part: object) -> bool:  # without opening it
+        return part in self.keys_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_of)

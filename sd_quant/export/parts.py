@@ -23,11 +23,17 @@ def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
 
 
 def write_part(
-    graph: ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: Mapping[str, LayerAssignment]
+    graph: ir.Model,
+    checkpoint: Checkpoint,
+    part: str,
+    path: Path,
+    assignment: Mapping[str, LayerAssignment],
+    beside: Path | None = None,
 ) -> None:
     """Write the ``graph`` of ``trace_part`` with the checkpoint's weights, one of them in memory at a time.
 
-    The denoiser's weights are quantized by the ``assignment``. Changes ``graph``.
+    The denoiser's weights are quantized by the ``assignment``. Those that the file ``beside`` has in a data file of its
+    own are shared with it. Changes ``graph``.
     """
     description = checkpoint.parts()[part]
     weights, prefix = checkpoint.components[description.component], description.prefix
@@ -42,4 +48,5 @@ def write_part(
         prefix=prefix,
         read=lambda name: weights[name.removeprefix(prefix)],
         assignment=assignment,
+        beside=beside,
     )

@@ -1,4 +1,4 @@
-"""The denoiser's calls in an image: which are computed, which use earlier outputs again, and which are guided.
+"""The denoiser's calls in an image: which are computed and how, which use earlier outputs again, and are guided.
 
 A schedule has a letter for each step: ``c`` computed, ``r`` the last computed output used again, ``e`` the line through
 the last two, over the number of the step. Under Euler, using the output again is the same as leaving that noise level
@@ -7,6 +7,10 @@ output: cache-dit's ``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and Tay
 (arXiv:2503.06923, diffusers' ``use_lite_mode``). It needs nothing but inputs and outputs, so any engine can have it.
 The roads not taken are caches inside of the network, for which it would be cut into several engines, and thresholds
 that look at the latents: then the time of an image depends on its prompt, and on who is in the same batch.
+
+A computed step may be precise: ``h`` multiplies the stored weights with unquantized inputs (W8A16, W4A16), ``f`` is
+full precision; each has an engine of its own, by ``engine_of_letter``. All calls of a step have its precision, so that
+guided and unguided ones agree, as in vLLM-Omni (pull request 6560) and diffusers (14664).
 
 Below a noise level an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): then the conditional half
 of the batch is computed alone, and is given twice, which makes the guided output the conditional one.
@@ -17,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sd_quant.inference.samplers import COMPUTED, REUSED
+from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, REUSED
 
 Outputs = Mapping[str, Tensor]
 
@@ -36,21 +40,21 @@ class Calls:
         self.at, self.place = -1, 0  # the step of the last call, and its place among that step's calls
         self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
 
-    def __call__(self, compute: Callable[[Mapping[str, Tensor]], Outputs], inputs: Mapping[str, Tensor]) -> Outputs:
-        """The outputs for ``inputs``, by ``compute`` or from earlier ones."""
+    def __call__(self, compute: Callable[[Outputs, str], Outputs], inputs: Outputs) -> Outputs:
+        """The outputs for ``inputs``, by ``compute`` with the step's letter, or from earlier ones."""
         step = self.step()
         self.place = self.place + 1 if step == self.at else 0
         self.at = step
         letter = COMPUTED if self.schedule is None else self.schedule[step]
         known, guided = self.known.setdefault(self.place, []), self.is_guided(step)
-        if letter != COMPUTED:
+        if letter in NOT_COMPUTED:
             outputs = known[-1][1] if letter == REUSED or len(known) < 2 else line(known, step)
             return {name: tensor.clone() if guided else twice(halved(tensor)) for name, tensor in outputs.items()}
         if guided:
-            outputs = compute(inputs)
+            outputs = compute(inputs, letter)
         else:
             half = {name: halved(tensor) if name in self.batched else tensor for name, tensor in inputs.items()}
-            outputs = {name: twice(tensor) for name, tensor in compute(half).items()}
+            outputs = {name: twice(tensor) for name, tensor in compute(half, letter).items()}
         self.known[self.place] = [*known[-1:], (step, outputs)]
         return outputs
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sd_quant.engines.base import Engine
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.samplers import COMPUTED, EXTRAPOLATED, REUSED
+from sd_quant.inference.samplers import COMPUTED, EXTRAPOLATED, REUSED, engine_of_letter
 from sd_quant.inference.watched import Answer, Outputs, ReplayedVariant
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress
@@ -50,10 +50,10 @@ class ChosenSchedule:
     prompts: int  # their number
 
 
-def schedule_of(replaced: Sequence[Replacement], steps: int) -> str:
-    """The schedule of ``steps`` letters in which these are replaced."""
+def schedule_of(replaced: Sequence[Replacement], steps: int, base: str = COMPUTED) -> str:
+    """The schedule of ``steps`` letters in which these are replaced, and all others are the ``base``."""
     letters = {each.step: each.letter for each in replaced}
-    return "".join(letters.get(step, COMPUTED) for step in range(steps))
+    return "".join(letters.get(step, base) for step in range(steps))
 
 
 def replacements(steps: int) -> list[Replacement]:
@@ -100,36 +100,46 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
 def answers_before(kept: Outputs, denoiser: str, step: int, steps: int, batches: int) -> Answer:
     """Answers from the ``kept`` outputs of whole runs: all of other parts, and the ``denoiser``'s before a ``step``.
 
-    That step has no call of its own.
+    That step has no call of its own, or one of another engine.
     """
     of_a_step = len(kept[denoiser]) // (batches * steps)  # calls
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
         if part != denoiser:
-            return kept[part][number]
+            return kept[part][number] if number < len(kept[part]) else None
         batch, call = divmod(number, of_a_step * (steps - 1))
         return kept[part][batch * steps * of_a_step + call] if call < step * of_a_step else None
 
     return answer
 
 
-def products_of_errors(
-    checkpoint: Checkpoint, engines: Variant, prompts: Sequence[str], sampling: Sampling
-) -> list[list[float]]:
-    """The products of the errors that all ``replacements`` leave in the final latents, each alone, by ``engines``."""
+def changed_by(
+    checkpoint: Checkpoint,
+    engines: Variant,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    known: Sequence[Replacement],
+    base: str = COMPUTED,
+) -> tuple[Tensor, list[Tensor]]:
+    """The final latents with all steps of the letter ``base``, and how each of the ``known`` changes them, alone."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
-    known, batches = replacements(steps), len(sampling.batches(numbers))
-    whole = ReplayedVariant(engines)
-    full = final_latents(checkpoint, whole, prompts, numbers, sampling)
-    errors = []
-    with progress(len(known), "each step without a call of its own") as advance:
+    batches, denoiser = len(sampling.batches(numbers)), engine_of_letter(checkpoint.family.DENOISER, base)
+    whole, changes = ReplayedVariant(engines), list[Tensor]()
+    full = final_latents(checkpoint, whole, prompts, numbers, replace(sampling, schedule=base * steps))
+    with progress(len(known), "each step alone by another call") as advance:
         for each in known:
-            replaced = replace(sampling, schedule=schedule_of([each], steps))
-            answer = answers_before(whole.outputs, checkpoint.family.DENOISER, each.step, steps, batches)
-            latents = final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced)
-            errors.append((latents - full).double().flatten())
+            replaced = replace(sampling, schedule=schedule_of([each], steps, base))
+            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
+            changes.append(
+                final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced) - full
+            )
             advance()
-    flat = torch.stack(errors)
+    return full, changes
+
+
+def products_of(errors: Sequence[Tensor]) -> list[list[float]]:
+    """The scalar products of errors with each other."""
+    flat = torch.stack([each.double().flatten() for each in errors])
     return (flat @ flat.T).tolist()
 
 
@@ -184,9 +194,14 @@ def final_latents(
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:
-    """The geometric mean over images of ||latents - reference|| / ||reference||; both [N, ...].
+    """The geometric mean over images of ``errors_in_db``, as a share.
 
     A few images whose composition changes decide an arithmetic mean.
     """
+    return 10 ** (errors_in_db(reference, latents).mean().item() / 20)
+
+
+def errors_in_db(reference: Tensor, latents: Tensor) -> Tensor:
+    """20 log10 of ||latents - reference|| / ||reference|| of each image, fp64 [N]; both are [N, ...]."""
     errors = (latents - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
-    return errors.double().clamp_min(SMALLEST).log().mean().exp().item()
+    return 20 * errors.double().clamp_min(SMALLEST).log10()

@@ -14,7 +14,8 @@ from typing import Any
 
 from sd_quant.errors import ConfigError
 
-COMPUTED, REUSED, EXTRAPOLATED = "cre"  # a step of a schedule, see ``calls``
+COMPUTED, REUSED, EXTRAPOLATED, WEIGHTS_ALONE, FULL = "crehf"  # a step of a schedule, see ``calls``
+NOT_COMPUTED = {REUSED, EXTRAPOLATED}
 Settings = dict[str, Any]
 MULTISTEP_FLOW: Settings = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
@@ -78,6 +79,11 @@ OF_SOLVERS = set(
 # Schedulers under which using an output again is leaving its noise level out of the schedule.
 FIRST_ORDER = ("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
 BETTER_SOLVER = "dpmpp_2m"  # that full precision with fewer steps is tried with
+
+
+def engine_of_letter(part: str, letter: str) -> str:
+    """The name in a variant of the engine that computes the part in steps of this letter."""
+    return part if letter == COMPUTED else f"{part}/{letter}"
 
 
 def most_saved(steps: int) -> int:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sd_quant.engines.base import Engine
+from sd_quant.inference.calls import Outputs
+from sd_quant.inference.samplers import COMPUTED, engine_of_letter
 from sd_quant.models.parts import Part
 
 Tensors = dict[str, Tensor]
-Outputs = Mapping[str, Tensor]
-Through = Callable[[Callable[[Outputs], Outputs], Outputs], Outputs]  # (compute, inputs) -> outputs
+Through = Callable[[Callable[..., Outputs], Outputs], Outputs]  # (compute, inputs) -> outputs
 
 
 class Reached(BaseException):
@@ -61,9 +62,10 @@ class AnsweredPart:
         self.given += 1
         return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
 
-    def computed(self, inputs: Outputs) -> Outputs:
-        """Return the engine's outputs."""
-        return self.engines[self.name](**inputs)
+    def computed(self, inputs: Outputs, letter: str = COMPUTED) -> Outputs:
+        """Return the outputs of the letter's engine; a part that nothing quantizes has one for all letters."""
+        own = engine_of_letter(self.name, letter)
+        return self.engines[own if own in self.engines else self.name](**inputs)
 
 
 class EngineNetwork(nn.Module):

@@ -67,17 +67,12 @@ class ImageTimes:
     rounds: Rounds | None = None  # None where nothing was made: see ``image_of_parts``
 
 
-class Stopwatch(WatchedEngine):
-    """``engine``, whose calls add up to ``milliseconds``, and the rests of the images that it helped to make."""
+class Stopwatch:
+    """``engines``, whose calls add up to ``milliseconds``, and the rests of the images that they helped to make."""
 
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
+    def __init__(self, engines: Mapping[str, Engine]):
+        self.engines = {name: TimedEngine(engine, self) for name, engine in engines.items()}
         self.milliseconds, self.rests = 0.0, list[float]()
-
-    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs: dict[str, torch.Tensor] = {}
-        self.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
-        return outputs
 
     def clock(self) -> Clock:
         """The wall clock of a call that makes images with this engine; it notes their rest."""
@@ -92,6 +87,17 @@ class Stopwatch(WatchedEngine):
         return timed
 
 
+class TimedEngine(WatchedEngine):
+    def __init__(self, engine: Engine, watch: Stopwatch):
+        super().__init__(engine)
+        self.watch = watch
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = {}
+        self.watch.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
+        return outputs
+
+
 def image_times(
     checkpoint: Checkpoint,
     variants: Mapping[str, Mapping[str, Engine]],
@@ -100,10 +106,13 @@ def image_times(
     stopping: Stopping,
 ) -> dict[str, ImageTimes]:
     """Time batches of images of each variant in interleaved rounds, after WARMUP_IMAGES that do not count."""
-    denoiser = checkpoint.family.DENOISER
-    watches = {name: Stopwatch(engines[denoiser]) for name, engines in variants.items()}
+    others = checkpoint.parts().keys() - {checkpoint.family.DENOISER}
+    watches = {
+        name: Stopwatch({each: engine for each, engine in engines.items() if each not in others})
+        for name, engines in variants.items()
+    }
     calls = {
-        name: image_call(pipeline_of(checkpoint, {**engines, denoiser: watches[name]}), prompts, samplings[name])
+        name: image_call(pipeline_of(checkpoint, {**engines, **watches[name].engines}), prompts, samplings[name])
         for name, engines in variants.items()
     }
     rounds = measure_together(calls, WARMUP_IMAGES, stopping, {name: watch.clock() for name, watch in watches.items()})

@@ -68,6 +68,9 @@ class ReplayedVariant(Mapping[str, Engine]):
     def __getitem__(self, part: str) -> Engine:
         return ReplayedEngine(self, part)  # type: ignore[return-value]
 
+    def __contains__(self, part: object) -> bool:
+        return part in self.variant
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.variant)
 

@@ -3,7 +3,9 @@
 ``derivation`` makes it. The torch simulation, the ONNX export and ``layers.csv`` read it and decide nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +156,15 @@ class LayerAssignment:
             "pre_quant_scale_min": None if smoothing is None else smoothing.min().item(),
             "pre_quant_scale_max": None if smoothing is None else smoothing.max().item(),
         }
+
+
+def weights_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerAssignment]:
+    """The assignment with the same codes of weights, and inputs and attentions in high precision (W8A16, W4A16)."""
+    without: dict[str, Any] = {
+        "activation_format": None, "activation_amax": None, "activation_zero_point": 0, "per_token": False,
+        "bias": None, "attention_amax": None, "key_mean": None,
+    }  # fmt: skip
+    return {name: replace(layer, **without) for name, layer in assignment.items()}
 
 
 def rounded_by(fmt: str, x: Tensor, amax: Tensor, per_token: bool, rotation: int, shift: float = 0.0) -> Tensor:

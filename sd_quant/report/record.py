@@ -383,6 +383,19 @@ class ReuseChosen(TypedDict):
     prompts: Annotated[Count, Doc("on which these errors are measured")]
 
 
+class PreciseChosen(TypedDict):
+    """How the steps with unquantized inputs were chosen: see ``sd_quant.inference.precision``."""
+
+    schedule: Annotated[str, Doc("a letter a step: c computed, h with unquantized inputs; all c where none pays")]
+    tried: Annotated[str, Doc("the best schedule that was found")]
+    candidates: Annotated[dict[str, Finite], Doc("dB that each schedule gains on the prompts that chose")]
+    gain_db: Annotated[list[Finite | None], Doc("what the tried one gains on others, with both ends of its interval")]
+    beyond_db: Annotated[dict[str, list[Finite | None]], Doc("the same beyond what else takes as long, by name")]
+    time: Annotated[Finite | None, Doc("that these steps add, as a share of the recipe's denoising; null: not timed")]
+    prompts: Annotated[Count, Doc("on which gains are measured")]
+    reason: Annotated[str | None, Doc("why the steps do not pay; null: they do")]
+
+
 class Control(TypedDict):
     """Full precision with so few steps that it takes no less time than the recipe."""
 
@@ -400,8 +413,10 @@ class Levers(TypedDict, total=False):
     guidance_until: Annotated[Finite | None, Doc("noise level below which nothing is guided; null: all is")]
     calls: Annotated[Count, Doc("calls of the denoiser for an image")]
     half_calls: Annotated[Count, Doc("of these without guidance")]
+    precise_calls: Annotated[dict[str, Count], Doc("of these by letter: h with unquantized inputs, f full precision")]
     share: Annotated[Finite, Doc("time of these calls as a share of all calls of a whole image")]
     chosen: Annotated[ReuseChosen | None, Doc("how the schedule was chosen; null where it was given")]
+    precise: Annotated[PreciseChosen | None, Doc("how its precise steps were chosen; null where they were not")]
     twin: Annotated[dict[str, ImageScores], Doc("of the recipe's images to full precision's by the same calls")]
     calls_alone: Annotated[dict[str, ImageScores], Doc("of these to the reference: the calls without the bits")]
     bits_alone: Annotated[dict[str, ImageScores], Doc("of the bits without the other calls, to the reference")]

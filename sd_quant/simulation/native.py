@@ -21,7 +21,7 @@ from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment, token_amax
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import per_number
-from sd_quant.quantization.rotation import rotation_matrix
+from sd_quant.quantization.rotation import rotated, rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
 INT8_MIN_ROWS = 17  # of CUDA's INT8 product
@@ -177,7 +177,8 @@ class WeightOnly(nn.Module):
         super().__init__()
         rows, fmt = weight.flatten(1), FORMATS[layer.format]
         codes, scales = layer.codes_and_scales(rows)
-        self.format, self.bias, self.shape, self.rows = layer.format, module.bias, weight.shape, rows.shape
+        self.format, self.bias, self.rotation = layer.format, module.bias, layer.rotation
+        self.shape, self.rows = weight.shape, rows.shape
         self.register_buffer("codes", fmt.pack(codes))
         for scale, kind, dtype in zip(scales, fmt.onnx_scale_types, fmt.scale_dtypes, strict=True):
             self.register_buffer(f"{kind.lower()}_scale", scale.to(dtype))
@@ -189,7 +190,7 @@ class WeightOnly(nn.Module):
         fmt = FORMATS[self.format]
         scales = (getattr(self, f"{kind.lower()}_scale").float() for kind in fmt.onnx_scale_types)
         codes = fmt.unpack(self.codes.flatten())[: self.rows.numel()]
-        return fmt.dequantize(codes.view(self.rows), *scales).view(self.shape)
+        return rotated(fmt.dequantize(codes.view(self.rows), *scales), self.rotation).view(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         smoothed = x if self.pre_quant_scale is None else (x.float() * self.pre_quant_scale).to(x)

@@ -1,7 +1,7 @@
 """Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sd_quant.files import sha256, temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
+from sd_quant.inference.samplers import COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, key_of, samples_per_image
@@ -29,6 +30,7 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Varia
 SAMPLED = 4  # calls of the denoiser that are kept
 BATCH = "batch.safetensors"
 COUNTED = "counted"
+HALF = "half"  # a call of the conditional half of a guided batch
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,15 @@ class CallsOfAnImage:
 
     whole: int
     half: int = 0  # of the conditional half of a guided batch alone
+    precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
 
-    def share(self, half_call: float, steps: int) -> float:
-        """The time of these calls as a share of ``steps`` whole ones; ``half_call`` is that of a half one."""
-        return (self.whole + self.half * half_call) / steps
+    def share(self, costs: Mapping[str, float], steps: int) -> float:
+        """The time of these calls as a share of ``steps`` whole ones of the recipe.
+
+        ``costs`` are those of a call of each precise letter, and of HALF a call, in whole ones.
+        """
+        more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
+        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / steps
 
 
 @dataclass(frozen=True)
@@ -147,16 +154,21 @@ def compare_images(
     }
     images = framework.images | unquantized.images
     outputs = framework.outputs | unquantized.outputs
-    watched, denoiser, counts = WatchedVariant(variant, {}), checkpoint.family.DENOISER, list[Tensor]()
+    watched, counts = WatchedVariant(variant, {}), list[Tensor]()
+    letters = [COMPUTED, *sorted(infer.precise_letters)]
+    engines = [engine_of_letter(checkpoint.family.DENOISER, letter) for letter in letters]
 
     def counting(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
     ) -> list[Tensors]:
-        """Let each batch bring the number of the denoiser's calls, and of samples in them."""
+        """Let each batch bring the number of the denoiser's calls by letter, and of samples in them."""
 
         def made(place: int) -> Tensors:
-            watched.count[denoiser] = watched.samples[denoiser] = 0
-            return make(place) | {COUNTED: torch.tensor([watched.count[denoiser], watched.samples[denoiser]])}
+            watched.count |= dict.fromkeys(engines, 0)
+            watched.samples |= dict.fromkeys(engines, 0)
+            return make(place) | {
+                COUNTED: torch.tensor([[watched.count[name], watched.samples[name]] for name in engines])
+            }
 
         found = kept.divided(kept.origin(checkpoint, prompts, infer, recipe, sampling), batches, made)
         counts.extend(tensors.pop(COUNTED) for tensors in found)
@@ -164,17 +176,21 @@ def compare_images(
 
     images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
     outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in variants.assignments}
-    calls, samples = (int(total) for total in torch.stack(counts).sum(dim=0))
-    of_an_image = counted(checkpoint, calls, samples, prompts, infer)
+    of_letters = dict(zip(letters, torch.stack(counts).sum(dim=0).tolist(), strict=True))
+    of_an_image = counted(checkpoint, of_letters, prompts, infer)
     return VariantOutputs(images, framework.inputs, outputs, framework.calls, of_an_image)
 
 
-def counted(checkpoint: Checkpoint, calls: int, samples: int, prompts: list[str], infer: Infer) -> CallsOfAnImage:
-    """The denoiser's calls for each of the images of ``prompts``, of all calls and of all samples in them."""
-    calls //= len(sampling_of(infer).batches(range(len(prompts))))
-    a_call = samples_per_image(checkpoint, infer.scale)
+def counted(
+    checkpoint: Checkpoint, of_letters: Mapping[str, Sequence[int]], prompts: list[str], infer: Infer
+) -> CallsOfAnImage:
+    """The denoiser's calls for each of the images of ``prompts``, of all calls and all samples in them, by letter."""
+    batches, a_call = len(sampling_of(infer).batches(range(len(prompts)))), samples_per_image(checkpoint, infer.scale)
+    by_letter = {letter: calls // batches for letter, (calls, _) in of_letters.items()}
+    calls, samples = sum(by_letter.values()), sum(samples for _, samples in of_letters.values())
     halves = a_call * calls - samples // len(prompts) if a_call == 2 else 0
-    return CallsOfAnImage(calls - halves, halves)
+    precise = {letter: count for letter, count in by_letter.items() if letter != COMPUTED and count}
+    return CallsOfAnImage(calls - halves, halves, precise)
 
 
 def framework_images(

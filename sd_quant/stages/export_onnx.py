@@ -5,21 +5,21 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.config import artifact
+from sd_quant.config import PRECISE, artifact
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.parts import trace_part, write_part
-from sd_quant.files import atomic_path, temporary_folder
+from sd_quant.files import atomic_path, sha256, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.progress import progress
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.report.provenance import versions
 from sd_quant.source import source_digest
 
@@ -38,6 +38,7 @@ class File:
     directory: Path  # that gets onnx/<part>/<part>.onnx
     assignment: Assignment
     delivered: bool = True  # False: only this run compares with it
+    suffix: str = ""  # of its name; with PRECISE it lies beside the file without, whose weights it shares
 
 
 def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path) -> list[File]:
@@ -45,15 +46,20 @@ def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment
     return [File(part, directory, assignments.get(part, {})) for part in exported(checkpoint.parts())]
 
 
-def files_of_a_run(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path) -> list[File]:
+def files_of_a_run(
+    checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, precise: bool = False
+) -> list[File]:
     """``delivered_files``, each behind its unquantized twin where it is quantized: both have one graph.
 
-    The denoiser comes last, because the process that traces ahead begins with it.
+    With ``precise`` the denoiser has a file for steps with unquantized inputs too. It comes last, because the process
+    that traces ahead begins with it.
     """
     files = []
     for file in reversed(delivered_files(checkpoint, assignments, directory)):
         twin = File(file.part, directory / "full_precision", {}, delivered=False)
         files += [twin, file] if file.part in assignments else [file]
+        if precise and file.part == checkpoint.family.DENOISER:
+            files.append(replace(file, assignment=weights_alone(file.assignment), suffix=PRECISE))
     return files
 
 
@@ -66,8 +72,9 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
     """
     with progress(len(files), "export") as advance:
         for file in files:
-            path = artifact(file.directory, "onnx", file.part)
-            export(checkpoint, checkpoint_sha256, file.part, path, file.assignment, cache)
+            path = artifact(file.directory, "onnx", file.part, file.suffix)
+            beside = artifact(file.directory, "onnx", file.part) if file.suffix else None
+            export(checkpoint, checkpoint_sha256, file.part, path, file.assignment, cache, beside)
             for weights in onnx_files(path)[1:] if file.delivered else ():
                 if weights.stat().st_nlink > 1:
                     with atomic_path(weights) as copy:
@@ -90,18 +97,32 @@ def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> d
 
 
 def export(
-    checkpoint: Checkpoint, checkpoint_sha256: str, part: str, path: Path, assignment: Assignment, cache: Cache
+    checkpoint: Checkpoint,
+    checkpoint_sha256: str,
+    part: str,
+    path: Path,
+    assignment: Assignment,
+    cache: Cache,
+    beside: Path | None = None,
 ) -> None:
-    """Write one part, or copy it from the cache, which has its graph without weights for all assignments too."""
+    """Write one part, or copy it from the cache, which has its graph without weights for all assignments too.
+
+    ``beside`` as for ``write_part``.
+    """
     origin = graph_origin(checkpoint, checkpoint_sha256, part)
 
     def write(folder: Path) -> None:
         with temporary_folder(path.parent) as temporary:
             graph = Path(temporary)
             cache.provide("graph", origin, graph, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
-            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment)
+            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment, beside)
 
-    cache.provide("onnx", origin | {"assignment": assignment_digest(assignment)}, path.parent, write)
+    cache.provide(
+        "onnx",
+        origin | {"assignment": assignment_digest(assignment), "beside": beside and sha256(beside)},
+        path.parent,
+        write,
+    )
 
 
 def assignment_digest(assignment: Assignment) -> str:

@@ -29,7 +29,7 @@ def recipe_sampling(infer: Infer) -> Sampling:
     """The settings of sampling for the recipe's images: the reference's with the levers."""
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
-        schedule=infer.schedule, guidance_until=infer.guidance_until,
+        schedule=infer.given_schedule, guidance_until=infer.guidance_until,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from sd_quant.config import Infer, InferJob, part_paths
+from sd_quant.config import Infer, InferJob, part_paths, precise_paths
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
@@ -39,7 +39,7 @@ def infer(job: InferJob, directory: Path) -> None:
     checkpoint, together = session.checkpoint, session.together(workload_of(job.infer))
     facts = provenance(job.model.inputs() | job.infer.inputs() | files, [])
     pool = session.engines(lambda part: open_part(checkpoint, job.infer, files, part), together)
-    engines = Variant(pool, {part: part for part in session.parts})
+    engines = Variant(pool, {part: part for part in [*session.parts, *(files.keys() - session.parts.keys())]})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
     generated = generate(pipeline_of(checkpoint, engines), prompts, recipe_sampling(job.infer), job.infer.engine)
@@ -71,7 +71,7 @@ def engine_files(job: InferJob) -> dict[str, Path]:
     Raises ArtifactError for an ONNX file that is broken or lacks its weights.
     """
     kind = RUNTIMES[job.infer.engine].file
-    files = {} if kind is None else part_paths(job, kind)
+    files = {} if kind is None else part_paths(job, kind) | precise_paths(job)
     for path in files.values():
         if path.suffix.lower() == ".onnx":
             onnx_files(path)

@@ -20,7 +20,7 @@ from functools import cache, partial
 from sd_quant.config import Infer, Timing
 from sd_quant.engines import COMPILED
 from sd_quant.engines.base import Engine
-from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.samplers import COMPUTED, engine_of_letter
 from sd_quant.inference.timed_calls import (
     WARMUP_IMAGES,
     ImageTimes,
@@ -48,7 +48,7 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import in_image
-from sd_quant.stages.compare import CallsOfAnImage
+from sd_quant.stages.compare import HALF, CallsOfAnImage
 from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
 
@@ -159,8 +159,7 @@ def compare_latency(
         less = saved / (sampling.steps_taken * medians[FULL_PRECISION][denoiser])
         quantized_rest, share = max(0.0, rest - less), 1.0
         if calls is not None:
-            half = half_call(checkpoint, engines[QUANTIZED], sampling, infer) if calls.half else 0.0
-            share = calls.share(half, sampling.steps_taken)
+            share = calls.share(costs_of(checkpoint, engines[QUANTIZED], infer, calls, together), sampling.steps_taken)
         found = over_full_precision([share * each for each in call[QUANTIZED]["samples_ms"]], quantized_rest)
         quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {})
         if calls is not None:
@@ -178,18 +177,23 @@ def compare_latency(
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
 
-def half_call(checkpoint: Checkpoint, variant: Mapping[str, Engine], sampling: Sampling, infer: Infer) -> float:
-    """The time of a call of the conditional half of a guided batch, as a share of a whole call's."""
-    part = checkpoint.family.DENOISER
-    engine, contract = variant[part], contracts_of(checkpoint)[part]
-    samples = samples_per_call(checkpoint, part, sampling)
-    calls = {
-        name: part_call(engine, contract, count, sampling)
-        for name, count in (("whole", samples), ("half", samples // 2))
-    }
-    clocks = dict.fromkeys(calls, in_a_row(clock_of(engine.device), sampling.steps_taken))
-    found = measure_together(calls, infer.num_warmup_runs, Stopping(infer.num_timed_runs, 1, 0), clocks).samples
-    return statistics.median(found["half"]) / statistics.median(found["whole"])
+def costs_of(
+    checkpoint: Checkpoint, variant: Mapping[str, Engine], infer: Infer, calls: CallsOfAnImage, together: bool
+) -> dict[str, float]:
+    """The times of the other ``calls`` of the denoiser, as shares of a whole one: by precise letter, and HALF's."""
+    part, sampling = checkpoint.family.DENOISER, sampling_of(infer)
+    contract, samples = contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling)
+    timed = {COMPUTED: samples} | dict.fromkeys(calls.precise, samples) | ({HALF: samples // 2} if calls.half else {})
+    found = dict[str, list[float]]()
+    for turn in [list(timed)] if together else [[name] for name in timed]:
+        engines = {name: variant[engine_of_letter(part, COMPUTED if name == HALF else name)] for name in turn}
+        found |= measure_together(
+            {name: part_call(engine, contract, timed[name], sampling) for name, engine in engines.items()},
+            infer.num_warmup_runs,
+            Stopping(infer.num_timed_runs, 1, 0),
+            {name: in_a_row(clock_of(engine.device), sampling.steps_taken) for name, engine in engines.items()},
+        ).samples
+    return {name: statistics.median(found[name]) / statistics.median(found[COMPUTED]) for name in timed}
 
 
 def part_rounds(

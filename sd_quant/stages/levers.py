@@ -15,21 +15,29 @@ from sd_quant.config import Infer, QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
-from sd_quant.inference.reuse import CHOOSING, candidates, choose_schedule, products_of_errors
-from sd_quant.inference.samplers import BETTER_SOLVER, COMPUTED, noise_levels, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.reuse import CHOOSING, candidates, changed_by, choose_schedule, products_of, replacements
+from sd_quant.inference.samplers import (
+    BETTER_SOLVER,
+    NOT_COMPUTED,
+    noise_levels,
+    sampler_for,
+    samplers_for,
+    why_not_reused,
+)
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.models.observed import Observed
-from sd_quant.report.record import IMAGE, Control, Levers, ReuseChosen
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest
-from sd_quant.stages.compare import KeptOutputs, VariantOutputs
-from sd_quant.stages.generate import calibration_source_of, generate, recipe_sampling, sampling_of
+from sd_quant.stages.compare import HALF, KeptOutputs, VariantOutputs
+from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
 from sd_quant.stages.load import Loaded
+from sd_quant.stages.precise_steps import SCHEDULES, choosing_sampling, with_precise_steps
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
-SCHEDULES = "schedules"  # a kind of the cache
 
 
 def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
@@ -38,7 +46,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         return
     own = own_sampler(checkpoint)
     scheduler = made_with(recipe_sampling(infer), own)
-    saves = infer.reuse is not None or set(infer.schedule or "") - {COMPUTED}
+    saves = infer.reuse is not None or set(infer.schedule or "") & NOT_COMPUTED
     if saves and (reason := why_not_reused(scheduler)):
         knob = "schedule" if infer.reuse is None else "reuse"
         able = [name for name in samplers_for(own) if why_not_reused(sampler_for(name, own)) is None]
@@ -74,26 +82,26 @@ def levels_of(scheduler: Any, infer: Infer) -> list[float]:
     return noise_levels(scheduler)
 
 
-def scheduled(
-    checkpoint: Checkpoint, variants: Variants, job: QuantizeJob, kept: KeptOutputs
-) -> tuple[Infer, ReuseChosen | None]:
-    """The job's ``infer`` with the schedule that ``reuse`` asks for, and how it was chosen; as it is without.
+def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics) -> tuple[Infer, Levers]:
+    """The job's ``infer`` with the schedule that its knobs ask for, and how it was chosen; as it is without.
 
-    The errors of single steps are the same for all recipes and shares; the cache keeps them, and what was chosen.
+    ``calls`` as for ``with_precise_steps``. The errors of single steps by reuse are the same for all recipes and
+    shares; the cache keeps them, and what was chosen.
     """
-    infer, recipe = job.infer, job.quantize
+    infer, precise = with_precise_steps(variants, job, kept, calls)
     if infer.reuse is None:
-        return infer, None
-    prompts = job.calibration_prompts()[: 2 * CHOOSING]
-    sampling = replace(
-        recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
-        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
-    )  # fmt: skip
+        return infer, Levers(chosen=None, precise=precise)
+    checkpoint = variants.loaded.checkpoint
+    prompts, sampling = job.calibration_prompts()[: 2 * CHOOSING], choosing_sampling(job)
     source = {"source": source_digest("inference.reuse")}
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
     products = kept.found(
-        SCHEDULES, origin, lambda: products_of_errors(checkpoint, unquantized, prompts[:half], sampling)
+        SCHEDULES,
+        origin,
+        lambda: products_of(
+            changed_by(checkpoint, unquantized, prompts[:half], sampling, replacements(sampling.steps_taken))[1]
+        ),
     )
     found = candidates(products, sampling.steps_taken, infer.saved_steps)
     chosen = kept.found(
@@ -107,7 +115,7 @@ def scheduled(
         100 * chosen["error"], 100 * chosen["even_error"], infer.recipe_steps - infer.saved_steps,
         100 * chosen["fewer_error"],
     )  # fmt: skip
-    return replace(infer, schedule=chosen["schedule"], reuse=None), chosen
+    return replace(infer, schedule=chosen["schedule"], reuse=None), Levers(chosen=chosen, precise=None)
 
 
 def compared(
@@ -117,11 +125,11 @@ def compared(
     infer: Infer,
     kept: KeptOutputs,
     latency: Mapping,
-    chosen: ReuseChosen | None,
+    chosen: Levers,
 ) -> Levers | None:
     """The record's ``levers``: how the recipe's images are made, and how far those of each lever alone are.
 
-    None for a recipe of bits alone. ``infer`` has the schedule, ``latency`` is the record's.
+    None for a recipe of bits alone. ``infer`` has the schedule and ``chosen`` how it was, ``latency`` is the record's.
     """
     calls = comparison.of_an_image
     if not infer.pulls_levers or calls is None:
@@ -142,7 +150,9 @@ def compared(
     bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")
     twin = images_of(FULL_PRECISION, recipe_sampling(infer), "full precision by the recipe's calls")
     image = latency[infer.engine][IMAGE][str(infer.batch_size)]
-    share = image[QUANTIZED].get("calls_share") or calls.share(0.5, sampling_of(infer).steps_taken)
+    share = image[QUANTIZED].get("calls_share") or calls.share(
+        {HALF: 0.5} | dict.fromkeys(calls.precise, 1.0), sampling_of(infer).steps_taken
+    )
     controls: list[Control] = []
     fewer = steps_in_time(image, share, infer.steps)
     better = {BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint)))
@@ -150,15 +160,15 @@ def compared(
         sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
         images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")
         controls.append(Control(sampler=sampler, steps=fewer, fidelity=image_scores(reference, images)))
-    return Levers(
+    return chosen | Levers(  # type: ignore[return-value]
         sampler=infer.sampler,
         steps=infer.sampler_steps or infer.steps,
-        schedule=infer.schedule,
+        schedule=infer.given_schedule,
+        precise_calls=dict(calls.precise),
         guidance_until=infer.guidance_until,
         calls=calls.whole + calls.half,
         half_calls=calls.half,
         share=share,
-        chosen=chosen,
         twin=image_scores(twin, recipe),
         calls_alone=image_scores(reference, twin),
         bits_alone=image_scores(reference, bits),

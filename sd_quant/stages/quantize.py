@@ -18,6 +18,7 @@ from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json, write_text
+from sd_quant.inference.samplers import WEIGHTS_ALONE
 from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import output_path
@@ -170,6 +171,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
         statistics = statistics_of(loaded.base, loaded.roles, job, calibrated, part_recipes=loaded.part_recipes)
     kept = KeptOutputs(facts, directory, cache)
     chosen, peaks = choose(loaded, statistics, directory, step, kept), statistics.peaks
+    calls = replace(statistics, layers={}, parts={})
     del statistics  # Hessians may take gigabytes
     assignment = chosen.assignment
     assignments = {loaded.denoiser: assignment, **chosen.parts}
@@ -182,13 +184,15 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
         floor = noise_floor(job.noise_floor, loaded, variants, framework, prompts, job.infer, kept)
         variants.make_room()
     with step("export"):
-        export_parts(loaded.checkpoint, sha256, files_of_a_run(loaded.checkpoint, assignments, directory), cache)
+        precise = WEIGHTS_ALONE in job.infer.precise_letters
+        files = files_of_a_run(loaded.checkpoint, assignments, directory, precise)
+        export_parts(loaded.checkpoint, sha256, files, cache)
     reports = {}
     if job.trt.library != "none":
         with step("plans"):
             reports = build_run_plans(loaded, directory, job.trt, job.infer, cache)
     with step("images"):
-        infer, reuse = scheduled(loaded.checkpoint, variants, job, kept)
+        infer, chosen_steps = scheduled(variants, job, kept, calls)
         comparison = compare_images(loaded.checkpoint, framework, variants, prompts, infer, kept)
         recipe = "mixed" if job.quantize.mixes else job.quantize.format
         label = f"{recipe} level {job.quantize.quant_level:g}"
@@ -208,7 +212,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
         )  # fmt: skip
         count_run(latency, loaded.denoiser, job, facts, fingerprint, directory)
     with step("levers") if infer.pulls_levers else nullcontext():
-        levers = compared(loaded, comparison, variants, infer, kept, latency, reuse)
+        levers = compared(loaded, comparison, variants, infer, kept, latency, chosen_steps)
     memory: dict = {"reason": why_not_measured(job, step, directory)}
     if memory["reason"] is None:
         with step("memory"):

@@ -8,19 +8,26 @@ quantizers.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sd_quant.config import Infer, artifact
+from sd_quant.config import PRECISE, Infer, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import TORCH_BYTES, gpu_memory_of_variants, memory_of_part, memory_of_variants
+from sd_quant.inference.memory import (
+    QUANTIZED_BYTES,
+    TORCH_BYTES,
+    gpu_memory_of_variants,
+    memory_of_part,
+    memory_of_variants,
+)
+from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
-from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
@@ -37,6 +44,7 @@ class Simulated:
     """The key of a part that torch computes as if it were quantized, with ModelOpt's quantizers."""
 
     part: str
+    weights_alone: bool = False  # whether inputs stay in high precision, as in steps h of a schedule
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Native:
 
     part: str
     quantized: bool
+    weights_alone: bool = False  # as in ``Simulated``
 
 
 @dataclass(frozen=True)
@@ -105,12 +114,16 @@ def variants_of(
     if compiled_baseline:
         weights = parameters[loaded.denoiser]
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
+    if WEIGHTS_ALONE in infer.precise_letters:  # runtimes keep weights of their own for each graph
+        size = (TORCH_BYTES if simulated else QUANTIZED_BYTES) * parameters[loaded.denoiser]
+        all_of_them |= Needs({"precise steps": size}, {} if work.runtime.device == "cpu" else {"precise steps": size})
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
+    keys[QUANTIZED] |= keys_of_letters(keys, loaded.denoiser, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
     return Variants(loaded, assignments, infer.engine, directory, engines, pool, together, most, simulated)
 
@@ -145,6 +158,16 @@ def keys_of(
     return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | quantized}
 
 
+def keys_of_letters(
+    keys: Mapping[str, Mapping[str, object]], denoiser: str, letters: Collection[str]
+) -> dict[str, object]:
+    """The keys of the engines of a schedule's precise letters, by their names."""
+    own = keys[QUANTIZED][denoiser]
+    precise = own.with_stem(f"{own.stem}{PRECISE}") if isinstance(own, Path) else replace(own, weights_alone=True)  # type: ignore[type-var]
+    by_letter = {WEIGHTS_ALONE: precise, FULL: keys[FULL_PRECISION][denoiser]}
+    return {engine_of_letter(denoiser, letter): by_letter[letter] for letter in sorted(letters)}
+
+
 def open_engine(
     checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Compiled | Simulated
 ) -> Engine:
@@ -153,8 +176,11 @@ def open_engine(
         return open_file(key, infer)
     if isinstance(key, Compiled):
         return open_compiled(checkpoint, infer, key.part)
+    if isinstance(key, str):
+        return open_torch(checkpoint, infer, key)
+    assignment = assignments.get(key.part, {})
+    if key.weights_alone:
+        assignment = weights_alone(assignment)
     if isinstance(key, Native):
-        return open_torch_engine(checkpoint, infer, key.part, assignments[key.part] if key.quantized else None)
-    if isinstance(key, Simulated):
-        return open_simulated(checkpoint, assignments[key.part], key.part)
-    return open_torch(checkpoint, infer, key)
+        return open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
+    return open_simulated(checkpoint, assignment, key.part)

@@ -1,0 +1,55 @@
+"""The knob ``infer.precise_steps``: which steps multiply unquantized inputs, by place, by number or by a target."""
+
+import re
+from dataclasses import dataclass
+
+from sd_quant.inference.samplers import COMPUTED, WEIGHTS_ALONE
+from sd_quant.knobs import Limit, check
+
+KNOB, AUTO = "infer.precise_steps", "auto"
+WHOLE, AMOUNT = r"[1-9]\d{0,5}", r"(?!0*\.?0*(?:dB|%))\d{1,3}(?:\.\d{1,3})?"
+FORM = re.compile(
+    rf"(?=[fl])(?:first(?P<first>{WHOLE}))?(?:(?:^|,)last(?P<last>{WHOLE}))?|(?P<count>{WHOLE})"
+    rf"|(?P<gain_db>{AMOUNT})dB|(?P<percent>{AMOUNT})%|auto"
+)
+PRECISE = Limit(
+    lambda value: FORM.fullmatch(str(value)) is not None,
+    "auto, places such as first3,last3, a number of steps such as 4, dB that they gain such as 3dB, or time that they "
+    "add to an image such as 10%",
+)
+
+
+@dataclass(frozen=True)
+class PreciseSteps:
+    """One of the places, or what chooses them: a number, a target, or nothing, which is ``auto``."""
+
+    first: int | None = None
+    last: int | None = None
+    count: int | None = None
+    gain_db: float | None = None
+    percent: float | None = None  # of an image's time
+
+    @property
+    def by_time(self) -> bool:
+        """Whether times decide: of a share of an image's, or of what else takes as long."""
+        return self == PreciseSteps() or self.percent is not None
+
+    def schedule(self, steps: int) -> str | None:
+        """The schedule of places, which have to fit into the ``steps``; None where it is to be chosen."""
+        if self.first is None and self.last is None:
+            return None
+        first, last = self.first or 0, self.last or 0
+        return WEIGHTS_ALONE * first + COMPUTED * (steps - first - last) + WEIGHTS_ALONE * last
+
+
+def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:
+    """What the knob asks for of ``steps``. Raises ConfigError for more steps than there are."""
+    form = FORM.fullmatch(str(value))
+    if form is None:  # null
+        return None
+    kinds: dict[str, type] = {"gain_db": float, "percent": float}
+    made = PreciseSteps(**{name: kinds.get(name, int)(text) for name, text in form.groupdict().items() if text})
+    total = (made.first or 0) + (made.last or 0) + (made.count or 0)
+    check(total <= steps, KNOB, value, f"at most the {steps} steps of an image, and these are {total}")
+    check(made.count != steps, KNOB, value, f"fewer than the {steps} steps; of all of them nothing is to be chosen")
+    return made

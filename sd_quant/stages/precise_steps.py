@@ -1,0 +1,200 @@
+"""Which steps multiply unquantized inputs, where ``infer.precise_steps`` has them chosen, and what they are worth."""
+
+import logging
+import math
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.config import Infer, QuantizeJob
+from sd_quant.config.precise_steps import AUTO, KNOB
+from sd_quant.errors import ConfigError
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.precision import (
+    Control,
+    Latents,
+    best_steps,
+    choose_steps,
+    first_and_last,
+    predicted_gain,
+    products_of_steps,
+    schedule_with,
+)
+from sd_quant.inference.reuse import CHOOSING, final_latents
+from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE
+from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.quantization.statistics import Statistics
+from sd_quant.report.record import PreciseChosen
+from sd_quant.simulation.sensitivity import Switched
+from sd_quant.source import source_digest
+from sd_quant.stages.assign import measure_sensitivity
+from sd_quant.stages.compare import CallsOfAnImage, KeptOutputs
+from sd_quant.stages.generate import calibration_source_of, recipe_sampling
+from sd_quant.stages.latency import costs_of
+from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
+
+LOG = logging.getLogger(__name__)
+SCHEDULES = "schedules"  # a kind of the cache
+KEPT, FEWER = "keeping the most sensitive layers", "full precision in fewer steps"  # the controls
+
+
+def choosing_sampling(job: QuantizeJob) -> Sampling:
+    """The recipe's sampling for the prompts by which a schedule is chosen."""
+    infer, recipe = job.infer, job.quantize
+    return replace(
+        recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
+        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
+    )  # fmt: skip
+
+
+def with_precise_steps(
+    variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics
+) -> tuple[Infer, PreciseChosen | None]:
+    """The job's ``infer`` with the schedule that ``precise_steps`` asks for, and how it was chosen.
+
+    ``calls`` are those of the network in calibration. What was measured and chosen is kept in the cache. Raises
+    ConfigError for a target that no number of steps reaches.
+    """
+    infer, wanted, checkpoint = job.infer, job.infer.precise, variants.loaded.checkpoint
+    if wanted is None or not infer.chooses_precise:
+        return infer, None
+    if variants.simulated and wanted.by_time:
+        raise ConfigError(f"{KNOB} is {infer.precise_steps}, and nothing is timed: {variants.simulated}; give a number")
+    prompts, sampling = job.choosing_prompts(2 * CHOOSING), choosing_sampling(job)
+    steps, half = sampling.steps_taken, len(prompts) // 2
+    unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
+    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
+        "precise": source_digest("inference.precision"), "assignments": variants.digests(),
+        "simulated": variants.simulated is not None,
+    }  # fmt: skip
+    products = torch.tensor(
+        kept.found(
+            SCHEDULES, origin, lambda: products_of_steps(checkpoint, unquantized, recipe, prompts[:half], sampling)
+        ),
+        dtype=torch.float64,
+    )
+    costs: dict[str, float] = {}
+    if variants.simulated is None:
+        timed = CallsOfAnImage(steps, precise=dict.fromkeys((WEIGHTS_ALONE, FULL), 1))
+        costs = kept.found(
+            SCHEDULES, origin | {"costs": ""}, lambda: costs_of(checkpoint, recipe, infer, timed, variants.together)
+        )
+    step_time, forced = (costs[WEIGHTS_ALONE] - 1) / steps if costs else None, infer.precise_steps != AUTO
+    found = wanted_schedules(infer, products, step_time)
+    controls = controls_of(variants, prompts, sampling, costs[FULL], kept, calls) if costs else {}
+    chosen = kept.found(
+        SCHEDULES, origin | {"chosen among": found, "step_time": step_time},
+        lambda: asdict(choose_steps(
+            checkpoint, unquantized, recipe, prompts, sampling, found, step_time, controls, forced
+        )),
+    )  # fmt: skip
+    say(chosen)
+    return replace(infer, schedule=chosen["schedule"], precise_steps=None), chosen
+
+
+def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) -> list[str]:
+    """The schedules among which the recipe's engines decide, for what ``precise_steps`` asks.
+
+    Raises ConfigError for a target that no number of steps reaches.
+    """
+    wanted, steps = infer.precise, len(products) - 1
+    assert wanted is not None
+    count = wanted.count
+    if wanted.gain_db is not None:
+        gains = {number: predicted_gain(products, best_steps(products, number)) for number in range(1, steps + 1)}
+        count = next((number for number, gain in gains.items() if gain >= wanted.gain_db), None)
+        expected = f"at most the {max(gains.values()):.2g} dB that unquantized inputs gain in all steps"
+        if count is None:
+            raise ConfigError(f"{KNOB} is {infer.precise_steps}, expected {expected}; infer.schedule has f beyond that")
+    if wanted.percent is not None and step_time is not None:
+        count = steps if step_time <= 0 else min(steps, int(wanted.percent / 100 / step_time))
+        if count == 0:
+            raise ConfigError(
+                f"{KNOB} is {infer.precise_steps}, expected at least the {step_time:.2g} of an image's denoising that "
+                "one step adds"
+            )
+    if count is not None:
+        return list(dict.fromkeys((schedule_with(best_steps(products, count), steps), first_and_last(count, steps))))
+    counts = sorted({1, *(2**power for power in range(1, steps.bit_length())), steps} - {0})
+    return [schedule_with(best_steps(products, number), steps) for number in counts if number <= steps]
+
+
+def controls_of(
+    variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, kept: KeptOutputs,
+    calls: Statistics,
+) -> Mapping[str, Control]:  # fmt: skip
+    """What else takes a share of time more than the recipe, by name.
+
+    A call of full precision costs ``full_cost`` calls of the recipe. Layers are kept in the simulation, where memory
+    has room for it; their time is taken to be in proportion to their multiplications.
+    """
+    checkpoint, denoiser, steps = variants.loaded.checkpoint, variants.loaded.denoiser, sampling.steps_taken
+    unquantized, plain = variants.engines[FULL_PRECISION], replace(sampling, schedule=None)
+
+    def fewer(share: float) -> Latents | None:
+        taken = math.floor(steps * (1 + share) / full_cost)
+        fewer_steps = replace(plain, steps=max(1, taken * plain.steps // steps))
+        if taken >= steps:
+            return None
+        return lambda numbers: final_latents(checkpoint, unquantized, prompts, numbers, fewer_steps)
+
+    @cache
+    def ranked() -> dict[str, int]:
+        """The multiplications of each quantized layer, of the most sensitive first."""
+        scale = variants.loaded.guidance_scale
+        found = measure_sensitivity(checkpoint, dict(variants.assignment), calls, 0, scale, kept).network_error
+        simulated = variants.simulation(denoiser)
+        one_call = {name: sample.values[0] for name, sample in calls.calls.items()}
+        return multiplications(denoiser_of(checkpoint, simulated.module), found, lambda: simulated(**one_call))
+
+    def keeping(share: float) -> Latents | None:
+        if full_cost <= 1 + share:
+            return None
+        simulated, layers = variants.simulation(denoiser), ranked()
+        before = dict(zip(layers, accumulate(layers.values()), strict=True))  # up to each layer
+        room = share / (full_cost - 1) * sum(layers.values())
+        quantized = [name for name in layers if before[name] > room]
+        engines = ChainMap({denoiser: simulated}, unquantized)  # type: ignore[arg-type]
+
+        def latents(numbers: Sequence[int]) -> Tensor:
+            def run() -> Tensor:
+                return final_latents(checkpoint, engines, prompts, numbers, plain)
+
+            return Switched(denoiser_of(checkpoint, simulated.module), run, list(layers)).output(quantized)
+
+        return latents
+
+    made: dict[str, Control] = {FEWER: fewer, KEPT: keeping}
+    return made if variants.together else {FEWER: fewer}
+
+
+def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:
+    """The number that each of these ``layers`` multiplies in a ``call`` of the network, in their order."""
+    counts = dict.fromkeys(layers, 0)
+
+    def count(name: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+        counts[name] += output.numel() * module.get_parameter("weight")[0].numel()
+
+    hooks = [network.get_submodule(name).register_forward_hook(partial(count, name)) for name in counts]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+def say(chosen: PreciseChosen) -> None:
+    gain, low, high = (math.nan if each is None else each for each in chosen["gain_db"])
+    time = "not timed" if chosen["time"] is None else f"{chosen['time']:+.1%} of the time of denoising"
+    LOG.info(
+        "precise steps %s: the final latents' error on %d other prompts is %.1f dB (%.1f to %.1f) lower, %s",
+        chosen["tried"], chosen["prompts"], gain, low, high, time,
+    )  # fmt: skip
+    if chosen["reason"] is not None:
+        LOG.warning("precise steps %s do not pay: %s", chosen["tried"], chosen["reason"])
