@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from sd_quant.inference.samplers import COMPUTED, WEIGHTS_ALONE
+from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
 from sd_quant.knobs import Limit, check
 
 KNOB, AUTO = "infer.precise_steps", "auto"
@@ -40,6 +40,21 @@ class PreciseSteps:
             return None
         first, last = self.first or 0, self.last or 0
         return WEIGHTS_ALONE * first + COMPUTED * (steps - first - last) + WEIGHTS_ALONE * last
+
+
+def ends_of(schedule: str | None) -> tuple[int, int] | None:
+    """How many first and last steps of a schedule are precise; None where others are, or are of another precision."""
+    middle = (schedule or "").strip(WEIGHTS_ALONE)
+    if {WEIGHTS_ALONE, FULL} & set(middle):
+        return None
+    first = len(schedule or "") - len((schedule or "").lstrip(WEIGHTS_ALONE))
+    return first, len(schedule or "") - len(middle) - first
+
+
+def with_ends(first: int, last: int, steps: int) -> str | None:
+    """The schedule of published policies: None without precise steps; one step alone is none, and all may be."""
+    places = [place < first or place >= steps - last for place in range(steps)]
+    return "".join(WEIGHTS_ALONE if each else COMPUTED for each in places) if any(places) and steps > 1 else None
 
 
 def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:

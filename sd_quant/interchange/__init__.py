@@ -110,6 +110,7 @@ class ForeignFormat:
     left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
     # what goes wrong where a person would not look for it, by the format of weights; "": in any
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    policy: str = ""  # who reads how many first and last steps, {} each, multiply unquantized inputs; "": nobody
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property

@@ -6,7 +6,7 @@ codes are made; this says what the codes stand for.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
-from sd_quant.interchange.inputs import smoothed
+from sd_quant.interchange.inputs import Multiplied, smoothed
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_of, denoiser_part, empty_call, empty_denoiser
 from sd_quant.names.diffusers import TIED
 
@@ -70,6 +70,7 @@ class QuantizedDenoiser:
     # Opens the network with the tool's own library; None where that is not installed or cannot compute on a processor.
     # May raise anything.
     runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    precise_ends: tuple[int, int] = (0, 0)  # how many first and last steps multiply unquantized inputs
 
     @property
     def bits(self) -> float:
@@ -77,6 +78,16 @@ class QuantizedDenoiser:
         count = sum(prod(layer.weight.shape) for layer in self.layers.values())
         count += sum(prod(each.shape) for each in self.parameters.values())
         return 8 * self.stored_bytes / count
+
+
+def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
+    """``denoiser`` in a step with unquantized inputs, which are smoothed nevertheless."""
+
+    def unrounded(layer: QuantizedLayer) -> QuantizedLayer:
+        return replace(layer, inputs=replace(layer.inputs, then=None) if isinstance(layer.inputs, Multiplied) else None)
+
+    layers = {name: unrounded(layer) for name, layer in denoiser.layers.items()}
+    return replace(denoiser, layers=layers, rounded={})
 
 
 def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()) -> None:

@@ -24,11 +24,15 @@ module around it. Each has names of its own for q, k and v together, SGLang in Q
 ends in ``*``, because the bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a
 quantized layer; and joint layers are listed under their names there.
 
+``quantization_config`` may say in ``runtime.diffusion_step_policy`` how many first and last steps multiply unquantized
+inputs with the stored weights (a16), as vLLM-Omni has it (pull request 6560).
+
 The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
 codes anew.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -60,7 +64,7 @@ from sd_quant.interchange.stored import (
     whole,
 )
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import nvfp4
 
@@ -76,6 +80,10 @@ FACTS = ForeignFormat(
     block=16,
     one_range=frozenset({"fp8", "nvfp4"}),
     families=frozenset({"flux", "diffusers"}),
+    policy="The first {} and the last {} steps multiply unquantized inputs with these weights: the config says so in "
+    "`quantization_config.runtime.diffusion_step_policy`. Of the sources that were read, pipelines of Cosmos3 alone "
+    "heed it: in vLLM-Omni after its pull request 6560, SGLang after 36380, diffusers 0.42 and TensorRT-LLM's 17476. "
+    "Any other pipeline quantizes the inputs of all steps, without a word.",
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
         ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj", "to_added_qkv"),
@@ -131,6 +139,7 @@ MIXED = "MIXED_PRECISION"
 CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 BLOCK = nvfp4.BLOCK
+ENDS_OF_POLICY, MOST_STEPS = ("first_steps", "last_steps"), 100_000
 KINDS = {  # of the codes of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
@@ -191,7 +200,40 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             "export it again"
         )
     layers = {name: layer_of(stored, shapes[name], algo_of(path, config, name)) for name, stored in found.items()}
-    return whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
+    return replace(denoiser, precise_ends=precise_ends(path, config, denoiser_part(checkpoint).component))
+
+
+def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
+    """How many first and last steps the policy of a config makes precise; none without one, or for another component.
+
+    Raises ArtifactError for a policy that is not POLICY but for its numbers, its scope and the reasoner, which the
+    servers refuse too.
+    """
+    runtime = config.get("runtime")
+    policy = runtime.get("diffusion_step_policy") if isinstance(runtime, Mapping) else runtime
+    if policy is None:
+        return 0, 0
+    ends = [policy.get(name) for name in ENDS_OF_POLICY] if isinstance(policy, Mapping) else []
+    counts = [each.get("count") if isinstance(each, Mapping) else None for each in ends]
+    free = {"scope": policy.get("scope"), "reasoner": policy.get("reasoner")} if ends else {}
+    known = free.get("reasoner") in ("a16", "native") and isinstance(free["scope"], list) and len(free["scope"]) > 0
+    first, last = (each if type(each) is int and 0 <= each <= MOST_STEPS else -1 for each in counts or (-1, -1))
+    if not known or min(first, last) < 0 or policy != policy_of(first, last) | free:
+        raise ArtifactError(
+            f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and "
+            "of last_steps in a16, as vLLM-Omni has it; servers refuse another one"
+        )
+    return (first, last) if component in free["scope"] else (0, 0)
+
+
+def policy_of(first: int, last: int, component: str = "transformer") -> dict[str, Any]:
+    """The policy by which so many first and last steps of a component multiply unquantized inputs."""
+    return {
+        "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
+        "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
+        "last_steps": {"count": last, "mode": "a16"}, "overlap": "a16", "reasoner": "a16",
+    }  # fmt: skip
 
 
 def check_order(path: Path, config: Mapping[str, Any]) -> None:
@@ -286,8 +328,10 @@ OF_LAYERS: Mapping[str, Mapping[str, str | int]] = {
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM-Omni knows the layout by this name too
 
 
-def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, precise_ends: tuple[int, int] = (0, 0)) -> Path:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+
+    ``precise_ends`` are the numbers of first and last steps that multiply unquantized inputs.
 
     All other weights are fp16; one is in memory at a time. Raises ConfigError where no ``ignore`` has one meaning for
     all servers or no ``quant_algo`` says what the layers are, ResourceError when the disk is full.
@@ -295,6 +339,9 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
     config = config_of(layers, linears)  # first, because it may be refused
+    if any(precise_ends):
+        policy = policy_of(*precise_ends, denoiser_part(checkpoint).component)
+        config |= {"runtime": {"diffusion_step_policy": policy}}
     return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
 
 

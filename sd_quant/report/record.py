@@ -158,6 +158,24 @@ class ImageScores(TypedDict, total=False):
     reason: Annotated[str | None, Doc("why some images have none")]
 
 
+class OfVideos(TypedDict):
+    """A figure of each video, with its interval over videos."""
+
+    mean: Annotated[Finite | None, Doc("over the videos")]
+    interval: Annotated[list[Finite | None], Doc("both ends at 95 %; null for one video")]
+    values: Annotated[list[Finite], Doc("one for each video")]
+    reason: Annotated[str | None, Doc("why there is none")]
+
+
+class Video(TypedDict):
+    """How the frames of videos differ from full precision's: see ``sd_quant.metrics.video``."""
+
+    frames: Annotated[Count, Doc("of a video")]
+    psnr: Annotated[ImageScores, Doc("of all frames, video by video")]
+    flicker: Annotated[OfVideos, Doc("levels of 255 by which the change from frame to frame errs, root mean square")]
+    change: Annotated[OfVideos, Doc("the mean change from frame to frame as a share of full precision's")]
+
+
 class Degenerate(TypedDict):
     """A broken image, such as a black one, whose reference is not: see ``sd_quant.metrics.degenerate``."""
 
@@ -320,6 +338,7 @@ class Judged(TypedDict):
         str | None,
         Doc("where it has the LoRAs of the full-precision model: fused before quantization, or beside its weights"),
     ]
+    schedule: Annotated[str | None, Doc("its steps: c as stored, h with unquantized inputs; null: all alike")]
     bits: Annotated[Finite, Doc("stored bits per weight of the denoiser")]
     stored_bytes: Annotated[Finite, Doc("of the denoiser")]
     formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
@@ -442,6 +461,7 @@ class AnyRecord(TypedDict):
     plans: Annotated[dict[str, EnginePlan], Doc("by part")]
     latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
     fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
+    video: Annotated[Video | None, Doc("of frames; null where images do not move")]
     text_scores: Annotated[
         dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
     ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from sd_quant.engines import COMPILED
 from sd_quant.metrics import Against, fidelity_scores
+from sd_quant.metrics.intervals import recorded
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
@@ -31,7 +32,7 @@ from sd_quant.report.readings import (
 )
 from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
 from sd_quant.report.summary import Job, timed_alone, workload
-from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, table_of_texts
+from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
 from sd_quant.report.timing import occasions_of
 from sd_quant.report.warnings import warnings_of_run
 from sd_quant.text import printable
@@ -52,6 +53,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _intervals(record),
         _fidelity(record, reasons),
+        _video(record),
         _named_scores(record, reasons),
         _levers(record),
         as_text(replace(floor, notes=())),
@@ -183,6 +185,22 @@ def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
     return as_text(
         table_of_texts(["scores asked for", "full precision", "quantized", "difference [95 % interval]"], rows)
     )
+
+
+def _video(record: Mapping[str, Any]) -> list[str]:
+    """How far frames are from full precision's, and how they change from one to the next."""
+    video = record.get("video")
+    if not video:
+        return []
+
+    figures = {"flicker, levels of 255": ("flicker", "{:.2f}"), "change, of full precision's": ("change", "{:.3f}")}
+    of_frames = [number_at(video, "psnr", name) for name in ("mean", "min")]
+    rows = [["PSNR, dB", *("identical" if each.value is None else f"{each.value:.2f}" for each in of_frames)]]
+    for title, (name, form) in figures.items():
+        found = video[name]
+        known = None if found["mean"] is None else recorded(found["mean"], found["interval"])
+        rows.append([title, plus_minus(known, form), ""])
+    return as_text(table_of_texts([f"{video['frames']} frames of a video", "mean ± at 95 %", "worst"], rows))
 
 
 def _levers(record: Mapping[str, Any]) -> list[str]:

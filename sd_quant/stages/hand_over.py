@@ -11,6 +11,7 @@ import csv
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,17 @@ from sd_quant.checkpoints.diffusers_pipeline import defaults_of, with_tokenizers
 from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
+from sd_quant.config.precise_steps import ends_of
 from sd_quant.devices import best_device, threads
 from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine, placed
-from sd_quant.errors import ArtifactError
+from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import MOST_TEXT, atomic_path, open_regular, read_regular, temporary_folder, write_json, write_text
 from sd_quant.files.tensors import Readable
 from sd_quant.inference.loading import load_part, pipeline_of
+from sd_quant.inference.samplers import engine_of_letter
 from sd_quant.interchange import TARGETS, ForeignFormat
-from sd_quant.interchange.denoiser import with_denoiser
+from sd_quant.interchange.denoiser import weights_alone, with_denoiser
 from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.other_parts import adapted_part, in_place
@@ -49,7 +52,7 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
-from sd_quant.report.record import HandedOver, ImageScores, read_record, why
+from sd_quant.report.record import HandedOver, ImageScores, at, read_record, why
 from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
@@ -98,6 +101,9 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 
         session = open_session(knobs.model, knobs.infer if job.images else None, needs, directory)
         check_servers(job.targets(), session.checkpoint)
+        schedule = at(record_of_run(run), "levers", "schedule")
+        knobs.infer = replace(knobs.infer, precise_steps=None, reuse=None, schedule=schedule)
+        check_schedule(job.targets(), knobs.infer)
         loaded, assignments = assignment_of(knobs, run, step, session, directory)
         rows = rows_of(job.targets(), assignments, loaded.checkpoint)
         measure, written = None, {}
@@ -137,6 +143,23 @@ def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
     for name in targets:
         check_served(TARGETS[name], checkpoint)
         check_bf16(TARGETS[name], checkpoint)
+
+
+def check_schedule(targets: Collection[str], infer: Infer) -> None:
+    """Raises ConfigError for a target that does not say which steps are precise, or not of these."""
+    letters = infer.precise_letters
+    for target in map(TARGETS.__getitem__, targets) if letters else ():
+        able = ", ".join(name for name, each in TARGETS.items() if each.policy)
+        if not target.policy:
+            raise ConfigError(
+                f"{target.name} cannot say which steps are precise, and this recipe has such steps; export to {able}, "
+                "or a run without infer.precise_steps and infer.schedule"
+            )
+        if infer.chooses_precise or ends_of(infer.given_schedule) is None:
+            raise ConfigError(
+                f"{target.name} says how many first and last steps are h, and the schedule is "
+                f"{infer.given_schedule or 'chosen later'}; give places such as infer.precise_steps=first3,last3"
+            )
 
 
 def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
@@ -232,7 +255,8 @@ def write_target(
     }
     with atomic_path(folder) as place:
         own = sampled(loaded.checkpoint, job.model.family)
-        result = write_folder(place, target, loaded.checkpoint, held, written_marks(own))
+        ends = (ends_of(job.infer.given_schedule) or (0, 0)) if target.policy else (0, 0)
+        result = write_folder(place, target, loaded.checkpoint, held, written_marks(own), ends)
         if measure is not None:
             written["fidelity"], written["text"] = measure(target, held, result)
         files = sorted(file for file in place.rglob("*") if file.is_file())
@@ -251,6 +275,7 @@ def write_target(
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
             "absent": absent(loaded.checkpoint),
             "servers": servers_of(target, loaded.checkpoint, rows),
+            "precise_ends": ends,
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
             "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
@@ -348,8 +373,11 @@ def write_folder(
     checkpoint: Checkpoint,
     held: Assignments,
     marks: Mapping[str, Readable] | None = None,
+    precise_ends: tuple[int, int] = (0, 0),
 ) -> dict[str, Path]:
     """Write what the target's consumer opens into ``folder``, with ``marks`` of how the checkpoint samples.
+
+    ``precise_ends`` are the numbers of first and last steps that are precise, of a target that says so.
 
     Returns the path that the format's reader opens, of each part that is quantized in it.
     """
@@ -366,7 +394,9 @@ def write_folder(
         own = rows.pop(quantized[denoiser])
         return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
     places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}
-    marked = {quantized[denoiser]: {"marks": marks}} if target.marks else {}
+    marked: dict[str, dict[str, Any]] = {quantized[denoiser]: {"marks": marks}} if target.marks else {}
+    if any(precise_ends):
+        marked[quantized[denoiser]] = {"precise_ends": precise_ends}
     written = {
         component: target.module.write(places[component], own, folder, **marked.get(component, {}))
         for component, own in rows.items()
@@ -390,6 +420,10 @@ def measured_by(loaded: Loaded, infer: Infer, reference: Images) -> Measure:
             part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
             for part, path in result.items()
         }
+        for letter in infer.precise_letters:
+            opened[engine_of_letter(loaded.denoiser, letter)] = partial(
+                open_consumed, checkpoint, held[loaded.denoiser], target, result[loaded.denoiser], True
+            )
         fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
         return fidelity, text() if cuts_padding(target, checkpoint) else None
 
@@ -406,8 +440,9 @@ def fidelity_of(
 
     pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
     try:
-        pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in session.parts}))
-        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling_of(infer), label).images)
+        pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in (*session.parts, *opened)}))
+        sampling = replace(sampling_of(infer), schedule=infer.given_schedule if infer.precise_letters else None)
+        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling, label).images)
     finally:
         pool.close()
 
@@ -437,16 +472,19 @@ def images_of_run(run: Path, names: Sequence[str]) -> Images:
     return joined(images)
 
 
-def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path) -> TorchEngine:
+def open_consumed(
+    checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
+) -> TorchEngine:
     """The ``checkpoint``'s denoiser as the target's consumer computes it, in fp32, so that all of its error comes from
-    the ``result``, or a part in its place.
+    the ``result``, or a part in its place. In a ``precise`` step its inputs are not quantized.
 
     It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``.
     """
     part = checkpoint.family.DENOISER
     module = load_part(checkpoint, part).module
     if target.runtime is None:
-        with_denoiser(module, checkpoint, target.module.read(result, checkpoint))
+        denoiser = target.module.read(result, checkpoint)
+        with_denoiser(module, checkpoint, weights_alone(denoiser) if precise else denoiser)
     else:
         from sd_quant.interchange.exported_parts import simulate_graph
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_type_hints
@@ -25,6 +25,7 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.files import write_json
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated
+from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.interchange.errors import LayerErrors, alone, layer_errors
 from sd_quant.metrics.fidelity import psnr, summary
 from sd_quant.metrics.images import score_pairs
@@ -52,7 +53,8 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 HURTING = 10  # layers that a record names
-THEIRS, LIBRARY = "theirs", "library"  # keys of a candidate's denoiser: as its reader says, and by its own library
+# keys of a candidate's denoiser: as its reader says, in its precise steps, and by its own library
+THEIRS, PRECISE, LIBRARY = "theirs", "precise", "library"
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,16 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
     others |= {key: subject.others[part].open for part, key in keys_of_others(subject).items()}
     if subject.runtime is not None:
         others[LIBRARY] = subject.runtime.open
+    if subject.open_precise is not None:
+        others[PRECISE] = subject.open_precise
     pool = baseline.engines(others)
     try:
         with step("images"):
-            variant = baseline.variant(pool, THEIRS, keys_of_others(subject))
+            keys = keys_of_others(subject) | {engine_of_letter(baseline.denoiser, WEIGHTS_ALONE): PRECISE}
+            variant = baseline.variant(pool, THEIRS, keys)
             theirs = pipeline_of(baseline.session.checkpoint, variant)
-            generated = generate(theirs, baseline.prompts, sampling_of(baseline.infer), subject.name)
+            sampling = replace(sampling_of(baseline.infer), schedule=subject.schedule)
+            generated = generate(theirs, baseline.prompts, sampling, subject.name)
             comparison = VariantOutputs(reference.images | {QUANTIZED: generated}, {}, {}, {})
             save_pairs(comparison, baseline.prompts, subject.name, folder)
         with step("layers"):
@@ -187,6 +193,8 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
     """Compare the images of the candidate's own library with those of our reading, and time it beside torch."""
     if subject.runtime is None:
         return JudgedRuntime(reason=subject.no_runtime)
+    if subject.schedule is not None:
+        return JudgedRuntime(reason="its precise steps are simulated")
     if not baseline.judge.runtimes:
         return JudgedRuntime(reason="judge.runtimes is false")
     if not baseline.together:
@@ -231,6 +239,7 @@ def judged_entry(
         reader=subject.reader,
         maker=subject.maker,
         loras=subject.loras,
+        schedule=subject.schedule,
         bits=8 * subject.stored_bytes / baseline.session.parameters[baseline.denoiser],
         stored_bytes=subject.stored_bytes,
         formats=dict(Counter(row["format"] for row in rows)),

@@ -60,9 +60,10 @@ def with_precise_steps(
     ``calls`` are those of the network in calibration. What was measured and chosen is kept in the cache. Raises
     ConfigError for a target that no number of steps reaches.
     """
-    infer, wanted, checkpoint = job.infer, job.infer.precise, variants.loaded.checkpoint
+    infer, wanted = job.infer, job.infer.precise
     if wanted is None or not infer.chooses_precise:
         return infer, None
+    checkpoint = variants.loaded.checkpoint
     if variants.simulated and wanted.by_time:
         raise ConfigError(f"{KNOB} is {infer.precise_steps}, and nothing is timed: {variants.simulated}; give a number")
     prompts, sampling = job.choosing_prompts(2 * CHOOSING), choosing_sampling(job)

@@ -35,7 +35,7 @@ from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans, check_gpu
 from sd_quant.stages.fit import limit_of
 from sd_quant.stages.generate import keep_prompts
-from sd_quant.stages.hand_over import check_servers, hand_over_run, rows_of
+from sd_quant.stages.hand_over import check_schedule, check_servers, hand_over_run, rows_of
 from sd_quant.stages.job_folder import (
     HAND_OVER,
     check_no_other_run,
@@ -162,6 +162,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
         limit_of(loaded)  # refuses a limit before calibration
         check_levers(loaded.checkpoint, job.infer)
         check_servers(job.hand_over, loaded.checkpoint)
+        check_schedule(job.hand_over, job.infer)
         check_noise_floor(job.noise_floor, loaded, job.infer)
         write_observed(loaded, directory)
     simulated = why_not(job.infer.engine, job.formats()) or why_not_exported(loaded, job.infer)

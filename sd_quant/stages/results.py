@@ -19,6 +19,7 @@ from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
+from sd_quant.metrics.video import video_scores
 from sd_quant.models.checkpoint import samples_per_image
 from sd_quant.models.parts import Part
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
@@ -95,6 +96,7 @@ def shared_entries(
         "fidelity": scores,
         "text_scores": texts,
         "degenerate": degenerate(full.images, quantized.images),
+        "video": video_scores(full.images, quantized.images, infer.width) if session.checkpoint.family.MOVES else None,
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sd_quant.checkpoints.lora import without_loras
 from sd_quant.config import BESIDE, FUSED, CacheFolder, Infer, Model, artifact, is_run, recipe_of_run
+from sd_quant.config.precise_steps import with_ends
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
@@ -26,7 +27,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_part
 from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
 from sd_quant.interchange.folding import plain_weight, unfolded
 from sd_quant.interchange.other_parts import in_place, read_parts
 from sd_quant.interchange.sampling import check_marks
@@ -94,6 +95,8 @@ class Subject:
     no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
     loras: str | None = None  # where it has those of the full-precision model: FUSED or BESIDE; None: there are none
     cuts_text: bool = False  # whether its consumer passes the text without the zeros behind it
+    schedule: str | None = None  # of its steps, see ``inference.calls``
+    open_precise: Callable[[], Engine] | None = None  # the denoiser of steps with unquantized inputs, if it has such
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     if loras == BESIDE:
         denoiser = with_loras(denoiser, layers, checkpoint)
         layers = unfolded(denoiser, checkpoint)
+    schedule = schedule_of(denoiser, runs.infer.steps)
+    if schedule is not None:
+        denoiser = replace(denoiser, maker=f"{denoiser.maker}, steps {schedule}")
     return Subject(
         name, path, fingerprint(path), denoiser.format, denoiser.maker, denoiser.stored_bytes,
         rows, partial(open_computed, checkpoint, denoiser), layers,
@@ -134,7 +140,22 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
         {part: other_part(read, in_place(checkpoint, part), part) for part, read in parts.items()},
         WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime, loras,
         cuts_padding(FORMATS[denoiser.format], checkpoint),
+        schedule, partial(open_computed, checkpoint, weights_alone(denoiser)) if schedule else None,
     )  # fmt: skip
+
+
+def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
+    """The schedule of a third-party checkpoint that makes its first and last steps precise; None without such.
+
+    Raises ConfigError where there are fewer ``steps`` than these.
+    """
+    first, last = denoiser.precise_ends
+    if first + last > steps:
+        raise ConfigError(
+            f"{denoiser.path} multiplies unquantized inputs in its first {first} and last {last} steps, which overlap "
+            f"in {steps}; set infer.steps to {first + last} at least"
+        )
+    return with_ends(first, last, steps)
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:

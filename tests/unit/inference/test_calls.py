@@ -34,7 +34,7 @@ def sampled(scheduler, schedule=None, **steps):
     scheduler.set_timesteps(**steps)
     done, times, x = [], [], torch.linspace(-1, 1, 8)[None] * getattr(scheduler, "init_noise_sigma", 1)
 
-    def compute(inputs):
+    def compute(inputs, letter="c"):
         times.append(inputs["time"].item())
         return {"out": network(**inputs)}
 
@@ -100,7 +100,7 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
     draw = torch.Generator().manual_seed(1)
     text, pooled, ids = torch.randn(1, 3, 32, generator=draw), torch.randn(1, 32, generator=draw), torch.zeros(4, 3)
 
-    def compute(inputs):
+    def compute(inputs, letter="c"):
         output, *_ = flux(inputs["x"], text, pooled, inputs["time"], ids, torch.zeros(3, 3), return_dict=False)
         return {"out": output}
 
@@ -128,7 +128,7 @@ def test_calls_of_one_step_are_told_apart():
     calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
     given = []
     for _ in range(3):
-        given.append([calls(lambda inputs: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)])
+        given.append([calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)])
         done.append(0)
     assert given == [[0, 1], [0, 1], [2, 3]]
 

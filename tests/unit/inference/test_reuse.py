@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from sd_quant.inference import reuse
-from sd_quant.inference.calls import Calls
-from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.reuse import (
     Replacement,
     answers_before,
     best_replacements,
     candidates,
+    changed_by,
     choose_schedule,
     evenly_spread,
-    products_of_errors,
+    products_of,
     replacements,
     schedule_of,
     typical_error,
 )
 from sd_quant.inference.samplers import most_saved
 
+from .toy import CHECKPOINT, JUMPS, SAMPLING, TEN, Toy, engines
+
 pytestmark = pytest.mark.commit
 
-STEPS, TEN = 9, 10
+STEPS = 9
 
 
 def beside(chosen):
@@ -81,53 +82,20 @@ def test_calls_before_the_replaced_step_are_answered_from_a_whole_run():
     assert answer("clip", 1) == {"z": 1}
 
 
-SAMPLING = Sampling(steps=TEN, guidance_scale=1, height=64, width=64, batch_size=2, seed=0)
-CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
-# The velocity changes at two steps alone; elsewhere an output that is used again costs nothing.
-JUMPS = (3, 7)
-
-
-class Toy:
-    """A pipeline of Euler steps. The text encoder is asked once a batch, the denoiser once a step."""
-
-    calls = 0
-
-    def __init__(self, engines):
-        self.engines = engines
-
-    def __call__(self, prompts, sampling, *, numbers, decode):
-        latents = [self.image(batch, sampling) for batch in sampling.batches(list(numbers))]
-        return SimpleNamespace(latents=torch.cat(latents))
-
-    def image(self, numbers, sampling):
-        text = self.engines["clip"](number=torch.tensor(numbers, dtype=torch.float))["z"]
-        done, x = [], torch.zeros(len(numbers), 1, 1)
-        calls = Calls(sampling.schedule, lambda: len(done), lambda step: True, ())
-        for step in range(sampling.steps):
-            at = torch.tensor(step * TEN / sampling.steps)
-            output = calls(lambda inputs: self.engines["unet"](**inputs), {"at": at, "text": text})["out"]
-            x = x + output / sampling.steps
-            done.append(x)
-        return torch.stack(done, dim=1)
-
-
-def engines():
-    def unet(at, text):
-        Toy.calls += 1
-        return {"out": (1 + sum((at >= jump).float() for jump in JUMPS) + 0.01 * text)[:, None, None]}
-
-    return {"clip": lambda number: {"z": number}, "unet": unet}
-
-
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setattr(reuse, "pipeline_of", lambda checkpoint, variant: Toy(variant))
     Toy.calls = 0
 
 
+def errors_of(engines, prompts):
+    """The products of the errors of all replacements."""
+    return products_of(changed_by(CHECKPOINT, engines, prompts, SAMPLING, replacements(TEN))[1])
+
+
 def chosen(unquantized, recipe, prompts, saved):
     half = prompts // 2
-    found = candidates(products_of_errors(CHECKPOINT, unquantized, ["a"] * half, SAMPLING), TEN, saved)
+    found = candidates(errors_of(unquantized, ["a"] * half), TEN, saved)
     return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, SAMPLING, found, half)
 
 
@@ -142,7 +110,7 @@ def test_steps_are_replaced_where_it_costs_nothing(toy):
 
 def test_what_is_known_is_not_computed_again(toy):
     """Of four prompts in two batches: a whole run, and for each replaced step the calls behind it."""
-    products_of_errors(CHECKPOINT, engines(), ["a"] * 4, SAMPLING)
+    errors_of(engines(), ["a"] * 4)
     behind = sum(TEN - 1 - each.step for each in reuse.replacements(TEN))
     assert Toy.calls == 2 * (TEN + behind)
 

@@ -173,7 +173,7 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     """They come from the cache for the same assignment alone, with the number of calls by which they were made."""
     checkpoint, engines = faked(monkeypatch)
     monkeypatch.setattr(compare, "recipe_sampling", lambda infer: SimpleNamespace(steps_taken=infer.steps))
-    monkeypatch.setattr(compare, "counted", lambda checkpoint, *counts: counts[:2])
+    monkeypatch.setattr(compare, "counted", lambda checkpoint, of_letters, *_: of_letters)
     calls = []
 
     class Counting(Adding):
@@ -197,9 +197,9 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
             digests=lambda: {"unet": digest},
         )  # fmt: skip
         kept = OfRecipe({}, tmp_path, Cache(tmp_path / "cache", 1e9))
-        infer = SimpleNamespace(steps=5, engine="openvino")
+        infer = SimpleNamespace(steps=5, engine="openvino", precise_letters=set())
         made = compare.compare_images(checkpoint, framework, variants, ["a", "b"], infer, kept)
-        assert made.of_an_image == (10, 10)
+        assert made.of_an_image == {"c": [10, 10]}
         calls_of_images = len(calls) - 1  # one is compared
         calls.clear()
         return calls_of_images
@@ -244,8 +244,9 @@ def test_images_are_kept_as_they_were(widths):
 
 @pytest.mark.parametrize(("samples", "guided", "expected"), [(24, 2, (6, 0)), (20, 2, (4, 2)), (12, 1, (6, 0))])
 def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expected):
-    """Of two images in two batches, by twelve calls; what has half of the samples is a half call."""
+    """Of two images in two batches, by twelve calls, two of them precise; half of the samples are a half call."""
+    of_letters = {"c": [10, samples - 2 * guided], "f": [0, 0], "h": [2, 2 * guided]}
     checkpoint, _ = faked(monkeypatch)
     monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
-    found = compare.counted(checkpoint, 12, samples, ["a", "b"], SimpleNamespace(steps=6, scale=5.0))
-    assert (found.whole, found.half) == expected
+    found = compare.counted(checkpoint, of_letters, ["a", "b"], SimpleNamespace(steps=6, scale=5.0))
+    assert (found.whole, found.half) == expected and found.precise == {"h": 1}

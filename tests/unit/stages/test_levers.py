@@ -7,7 +7,7 @@ import pytest
 
 from sd_quant.config import Infer
 from sd_quant.errors import ConfigError
-from sd_quant.stages import levers
+from sd_quant.stages import compare, levers
 from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.levers import check_levers, steps_in_time
 from tests.presets import job
@@ -28,7 +28,9 @@ def test_the_control_takes_no_less_time(speedup, rest, steps):
 
 
 def test_half_calls_count_by_their_time():
-    assert CallsOfAnImage(10, 4).share(0.75, 20) == pytest.approx(13 / 20)
+    assert CallsOfAnImage(10, 4).share({compare.HALF: 0.75}, 20) == pytest.approx(13 / 20)
+    precise = CallsOfAnImage(20, precise={"h": 4, "f": 1})
+    assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
 
 
 HALF, ALL = 10 * "cr", 20 * "c"  # the second saves nothing, so that nothing speaks against it
@@ -69,5 +71,8 @@ def test_two_prompts_are_needed_to_choose_calls():
 def test_a_recipe_of_bits_alone_has_no_levers(infer):
     assert not infer.pulls_levers
     assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), None, infer, None, {}, None) is None
-    assert levers.scheduled(None, None, SimpleNamespace(infer=infer, quantize=None), None) == (infer, None)
+    assert levers.scheduled(None, SimpleNamespace(infer=infer), None, None) == (
+        infer,
+        {"chosen": None, "precise": None},
+    )
     assert replace(infer, sampler_steps=12).pulls_levers
