@@ -31,6 +31,7 @@ The road not taken is a call of ``export_hf_checkpoint``: it needs the network w
 codes anew.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -139,7 +140,7 @@ MIXED = "MIXED_PRECISION"
 CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 BLOCK = nvfp4.BLOCK
-ENDS_OF_POLICY, MOST_STEPS = ("first_steps", "last_steps"), 100_000
+MOST_STEPS = 100_000
 KINDS = {  # of the codes of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
@@ -207,24 +208,26 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
     """How many first and last steps the policy of a config makes precise; none without one, or for another component.
 
-    Raises ArtifactError for a policy that is not POLICY but for its numbers, its scope and the reasoner, which the
-    servers refuse too.
+    Raises ArtifactError for a policy that differs from ``policy_of`` in more than its numbers, its scope and what it
+    says of a reasoner: servers refuse it too.
     """
     runtime = config.get("runtime")
     policy = runtime.get("diffusion_step_policy") if isinstance(runtime, Mapping) else runtime
     if policy is None:
         return 0, 0
-    ends = [policy.get(name) for name in ENDS_OF_POLICY] if isinstance(policy, Mapping) else []
-    counts = [each.get("count") if isinstance(each, Mapping) else None for each in ends]
-    free = {"scope": policy.get("scope"), "reasoner": policy.get("reasoner")} if ends else {}
-    known = free.get("reasoner") in ("a16", "native") and isinstance(free["scope"], list) and len(free["scope"]) > 0
-    first, last = (each if type(each) is int and 0 <= each <= MOST_STEPS else -1 for each in counts or (-1, -1))
-    if not known or min(first, last) < 0 or policy != policy_of(first, last) | free:
-        raise ArtifactError(
-            f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and "
-            "of last_steps in a16, as vLLM-Omni has it; servers refuse another one"
-        )
-    return (first, last) if component in free["scope"] else (0, 0)
+    given = policy if isinstance(policy, Mapping) else {}
+    ends = [given.get(name) for name in ("first_steps", "last_steps")]
+    first, last = (each.get("count") if isinstance(each, Mapping) else None for each in ends)
+    whole = all(type(count) is int and 0 <= count <= MOST_STEPS for count in (first, last))
+    scope, reasoner = given.get("scope"), given.get("reasoner")
+    if whole and isinstance(scope, list) and scope and reasoner in ("a16", "native"):
+        expected = policy_of(first, last) | {"scope": scope, "reasoner": reasoner}
+        if json.dumps(policy, sort_keys=True) == json.dumps(expected, sort_keys=True):  # in which true is not 1
+            return (first, last) if component in scope else (0, 0)
+    raise ArtifactError(
+        f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and of "
+        "last_steps in a16, as vLLM-Omni has it; servers refuse another one"
+    )
 
 
 def policy_of(first: int, last: int, component: str = "transformer") -> dict[str, Any]:

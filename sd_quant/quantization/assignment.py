@@ -161,7 +161,7 @@ class LayerAssignment:
 def weights_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerAssignment]:
     """The assignment with the same codes of weights, and inputs and attentions in high precision (W8A16, W4A16)."""
     without: dict[str, Any] = {
-        "activation_format": None, "activation_amax": None, "activation_zero_point": 0, "per_token": False,
+        "activation_format": None, "activation_zero_point": 0, "per_token": False,
         "bias": None, "attention_amax": None, "key_mean": None,
     }  # fmt: skip
     return {name: replace(layer, **without) for name, layer in assignment.items()}

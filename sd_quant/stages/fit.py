@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd_quant.config import Infer
 from sd_quant.config.recipe import bytes_in
 from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.inference.memory import working_bytes
+from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE
 from sd_quant.models.parts import exported, network_in
 from sd_quant.progress import each as each_of
 from sd_quant.quantization.assignment import LayerAssignment
@@ -233,10 +235,18 @@ def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
     return Offer("", units, roles, sizes, {**recipes, KEPT: None}, whole)
 
 
+def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
+    """The denoiser's ``offer`` with the weights that precise steps have of their own, because runtimes share none."""
+    letters = {WEIGHTS_ALONE} if infer.chooses_precise else infer.precise_letters
+    copies = 1 + (WEIGHTS_ALONE in letters)
+    sizes = {name: {label: copies * size for label, size in own.items()} for name, own in offer.sizes.items()}
+    return replace(offer, sizes=sizes, whole=(copies + (FULL in letters)) * offer.whole)
+
+
 def offers_of(loaded: Loaded) -> dict[str, Offer]:
     """The offer of each part, the denoiser first; a part that is not exported has no layers to quantize."""
     stored = loaded.stored_bytes
-    offers = {loaded.denoiser: offer_of_denoiser(loaded, stored[loaded.denoiser])}
+    offers = {loaded.denoiser: with_precise_steps(offer_of_denoiser(loaded, stored[loaded.denoiser]), loaded.infer)}
     nearest = replace(loaded.recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
     formats = dict.fromkeys(each.recipe.enable.linear.weight for each in loaded.offered.values())
     recipes: dict[str, Recipe | None] = {**{fmt: with_weights(nearest, fmt) for fmt in formats}, KEPT: None}

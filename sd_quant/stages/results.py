@@ -9,7 +9,7 @@ from typing import Any, cast
 import onnx
 from torch import Tensor
 
-from sd_quant.config import Infer, Metrics, QuantizeJob, artifact
+from sd_quant.config import PRECISE, Infer, Metrics, QuantizeJob, artifact
 from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
@@ -182,13 +182,14 @@ def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path
                 "onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": weights
             }  # fmt: skip
             continue
-        path, plan = artifact(directory, "onnx", part), artifact(directory, "plan", part)
+        path = artifact(directory, "onnx", part)
+        plans = [plan for suffix in ("", PRECISE) if (plan := artifact(directory, "plan", part, suffix)).exists()]
         full = artifact(directory / "full_precision", "onnx", part)
         stored = bytes_of(path)
         by_part[part] = {
             "onnx_full_precision": bytes_of(full) if full.exists() else stored,
             "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
-            "plan": explained(plan.stat().st_size if plan.exists() else None, "no plan was asked for"),
+            "plan": explained(sum(plan.stat().st_size for plan in plans) or None, "no plan was asked for"),
             "weights_fp32": 4 * parameters[part],
         }
     return by_part

@@ -145,12 +145,12 @@ class Tiny:
         """What the ``target`` holds of what the recipe derives, without layers that match a pattern of ``exclude``."""
         return adapted(self.derived(recipe, exclude), TARGETS[target])
 
-    def written(self, assignment: Assignment, target: str, folder: Path) -> Path:
+    def written(self, assignment: Assignment, target: str, folder: Path, **more: object) -> Path:
         """What the ``target`` writes into ``folder``, a pipeline's with nothing else that is needed."""
         (folder / self.component).mkdir(parents=True)
         config = (self.folder / "config.json").read_text()
         (folder / self.component / "config.json").write_text(config)
-        return TARGETS[target].module.write(self.checkpoint, assignment, folder)
+        return TARGETS[target].module.write(self.checkpoint, assignment, folder, **more)
 
     def loaded(self, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The denoiser as diffusers loads the pipeline's."""

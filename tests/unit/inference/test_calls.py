@@ -18,7 +18,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.requests import refusing_steps
 
-from .sampling import PROMPTS, SAMPLING
+from .sampling import PROMPTS, SAMPLING, Function
 
 pytestmark = pytest.mark.commit
 
@@ -128,7 +128,9 @@ def test_calls_of_one_step_are_told_apart():
     calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
     given = []
     for _ in range(3):
-        given.append([calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)])
+        given.append(
+            [calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)]
+        )
         done.append(0)
     assert given == [[0, 1], [0, 1], [2, 3]]
 
@@ -174,3 +176,19 @@ def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused(call):
     sentence = "^PNDMScheduler fails .*; mend the folder's scheduler, or take"
     with refusing_steps(SimpleNamespace(scheduler=made)), pytest.raises(ArtifactError, match=sentence):
         call(made)
+
+
+def test_steps_of_another_precision_have_an_engine_of_their_own(pipeline, engines):
+    """A part without such an engine has one for all letters. Reused is the last output, whoever computed it."""
+    own, precise = engines["unet_xl"], Function("unet_xl/h", lambda x, **_: {"out": 0.2 * x})
+    engines["unet_xl/h"] = precise
+    made = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="chrf"))
+    assert len(own.calls) == 2 and len(precise.calls) == 1
+    calls, step = Calls("chr", iter(range(3)).__next__, lambda step: True, ()), {"c": 1.0, "h": 2.0}
+    outputs = [calls(lambda inputs, letter: {"out": torch.tensor(step[letter])}, {})["out"].item() for _ in "chr"]
+    assert outputs == [1.0, 2.0, 2.0]
+    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
+    pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="cchh", guidance_until=levels[3]))
+    assert [len(call["x"]) for call in precise.calls[1:]] == [2, 1], "the last step computes one half"
+    del engines["unet_xl/h"]
+    assert not torch.allclose(pipeline(PROMPTS[:1], replace(SAMPLING, steps=4)).latents, made.latents)

@@ -16,6 +16,7 @@ import diffusers
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
+from diffusers.pipelines.cosmos.mixed_precision import Cosmos3MixedPrecisionConfig
 from modelopt.torch.export import export_hf_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,12 +24,15 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import TARGETS
+from sd_quant.interchange.denoiser import weights_alone
 from sd_quant.interchange.holding import adapted
-from sd_quant.interchange.modelopt_export import algo_written, config_of, ignored, layer_of
+from sd_quant.interchange.inputs import Multiplied, StaticFloat8
+from sd_quant.interchange.modelopt_export import algo_written, config_of, ignored, layer_of, precise_ends
 from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.quantization.assignment import LayerAssignment
+from tests.refusals import refused
 
 from ..observed.conftest import observe, tiny_folder  # noqa: F401 fixtures
 from ..tiny import Tiny, changed
@@ -357,3 +361,58 @@ def test_a_config_that_means_something_else_is_refused(written, tmp_path, config
             changed(folder, tmp_path, config=lambda found: found.update(config)), case.checkpoint
         )
         assert candidate.layers.keys() == layers.keys()
+
+
+# Steps with unquantized inputs
+
+POLICY = {  # of NVIDIA's Cosmos3 checkpoints, as vLLM-Omni's tests have it (pull request 6560)
+    "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": ["transformer"],
+    "default_mode": "native", "first_steps": {"count": 3, "mode": "a16"}, "last_steps": {"count": 2, "mode": "a16"},
+    "overlap": "a16", "reasoner": "a16",
+}  # fmt: skip
+
+
+@slow
+def test_precise_ends_are_written_as_diffusers_reads_them_and_read_back(tiny, tmp_path):
+    """Its parser refuses what it does not know. In a precise step inputs are multiplied as they are."""
+    case = tiny("flux")
+    layers = quantized_layers(case, "fp8")
+    folder = case.written(layers, NAME, tmp_path, precise_ends=(3, 2)) / "transformer"
+    config = stored(folder)[1]
+    assert config["runtime"] == {"diffusion_step_policy": POLICY}
+    theirs = Cosmos3MixedPrecisionConfig.resolve(quantization_config=config)
+    assert [theirs.use_high_precision(step, 9) for step in range(9)] == [letter == "h" for letter in "hhhcccchh"]
+    candidate = case.read(folder, NAME)
+    assert candidate.precise_ends == (3, 2)
+    name = min(layers)
+    layer = replace(candidate.layers[name], inputs=Multiplied(torch.full((4,), 2.0), False, StaticFloat8(1.0)))
+    precise = weights_alone(replace(candidate, layers=candidate.layers | {name: layer})).layers
+    assert precise.keys() == layers.keys() and torch.equal(
+        precise[name].inputs(torch.ones(1, 4)), torch.full((1, 4), 2.0)
+    )
+    assert all(each.inputs is None for other, each in precise.items() if other != name)
+
+
+@pytest.mark.parametrize(
+    ("change", "ends"),
+    [
+        ({}, (3, 2)),
+        ({"reasoner": "native", "first_steps": {"count": 0, "mode": "a16"}}, (0, 2)),
+        ({"scope": ["vae"]}, (0, 0)),
+        *((each, None) for each in (
+            {"schema_version": 2}, {"schema_version": True}, {"type": "steps"}, {"default_mode": "a16"},
+            {"overlap": "native"}, {"reasoner": "fp8"}, {"scope": []}, {"scope": "transformer"}, {"more": 1},
+            {"first_steps": 3}, {"last_steps": None},
+            *({"last_steps": {"count": count, "mode": "a16"}} for count in (-1, "2", True, 2.0, 10**9)),
+            {"last_steps": {"count": 2, "mode": "native"}},
+        )),
+    ],
+)  # fmt: skip
+def test_a_policy_that_servers_refuse_is_refused(tmp_path, change, ends):
+    config = {"runtime": {"diffusion_step_policy": POLICY | change}}
+    sentence = None if ends else ".*: its diffusion_step_policy is .*, expected version 1 with a number of first_steps"
+    with refused(sentence, ArtifactError):
+        assert precise_ends(tmp_path, config, "transformer") == ends
+    assert precise_ends(tmp_path, {"runtime": None}, "transformer") == precise_ends(tmp_path, {}, "unet") == (0, 0)
+    with pytest.raises(ArtifactError):
+        precise_ends(tmp_path, {"runtime": ["diffusion_step_policy"]}, "transformer")

@@ -1,14 +1,20 @@
 """What codes of inputs that are scaled token by token stand for: the rule that torchao and ComfyUI compute."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from sd_quant.interchange.comfyui_marks import INT4, INT8
 from sd_quant.interchange.inputs import Rotated
+from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment
-from tests.layers import drawn
+from sd_quant.quantization.assignment import LayerAssignment, weights_alone
+from sd_quant.quantization.derivation import derive
+from sd_quant.stages.export_onnx import assignment_digest
+from tests.layers import drawn, statistics_of
+from tests.presets import recipe_of
 
 pytestmark = pytest.mark.commit
 
@@ -59,3 +65,31 @@ def test_rotated_tokens_are_those_that_comfyui_rounds(fmt, read):
     x = tokens()
     assert relative_error(Rotated(read, 16)(x), per_token(fmt, 16).rounded_input(x)) < 0.02
     assert relative_error(x, per_token(fmt, 16).rounded_input(x)) > 0.005
+
+
+WEIGHTS_ALONE = [  # a preset, its twin that quantizes weights alone, and knobs by which both choose the same codes
+    ("int8", "int8_weight_only", ["smoothing=none"]),
+    ("int8_dynamic", "int8_weight_only", ["smoothing=none"]),
+    ("mxfp4", "mxfp4_weight_only", []),
+    ("svdquant_w4a4", "svdquant_w4a16", ["quantize.rank=8", "quantize.branch_rounds=1"]),
+]
+
+
+@pytest.mark.parametrize(("preset", "twin", "knobs"), WEIGHTS_ALONE)
+def test_a_step_with_unquantized_inputs_is_the_preset_of_weights_alone(preset, twin, knobs):
+    """All engines compute what an assignment says, and the rows of both are one, but for a range that nothing reads."""
+    weights = {"ffn": drawn(64, 64), "conv": drawn(64, 64, 3, 3)}
+    seen = {"ffn": statistics_of(drawn(64, 64)), "conv": replace(statistics_of(drawn(64, 64 * 9)), kind="conv")}
+    seen["conv"].amax = torch.full((2, 1), 4.0)
+    own, other = (
+        derive(
+            {"ffn": "ffn", "conv": "conv"}, weights.__getitem__, seen, recipe_of(each, "quant_level=3", *knobs),
+            [SharedInput(("ffn",))], bias_of=lambda name: torch.zeros(64),
+        )
+        for each in (preset, twin)
+    )  # fmt: skip
+    digests = [
+        assignment_digest({name: replace(layer, activation_amax=None) for name, layer in each.items()})
+        for each in (weights_alone(own), other, own)
+    ]
+    assert digests[0] == digests[1] != digests[2]
