@@ -17,7 +17,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.export import onnx_file
 from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.assignment import LayerAssignment, rewritten, weights_alone
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import simulate
 from tests.graphs import producers, readers, stored_in
@@ -151,6 +151,24 @@ def test_a_graph_and_its_data_file(network, assignments, written, tmp_path, stor
     found, expected = initializers(moved), initializers(written["folded"])
     assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
     load(moved, threads=1)
+
+
+def test_a_graph_of_unquantized_inputs_reads_the_weights_of_the_recipes_own(
+    network, assignments, tmp_path, monkeypatch
+):
+    """All but what differs: biases of shifted convolutions, and what is in one file is in each."""
+    precise = weights_alone(assignments["folded"])
+    alone = network.write(tmp_path / "alone" / "unet.onnx", precise)
+    monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 100_000)
+    own = network.write(tmp_path / "unet.onnx", assignments["folded"])
+    shared = network.write(tmp_path / "precise.onnx", precise, beside=own)
+    assert onnx_files(shared) == [shared, own.with_name("unet.onnx.data")]
+    assert shared.stat().st_size < alone.stat().st_size / 4
+    found, expected = initializers(shared), initializers(alone)
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    onnx.checker.check_model(shared, full_check=True)
+    one, other = (load(path, threads=1)(**inputs(2)) for path in (alone, shared))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_failure_leaves_what_was_there_and_writing_again_replaces_it(network, tmp_path, storage):

@@ -103,3 +103,18 @@ def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
     assert first["image_speedup"] == pytest.approx(1.5 / 1.0, rel=1e-3)
     assert second["image_speedup"] == pytest.approx(1.5 / 0.75, rel=1e-3)
     assert lever_tables(sweep) == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cell"),
+    [
+        (None, "–"),
+        ({"time": 0.07, "reason": None}, "cchh: +3.0 ± 1.0 dB for +7.0% of time; pay"),
+        ({"time": None, "reason": "nothing is timed"}, "cchh: +3.0 ± 1.0 dB not timed; do not pay: nothing is timed"),
+    ],
+)
+def test_precise_steps_have_their_gain_their_price_and_a_verdict(chosen, cell):
+    of = record()
+    of["levers"]["precise"] = chosen and {"tried": "cchh", "gain_db": [3.0, 2.0, 4.0], **chosen}
+    assert lever_cells(job(of))[TITLES.index("precise steps")] == cell
+    assert all(word in run_table(of) for word in cell.split())

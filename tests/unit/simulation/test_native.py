@@ -139,6 +139,9 @@ def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, k
     made = layer_of(module, row, {})
     rounded = row.rounded_weight(weight.flatten(1)).view(weight.shape)
     assert torch.equal(made.dequantized(), rounded)
+    if kind == "linear":  # whose codes are those of rotated weights, which are rotated back
+        turned = replace(row, rotation=16)
+        assert torch.equal(layer_of(module, turned, {}).dequantized(), turned.rounded_weight(weight))
     module.weight.data = rounded
     torch.testing.assert_close(made(x), module(x * row.pre_quant_scale if kind == "linear" else x))
     stored = sum(buffer.nbytes for name, buffer in made.named_buffers() if name != "pre_quant_scale")

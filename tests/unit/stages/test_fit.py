@@ -297,6 +297,17 @@ def test_offers_count_every_part_in_its_own_precision():
 
 
 @pytest.mark.slow
+def test_precise_steps_have_weights_of_their_own_in_the_limit():
+    plain, precise = (
+        stage.offers_of(sdxl.loaded("fit=1.05GB", *knobs)) for knobs in ((), ("infer.schedule=fhcc", "infer.steps=4"))
+    )
+    name, own = next(iter(plain["unet_xl"].sizes.items()))
+    assert precise["unet_xl"].sizes[name] == {label: 2 * size for label, size in own.items()}
+    assert precise["unet_xl"].whole == 3 * plain["unet_xl"].whole and precise["vae"] == plain["vae"]
+    chosen = stage.offers_of(sdxl.loaded("fit=1.05GB", "infer.precise_steps=2"))["unet_xl"]
+    assert chosen.whole == 2 * plain["unet_xl"].whole, "full precision is opened to choose them alone"
+
+
 def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
     given = sdxl.loaded("fit=1.05GB")
     offers = stage.offers_of(given)

@@ -16,6 +16,8 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.csv_files import write_csv
 from sd_quant.stages import hand_over, session
 from tests.pasting import AWKWARD, words_of
+from tests.presets import job as composed_job
+from tests.refusals import refused
 
 from ..config.composition import composed
 
@@ -133,7 +135,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
     said, run = [], tmp_path / AWKWARD
     monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
-    knobs = SimpleNamespace(model=None, infer=SimpleNamespace(prompt_list=list))
+    knobs = SimpleNamespace(model=None, infer=composed_job().infer)
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
     loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
     answering(
@@ -164,3 +166,28 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
     with pytest.raises(ResourceError, match=r"needs up to 4.00 GB .*hand_over 4.0 GB.* and the disk has 0.00 GB free"):
         hand_over.hand_over(job, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize(
+    ("target", "knobs", "sentence"),
+    [
+        ("modelopt_export", ['infer.precise_steps="first3,last3"'], None),
+        ("gguf", [], None),
+        ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
+        ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
+        (
+            "modelopt_export",
+            ["infer.schedule=chcc", "infer.steps=4"],
+            "modelopt_export says how many.* schedule is chcc",
+        ),
+        (
+            "modelopt_export",
+            ["infer.schedule=fccc", "infer.steps=4"],
+            "modelopt_export says how many.* schedule is fccc",
+        ),
+        ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
+    ],
+)
+def test_a_target_says_which_steps_are_precise_or_is_refused(target, knobs, sentence):
+    with refused(sentence):
+        hand_over.check_schedule([target], composed_job(*knobs).infer)

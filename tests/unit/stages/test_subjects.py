@@ -10,6 +10,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.stages import subjects
 from sd_quant.stages.subjects import MOST_CALIBRATED, JudgedWith, run_runtime, run_subject
 from tests.presets import job
+from tests.refusals import refused
 
 pytestmark = pytest.mark.commit
 
@@ -92,3 +93,15 @@ def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
     assert seen == [([], "not fused") if beside else (["a.safetensors"], "fused")]
     assert found.open() == ("fused", {"beside": ("fused", "unet", {"a": "row"})} if beside else {"a": "row"})
     assert found.no_runtime == (subjects.WITHOUT_LORAS if beside else subjects.UNTRUSTED)
+
+
+def test_a_policy_of_precise_steps_is_the_schedule_of_the_judges_steps():
+    def declared(first: int, last: int) -> SimpleNamespace:
+        return SimpleNamespace(precise_ends=(first, last), path="a")
+
+    assert subjects.schedule_of(declared(2, 1), 5) == "hhcch"
+    assert subjects.schedule_of(declared(0, 0), 5) is subjects.schedule_of(declared(0, 1), 1) is None
+    with refused(
+        "a multiplies unquantized inputs in its first 3 and last 3 steps, which overlap in 5; set infer.steps"
+    ):
+        subjects.schedule_of(declared(3, 3), 5)

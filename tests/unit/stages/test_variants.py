@@ -1,13 +1,15 @@
 """Which engine computes each part of framework, unquantized and quantized."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import session, variants
 from sd_quant.stages.session import Session
-from sd_quant.stages.variants import Native, Simulated, keys_of
+from sd_quant.stages.variants import Native, Simulated, keys_of, keys_of_letters
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -61,3 +63,30 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     (memory, gpu), (memory_without, gpu_without) = asked
     assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
+
+
+@pytest.mark.parametrize(
+    ("own", "precise"),
+    [
+        (GRAPHS["unet"], RUN / "onnx/unet/unet_weights_alone.onnx"),
+        (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
+        (Native("unet", True), Native("unet", True, weights_alone=True)),
+        (Simulated("unet"), Simulated("unet", weights_alone=True)),
+    ],
+)
+def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, precise):
+    keys = {"full_precision": FULL, "quantized": {"unet": own}}
+    assert keys_of_letters(keys, "unet", {"f", "h"}) == {"unet/h": precise, "unet/f": FULL["unet"]}
+    assert keys_of_letters(keys, "unet", ()) == {}
+
+
+def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
+    layer = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
+    monkeypatch.setattr(variants, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
+    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"])
+    for kind in (Simulated("unet"), Native("unet", True)):
+        opened = [
+            variants.open_engine(None, None, {"unet": {"layer": layer}}, key)
+            for key in (kind, replace(kind, weights_alone=True))
+        ]
+        assert opened == [layer, replace(layer, activation_format=None)]
