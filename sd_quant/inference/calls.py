@@ -29,14 +29,21 @@ Outputs = Mapping[str, Tensor]
 class Calls:
     """The outputs of the denoiser for the calls of one batch of images.
 
-    ``step`` returns the number of the current step; a step may have several calls. ``is_guided`` says whether a step is
+    ``step`` returns the number of the current step; a step may have several calls. Samplers that take several of them
+    for a letter of the schedule say by ``place`` which one a step has. ``is_guided`` says whether a step is
     guided. ``batched`` names the inputs whose first axis counts samples, the unconditional ones first.
     """
 
     def __init__(
-        self, schedule: str | None, step: Callable[[], int], is_guided: Callable[[int], bool], batched: Collection[str]
+        self,
+        schedule: str | None,
+        step: Callable[[], int],
+        is_guided: Callable[[int], bool],
+        batched: Collection[str],
+        place: Callable[[int], int] = int,
     ):
-        self.schedule, self.step, self.is_guided, self.batched = schedule, step, is_guided, batched
+        self.step, self.is_guided, self.batched = step, is_guided, batched
+        self.letter = (lambda step: COMPUTED) if schedule is None else lambda step: schedule[place(step)]
         self.at, self.place = -1, 0  # the step of the last call, and its place among that step's calls
         self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
 
@@ -45,7 +52,7 @@ class Calls:
         step = self.step()
         self.place = self.place + 1 if step == self.at else 0
         self.at = step
-        letter = COMPUTED if self.schedule is None else self.schedule[step]
+        letter = self.letter(step)
         known, guided = self.known.setdefault(self.place, []), self.is_guided(step)
         if letter in NOT_COMPUTED:
             outputs = known[-1][1] if letter == REUSED or len(known) < 2 else line(known, step)

@@ -132,7 +132,12 @@ def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Co
     def is_guided(step: int) -> bool:
         return until is None or noise_levels(pipe.scheduler)[step] > until
 
-    return Calls(sampling.schedule, step, is_guided, batched)
+    return Calls(sampling.schedule, step, is_guided, batched, lambda step: place_of(step, sampling, pipe))
+
+
+def place_of(done: int, sampling: Sampling, pipe: Any) -> int:
+    """The number of the denoising step after so many of the scheduler's, of which some samplers make several in one."""
+    return min(done * sampling.steps // max(1, len(pipe.scheduler.timesteps)), sampling.steps_taken - 1)
 
 
 class Pipeline:
@@ -266,10 +271,9 @@ class Pipeline:
             given["latents"] = call.family.pack(pipe, rows)
 
         def count() -> None:
-            """Report the step: some samplers make several in one."""
+            """Report the step."""
             if on_step is not None:
-                done = len(steps) * sampling.steps // max(1, len(pipe.scheduler.timesteps))
-                on_step(min(done, sampling.steps_taken - 1))
+                on_step(place_of(len(steps), sampling, pipe))
 
         def keep(result: Any) -> None:
             steps.append(latents_of(result))

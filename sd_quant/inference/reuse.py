@@ -10,7 +10,7 @@ schedules one by one (BudCache, arXiv:2606.13496, by annealing), which takes hun
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,18 +97,18 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
     return sorted(known[number] for number in min(ends, key=error))
 
 
-def answers_before(kept: Outputs, denoiser: str, step: int, steps: int, batches: int) -> Answer:
+def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int]) -> Answer:
     """Answers from the ``kept`` outputs of whole runs: all of other parts, and the ``denoiser``'s before a ``step``.
 
-    That step has no call of its own, or one of another engine.
+    That step has no call of its own, or one of another engine. ``places`` are the steps of a batch's calls.
     """
-    of_a_step = len(kept[denoiser]) // (batches * steps)  # calls
+    before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
         if part != denoiser:
             return kept[part][number] if number < len(kept[part]) else None
-        batch, call = divmod(number, of_a_step * (steps - 1))
-        return kept[part][batch * steps * of_a_step + call] if call < step * of_a_step else None
+        batch, call = divmod(number, of_a_batch)
+        return kept[part][batch * len(places) + call] if call < before else None
 
     return answer
 
@@ -124,12 +124,13 @@ def changed_by(
     """The final latents with all steps of the letter ``base``, and how each of the ``known`` changes them, alone."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
     batches, denoiser = len(sampling.batches(numbers)), engine_of_letter(checkpoint.family.DENOISER, base)
-    whole, changes = ReplayedVariant(engines), list[Tensor]()
-    full = final_latents(checkpoint, whole, prompts, numbers, replace(sampling, schedule=base * steps))
+    whole, changes, places = ReplayedVariant(engines), list[Tensor](), list[int]()
+    full = final_latents(checkpoint, whole, prompts, numbers, replace(sampling, schedule=base * steps), places.append)
+    places = places[: len(places) // batches]
     with progress(len(known), "each step alone by another call") as advance:
         for each in known:
             replaced = replace(sampling, schedule=schedule_of([each], steps, base))
-            answer = answers_before(whole.outputs, denoiser, each.step, steps, batches)
+            answer = answers_before(whole.outputs, denoiser, each.step, places)
             changes.append(
                 final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced) - full
             )
@@ -186,11 +187,16 @@ def choose_schedule(
 
 
 def final_latents(
-    checkpoint: Checkpoint, variant: Variant, prompts: Sequence[str], numbers: Sequence[int], sampling: Sampling
+    checkpoint: Checkpoint,
+    variant: Variant,
+    prompts: Sequence[str],
+    numbers: Sequence[int],
+    sampling: Sampling,
+    on_step: Callable[[int], object] = lambda step: None,
 ) -> Tensor:
-    """The last latents [N, ...] of the prompts of these ``numbers``."""
-    latents = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=()).latents
-    return torch.stack([each[-1] for each in latents])
+    """The last latents [N, ...] of the prompts of these ``numbers``; ``on_step`` as for ``Pipeline``."""
+    made = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=(), on_step=on_step)
+    return torch.stack([each[-1] for each in made.latents])
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:

@@ -24,10 +24,10 @@ CAPTION = (
     "with a better solver; a recipe beats it if its images are closer to the reference than those of either, by the "
     "paired interval over prompts at 95 % for both. To its twin: to full precision's images by the same calls. "
     "Expected of both: if the errors of bits and calls were independent, which add in squares; what the two have less "
-    "or more than that is beside it, with its interval over prompts. Speed-ups are of an image. Precise steps: what the "
-    "chosen ones gain in the error of the final latents, on prompts that did not choose them, and add to the time of "
-    "denoising; they pay if that is more than the most sensitive layers in high precision gain in the same time, and "
-    "full precision in fewer steps."
+    "or more than that is beside it, with its interval over prompts. Speed-ups are of an image. Precise steps: what "
+    "the chosen ones gain in the error of the final latents, on prompts that did not choose them, and add to the time "
+    "of denoising; they pay if that is more than the most sensitive layers in high precision gain in the same time, "
+    "and full precision in fewer steps."
 )
 TITLES = [
     "recipe", "calls", "schedule", "speed-up", "of that by bits", "by calls", "PSNR, dB", "to its twin", "control",

@@ -284,3 +284,38 @@ def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path)
         for folder in (sweep / "quant_level=3,reuse=0.33/images/quantized", tmp_path / "images/images")
     )
     assert len(own) == 3 and made == own, "the same calls make the same images"
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime", "torch_native"])
+def test_precise_steps_are_those_of_the_preset_of_weights_alone(job, engine):
+    """With all steps precise the images are that preset's to the bit, but for a shift, which chooses other scales."""
+    knobs = "quant_level=3", "smoothing=none", "infer.steps=3", f"infer={engine}", "export_trt=none"
+    recipes = {
+        "all": ["infer.schedule=hhh", "quantize.shift=false"],
+        "alone": ["quantize=int8_weight_only"],
+        "some": ["infer.schedule=chf"],
+    }
+    runs = {name: job(*knobs, *own, name=name) for name, own in recipes.items()}
+    made = {name: images_in(run / "images/quantized") for name, run in runs.items()}
+    assert made["all"] and all(np.array_equal(image, made["alone"][name]) for name, image in made["all"].items())
+    record = record_of(runs["some"])
+    levers = record["levers"]
+    assert levers["schedule"] == "chf" and levers["precise_calls"] == {"h": 1, "f": 1}
+    assert levers["calls"] == 4, "PNDM calls twice in its first step"
+    assert record["fidelity"]["latent_sqnr_db"][-1] > 0 and levers["share"] > 0
+    assert record["fidelity"]["psnr"]["mean"] > levers["bits_alone"]["psnr"]["mean"]
+
+
+def test_precise_steps_are_chosen_and_made_again(done, tiny, job, tmp_path):
+    """With auto the record says whether they pay, and why not; whichever are taken, a run's files make its images."""
+    run = job("quant_level=3", "infer.steps=4", "infer.precise_steps=auto", "export_trt=tensorrt_rtx")
+    found = record_of(run)["levers"]["precise"]
+    assert found["prompts"] >= 1 and list(found["candidates"]) and found["time"] is not None
+    assert (found["schedule"] == found["tried"]) == (found["reason"] is None) and set(found["schedule"]) <= {*"ch"}
+    assert set(found["beyond_db"]) == {"full precision in fewer steps", "keeping the most sensitive layers"}
+    assert "precise steps" in run_table(record_of(run)) and (run / "plan/unet_weights_alone.plan").exists()
+    taken = job("quant_level=3", "infer.steps=4", "infer.precise_steps=first1,last1", "export_trt=none", name="taken")
+    given = *tiny.knobs[:4], "infer.steps=4", "infer.precise_steps=first1,last1", f"hydra.run.dir={tmp_path}/images"
+    done("infer.py", f"run={taken}", f"infer.prompts={json.dumps(record_of(taken)['prompts'])}", *given)
+    own, made = images_in(taken / "images/quantized"), images_in(tmp_path / "images/images")
+    assert own.keys() == made.keys() and all(np.array_equal(image, own[name]) for name, image in made.items())

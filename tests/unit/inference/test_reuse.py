@@ -1,6 +1,7 @@
 """Which outputs are used again, on a sampler whose network is a function."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -76,10 +77,12 @@ def test_neither_ends_nor_neighbours_are_replaced():
 def test_calls_before_the_replaced_step_are_answered_from_a_whole_run():
     """Of two batches of four steps with two calls each; other parts' calls are the same in every run."""
     whole = {"unet": [{"out": number} for number in range(16)], "clip": [{"z": 0}, {"z": 1}]}
-    answer = answers_before(whole, "unet", step=2, steps=4, batches=2)
+    answer = answers_before(whole, "unet", step=2, places=[0, 0, 1, 1, 2, 2, 3, 3])
     answers = [answer("unet", number) for number in range(12)]
     assert [each and each["out"] for each in answers] == [0, 1, 2, 3, None, None, 8, 9, 10, 11, None, None]
-    assert answer("clip", 1) == {"z": 1}
+    assert answer("clip", 1) == {"z": 1} and answer("clip", 2) is None
+    uneven = answers_before(whole, "unet", step=1, places=[0, 0, 1, 2])  # as PNDM's first step, of four batches
+    assert [each and each["out"] for each in map(partial(uneven, "unet"), range(6))] == [0, 1, None, 4, 5, None]
 
 
 @pytest.fixture

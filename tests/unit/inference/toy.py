@@ -23,15 +23,16 @@ class Toy:
     def __init__(self, engines):
         self.engines = engines
 
-    def __call__(self, prompts, sampling, *, numbers, decode):
-        latents = [self.image(batch, sampling) for batch in sampling.batches(list(numbers))]
+    def __call__(self, prompts, sampling, *, numbers, decode, on_step):
+        latents = [self.image(batch, sampling, on_step) for batch in sampling.batches(list(numbers))]
         return SimpleNamespace(latents=torch.cat(latents))
 
-    def image(self, numbers, sampling):
+    def image(self, numbers, sampling, on_step):
         text = self.engines["clip"](number=torch.tensor(numbers, dtype=torch.float))["z"]
         done, x = [], torch.zeros(len(numbers), 1, 1)
         calls = Calls(sampling.schedule, lambda: len(done), lambda step: True, ())
         for step in range(sampling.steps):
+            on_step(step)
             at = torch.tensor(step * TEN / sampling.steps)
             output = calls(
                 lambda inputs, letter: self.engines[engine_of_letter("unet", letter)](**inputs),
