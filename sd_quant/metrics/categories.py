@@ -76,4 +76,4 @@ def p_value(differences: Sequence[float]) -> float | None:
     mean, deviation = fmean(differences), stdev(differences)
     if deviation <= 1e-12 * max(map(abs, differences)):
         return 2.0 ** (1 - count) if mean else 1.0
-    return t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1)
+    return float(t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1))

@@ -217,16 +217,11 @@ def t_quantile(degrees: int, confidence: float) -> float:
     from mpmath import exp, findroot, log  # late: every command imports this module, and few compute an interval
 
     # by logarithms, in which the tail is nearly straight: a level that many recipes share is far out in it
-    return float(exp(findroot(lambda u: log(_beyond(exp(u), degrees) / (1 - confidence)), (0, 1))))
+    return float(exp(findroot(lambda u: log(t_beyond(exp(u), degrees) / (1 - confidence)), (0, 1))))
 
 
-def t_beyond(t: float, degrees: int) -> float:
-    """The probability of a Student's t further from 0 than ``t``, to either side."""
-    return float(_beyond(t, degrees))
-
-
-def _beyond(t, degrees: int):
-    """``t_beyond`` in mpmath's numbers (Abramowitz & Stegun 26.7.1)."""
+def t_beyond(t, degrees: int):
+    """The probability of a Student's t further from 0 than ``t``, to either side (Abramowitz & Stegun 26.7.1)."""
     from mpmath import betainc
 
     return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)

@@ -91,8 +91,6 @@ def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _reason(name: str, error: Exception) -> str:
-    if name not in TRACKERS:
-        return f"there is no such tracker; take {' or '.join(TRACKERS)}"
     if isinstance(error, ImportError):
         return f"it cannot be imported here ({one_line(error)}); install it with: pip install 'sd-quant[{name}]'"
     return f"{type(error).__name__}: {one_line(error)}"
