@@ -331,13 +331,14 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
     milliseconds = [each.value for each in (call.quantized, call.full_precision, image.quantized, image.full_precision)]
     speedups = [call.speedup.value, image.speedup.value]
-    intervals: list[Interval | None] = [None, None]
+    intervals: list[Interval | None] = [None, None, None]
     if job.timed is not None:
-        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup()]
+        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup(), job.timed.image_over_compiled()]
     if job.timed is not None and measured_together:
-        speedups = [interval.value for interval in intervals if interval]
+        speedups = [interval.value for interval in intervals[:2] if interval]
         full, image_full = statistics.median(job.timed.full_precision), job.timed.image_ms
         milliseconds = [statistics.median(job.timed.quantized), full, image_full / speedups[1], image_full]
+    compiled = intervals[2] and intervals[2].value  # the quantized engine's speed-up over its calls
     return {
         "denoiser_ms": milliseconds[0],
         "denoiser_full_precision_ms": milliseconds[1],
@@ -345,21 +346,13 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
         **interval_columns("denoiser_speedup", intervals[0]),
         "image_ms": milliseconds[2],
         "image_full_precision_ms": milliseconds[3],
-        **compiled_columns(job.timed, milliseconds[2]),
+        "image_compiled_ms": compiled and milliseconds[2] and milliseconds[2] * compiled,
+        "image_over_compiled": compiled,
+        **interval_columns("image_over_compiled", intervals[2]),
         "image_torch_ms": latency_of(job.record, TORCH, IMAGE, batch).full_precision.value,
         "image_speedup": speedups[1],
         **interval_columns("image_speedup", intervals[1]),
         "image_relative_time": quotient(Number(1), Number(speedups[1])).value,
-    }
-
-
-def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, float | None]:
-    """An image's latency with the calls of the compiled framework, and the quantized engine's speed-up over it."""
-    over = None if timed is None else timed.image_over_compiled()
-    return {
-        "image_compiled_ms": image_ms * over.value if over is not None and image_ms is not None else None,
-        "image_over_compiled": over.value if over is not None else None,
-        **interval_columns("image_over_compiled", over),
     }
 
 
