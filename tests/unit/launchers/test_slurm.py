@@ -8,16 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
 from submitit.core.utils import UncompletedJobError
 
 from sd_quant.errors import ResourceError
-from sd_quant.launchers import prepare, slurm
+from sd_quant.launchers import slurm
 from sd_quant.report.summary import FAILURE, SWEEP
 
 pytestmark = pytest.mark.commit
-
-LAUNCHER = OmegaConf.create({"_target_": "plugin.SlurmLauncher"})
 
 
 @pytest.fixture
@@ -153,9 +150,3 @@ def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path, theirs, all_exclu
     jobs = slurm.submitted(executor, tmp_path, {"a": ["n1", "n2"], "b": [], "c": ["n1", "n2"]}, submissions)
     assert jobs == [f"job of {number}" for number in range(4)]
     assert arrays == [(all_excluded, [0, 2]), (theirs, [1, 3])]
-
-
-def test_without_slurm_nothing_is_submitted(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ResourceError, match="requires sbatch, srun, squeue, sinfo, which is not on the PATH"):
-        prepare(LAUNCHER, tmp_path, {})
