@@ -125,10 +125,3 @@ def test_the_report_is_made_again_from_the_records(unbroken, command, done):
     refused = command("-m", "sd_quant.report", unbroken)
     assert refused.returncode == 3 and refused.stderr.startswith(f"error: {unbroken} holds neither sweep.json nor")
     assert refused.stderr.count("\n") == 1 and not (unbroken / "report.html").exists()
-
-
-def test_another_sweep_in_the_folder_is_refused(unbroken, command, sweep_arguments):
-    before = (unbroken / "sweep" / "sweep.json").read_bytes()
-    result = command(*sweep_arguments(unbroken, "alpha=0.5"))
-    assert result.returncode == 2 and "holds another sweep" in result.stderr
-    assert (unbroken / "sweep" / "sweep.json").read_bytes() == before

@@ -118,7 +118,8 @@ def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, 
     early = JobReturn(status=JobStatus.FAILED, _return_value=UncompletedJobError("timed-out too many times"))
     monkeypatch.setattr(slurm, "wait_for_results", lambda _: [early])
     assert results("COMPLETED").status == JobStatus.FAILED
-    assert "its time on the cluster was over" in (tmp_path / "b" / FAILURE).read_text()
+    told = "its time on the cluster was over; raise hydra.launcher.timeout_min"
+    assert told in (tmp_path / "b" / FAILURE).read_text()
     (tmp_path / "b" / FAILURE).write_text("its own")
     assert results("COMPLETED") is early and (tmp_path / "b" / FAILURE).read_text() == "its own"
 

@@ -41,18 +41,17 @@ def test_it_is_what_the_reference_implementation_gives(monkeypatch, pixels):
 GOOD = np.zeros((2, 64, 64, 3), np.uint8)
 
 
-@pytest.mark.parametrize("score", [psnr, ssim, lpips])
-@pytest.mark.parametrize("other", [GOOD[:1], GOOD.repeat(2, axis=2), GOOD.astype(np.float32)])
-def test_images_that_do_not_match_are_refused(score, other):
-    with pytest.raises(ArtifactError, match="expected the same uint8"):
-        score(GOOD, other)
+NO_BATCHES = (GOOD.astype(np.float32), GOOD.transpose(0, 3, 1, 2), GOOD[..., :1], GOOD[0])
+
+
+PAIRS = [(GOOD, GOOD[:1]), (GOOD, GOOD.repeat(2, axis=2)), (GOOD, NO_BATCHES[0]), *((bad, bad) for bad in NO_BATCHES)]
 
 
 @pytest.mark.parametrize("score", [psnr, ssim, lpips])
-@pytest.mark.parametrize("bad", [GOOD.astype(np.float32), GOOD.transpose(0, 3, 1, 2), GOOD[..., :1], GOOD[0]])
-def test_what_is_no_batch_of_images_is_refused(score, bad):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_images_that_do_not_match_or_are_no_batch_are_refused(score, pair):
     with pytest.raises(ArtifactError, match=r"expected the same uint8 \[N, H, W, 3\]"):
-        score(bad, bad)
+        score(*pair)
 
 
 def test_people_judged_no_smaller_images_for_lpips():

@@ -38,11 +38,6 @@ def record(decibels: float) -> dict:
     return record_of(decibels, 1.2, 0.5, PROMPTS) | {"noise_floor": FLOOR}
 
 
-def test_ways_come_lowest_first_and_identical_images_last():
-    assert noise_floor.ways(record(30)) == ["bf16", "batch", "threads"]
-    assert noise_floor.ways(record_of(30, 1.2, 0.5)) == []
-
-
 @pytest.mark.parametrize(("decibels", "place"), [(49, "above"), (48, "from"), (40, "below")])
 def test_a_recipe_is_compared_prompt_by_prompt(decibels, place):
     """Identical images count as the best that is not."""
