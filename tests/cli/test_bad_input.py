@@ -50,7 +50,6 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
     ("quantize.py", [CHECKPOINT_GIVEN, "cache.dir={files}/empty.nemo/cache"], 2, "empty.nemo; set cache.dir"),
     ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir=/proc/xyz"], 2, "because of /proc; set hydra.run.dir"),
     ("quantize.py", ["model.path={files}/garbage.nemo"], 3, "garbage.nemo has no valid tar header at byte 0"),
-    ("quantize.py", ["--multirun", "model.path={files}/garbage.nemo", "quant_level=1,2"], 3, "no valid tar header"),
     ("quantize.py", [CHECKPOINT_GIVEN, "infer.prompts={files}/latin1.txt"], 2, "is not UTF-8 at line 1, byte 12"),
     ("quantize.py", [CHECKPOINT_GIVEN, "hydra.run.dir={files}/empty.nemo/run"], 2, "empty.nemo; set hydra.run.dir"),
     ("infer.py", [CHECKPOINT_GIVEN, "run={files}/empty_run"], 2, "unet_xl should be at"),

@@ -35,14 +35,7 @@ def test_the_closing_table_has_what_was_asked_for_with_its_interval():
     assert not any(line.startswith("CLIP score") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("difference", "text"),
-    [
-        ({"mean": -0.021, "low": -0.049, "high": 0.011}, "-0.021 [-0.049, 0.011]"),
-        ({"mean": 0.5, "low": None, "high": None}, "0.500"),
-        (None, ""),
-    ],
-)
+@pytest.mark.parametrize(("difference", "text"), [({"mean": 0.5, "low": None, "high": None}, "0.500"), (None, "")])
 def test_a_difference_is_one_text(difference, text):
     record = {"text_scores": {"quantized": {"image_reward": {"value": 1.0, "difference": difference}}}}
     assert difference_text(SCORES["image_reward"], record) == text
