@@ -103,20 +103,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Search:
-    """A search in a grid, as far as it has come."""
-
-    proposed: int
-    jobs: int  # to propose
-    of: int  # jobs of the grid that differ
-    target: str  # in words
-    by: str  # which library proposes
-
-    def __str__(self) -> str:
-        return f"{self.proposed} of the grid's {self.of} jobs, proposed by {self.by} for {self.target}"
-
-
-@dataclass(frozen=True)
 class Sweep:
     directory: Path
     command: list[str]
@@ -127,12 +113,18 @@ class Sweep:
     judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
-    search: Search | None = None  # where not all jobs of a grid are done
+    search: Mapping[str, Any] | None = None  # as in ``PlannedSearch``, and how many are ``proposed``
 
     @property
     def own(self) -> list[Job]:
         """The jobs without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
+
+    @property
+    def searched(self) -> str:
+        """How far the search has come, in words; empty where there is none."""
+        told = "{proposed} of the grid's {of} jobs, proposed by {by} for {target}"
+        return told.format(**self.search) if self.search else ""
 
     @property
     def done(self) -> list[Job]:
@@ -188,7 +180,7 @@ def read_sweep(directory: Path) -> Sweep:
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
         if (search := content.get("search")) is not None:
             proposed = sum(job.get("proposed_for") == search["target"] for job in planned)
-            search = Search(proposed, **{name: search[name] for name in ("jobs", "of", "target", "by")})
+            search = {"proposed": proposed} | {name: search[name] for name in ("jobs", "of", "target", "by")}
         return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
@@ -458,6 +450,6 @@ def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequenc
     notes += [
         f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
     ]
-    notes += [] if sweep.search is None else [f"searched: {sweep.search}"]
+    notes += [f"searched: {sweep.searched}"] if sweep.searched else []
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
     return Table([Column(title, "recipe"), *columns], lines, notes=notes)
