@@ -44,12 +44,10 @@ def score_images(score: Score, images: Images, beside: Sequence[Any], weights: P
     """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
 
     ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean, at least
-    the score's smallest number. Where the network cannot be opened or computed, or there are no images, or a number is
-    not finite, it is None and ``reason`` says why.
+    the score's smallest number. Where the network cannot be opened or computed, or a number is not finite, it
+    is None and ``reason`` says why.
     """
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
-    if not len(images):
-        return entry | {"reason": "there are no images"}
     starts, values = range(0, len(images), BATCH), list[float]()
     try:
         opened = score.opener(weights)()
