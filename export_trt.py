@@ -1,6 +1,6 @@
 """TensorRT plans from ONNX files: ``python export_trt.py --help``."""
 
-from sd_quant.commands.export_trt import main
+from sd_quant.commands.stages import export_trt
 
 if __name__ == "__main__":
-    main()
+    export_trt()

@@ -1,8 +1,8 @@
 """The program ``sd-quant``, which is also ``python -m sd_quant``: call the command that its first argument names."""
 
 import os
+import pkgutil
 import sys
-from importlib import import_module
 
 from sd_quant import __version__
 from sd_quant.commands import COMMANDS
@@ -31,7 +31,7 @@ def main() -> None:
         complete(os.environ["COMP_LINE"])
     elif name in COMMANDS:
         sys.argv = [f"sd-quant {name}", *sys.argv[2:]]
-        exit_with_its_code(import_module(COMMANDS[name][0]).main)
+        exit_with_its_code(pkgutil.resolve_name(f"sd_quant.{COMMANDS[name][0]}"))
     else:
         sys.exit(fail(f"there is no command {name}; {near(name, COMMANDS)}", ConfigError.exit_code))
 
@@ -47,7 +47,7 @@ def complete(line: str) -> None:
     elif (CONF / f"{(name := words[0])}.yaml").is_file():
         os.environ["COMP_LINE"] = " ".join(words)
         sys.argv = [name, *sys.argv[1:]]
-        import_module(COMMANDS[name][0]).main()
+        pkgutil.resolve_name(f"sd_quant.{COMMANDS[name][0]}")()
 
 
 if __name__ == "__main__":

@@ -36,13 +36,7 @@ def locked(path: Path, waiting: str = "") -> Iterator[None]:
 
     Where another process holds it, ``waiting`` is logged, and afterwards how long this one has waited.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_lock(path) as file:
-        if not try_lock(file):
-            LOG.info("%s", waiting or f"waiting for another process that holds {path}")
-            start = time.monotonic()
-            fcntl.flock(file, fcntl.LOCK_EX)
-            LOG.info("waited %.0f s for it", time.monotonic() - start)
+    with first_free([path], waiting):
         yield
 
 
@@ -58,7 +52,11 @@ def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
             if try_lock(file):
                 yield number
                 return
-    with locked(paths[0], waiting):
+    with open_lock(paths[0]) as file:
+        LOG.info("%s", waiting or f"waiting for another process that holds {paths[0]}")
+        start = time.monotonic()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        LOG.info("waited %.0f s for it", time.monotonic() - start)
         yield 0
 
 
@@ -116,21 +114,7 @@ class Cache:
 
         ``origin`` is JSON and names everything that the files depend on. Other files in ``target`` stay.
         """
-        target.mkdir(parents=True, exist_ok=True)
-        if self.directory is None:
-            make(target)
-            return
-        entry, found = self.entry(kind, origin), False
-        try:
-            with locked(lock_of(entry), f"the same {kind} is being made already: waiting for it"):
-                found = put(entry, origin, target, make)
-        except OSError as error:
-            self.leave_out(error)
-            make(target)
-        if found:
-            LOG.info("from the cache: %s", f"{kind} of {origin['part']}" if "part" in origin else kind)
-        else:
-            self.trim(spared=entry)
+        self.provide_all(kind, {target.name: origin}, target.parent, lambda _, folder: make(folder))
 
     def provide_all(
         self, kind: str, origins: Mapping[str, Mapping[str, object]], target: Path, make: Callable[[str, Path], object]
@@ -147,12 +131,11 @@ class Cache:
             for name in left:
                 make(name, target / name)
             return
-        entries = {name: self.entry(kind, origins[name]) for name in left}
-        found = 0
+        entries, found = {name: self.entry(kind, origins[name]) for name in left}, 0
         try:
             while left:
                 locks = [lock_of(entries[name]) for name in left]
-                with first_free(locks, f"another process makes the last of the {kind}: waiting for it") as number:
+                with first_free(locks, f"another process makes the same {kind}: waiting for it") as number:
                     name = left[number]
                     found += put(entries[name], origins[name], target / name, partial(make, name))
                     left.pop(number)
@@ -161,7 +144,9 @@ class Cache:
             for name in left:
                 make(name, target / name)
         if found:
-            LOG.info("from the cache: %d of %d %s", found, len(origins), kind)
+            part = origins[name].get("part")
+            alone = f"{kind} of {part}" if part else kind
+            LOG.info("from the cache: %s", f"{found} of {len(origins)} {kind}" if len(origins) > 1 else alone)
         if found < len(origins):
             self.trim(spared=entries[name])
 

@@ -154,7 +154,7 @@ def hydra_main(command: Command) -> Callable[[], object]:
     job, do = command.job, command.task
 
     def task(config: DictConfig) -> object:
-        return do(job_of(job, config), output_directory())
+        return do(job_of(job, config), Path(HydraConfig.get().runtime.output_dir))
 
     task.__module__ = f"sd_quant.commands.{command.name}"  # its last part is Hydra's name of a job and of the log file
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=command.name)(recording_failure(task))
@@ -259,10 +259,6 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def output_directory() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir)
-
-
 def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
     """Wrap ``task``: announce a job of a sweep, and write the reason of a failure into the job's folder.
 
@@ -272,8 +268,8 @@ def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictCon
 
     @functools.wraps(task)
     def recorded(config: DictConfig) -> object:
-        hydra, directory = HydraConfig.get(), output_directory()
-        multirun = hydra.mode == RunMode.MULTIRUN
+        hydra = HydraConfig.get()
+        directory, multirun = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
         if multirun:
             sweep.check_shared(directory.parent)
         os.chdir(hydra.runtime.cwd)  # a launcher may have started this elsewhere

@@ -51,6 +51,7 @@ from sd_quant.report.images import comparison_grid
 from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
 from sd_quant.report.summary import interval_columns
+from sd_quant.report.table import plus_minus
 from sd_quant.shell import without_interpolation
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
@@ -64,6 +65,7 @@ from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import Assignments, torch_variant
 from sd_quant.sweep import in_texts
+from sd_quant.text import counted
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
@@ -396,7 +398,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         recipes = "; ".join(result.quantized.label for result in self.results)
-        return f"Comparison({recipes}; {len(self.prompts)} prompt{'s' * (len(self.prompts) != 1)})"
+        return f"Comparison({recipes}; {counted(len(self.prompts), 'prompt')})"
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each recipe, as pandas or a CSV writer takes it."""
@@ -416,10 +418,9 @@ class Comparison:
 
 def line(result: Result) -> str:
     """The result as a line of the printed table."""
-    row, (value, _, high) = result.row(), result.psnr
-    interval = f"{value:.2f} ± {high - value:.2f}" if result.psnr.known else f"{value:.2f}"
+    row, psnr = result.row(), plus_minus(result.psnr, "{:.2f}")
     return (
-        f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f} {interval:>15} "
+        f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f} {psnr:>15} "
         f"{row['ssim']:7.4f} {row['lpips']:7.4f}"
     )
 

@@ -282,7 +282,7 @@ def start_line(sweep: Sweep) -> str:
     if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
     what = (
-        f"search for {sweep.search.jobs} of the grid's {sweep.search.of} jobs"
+        f"search for {sweep.search['jobs']} of the grid's {sweep.search['of']} jobs"
         if sweep.search
         else f"sweep of {counted(len(sweep.names), 'job')}"
     )
@@ -318,7 +318,7 @@ class Jobs(Work):
 def jobs_in_all(sweep: Sweep) -> int:
     """Return how many jobs a sweep has, twins among them, and will have when a search has proposed all of its own."""
     search, now = sweep.search, len(sweep.names)
-    return now if search is None else min(now + search.jobs - search.proposed, max(now, search.of))
+    return now if search is None else min(now + search["jobs"] - search["proposed"], max(now, search["of"]))
 
 
 def job_line(sweep: Sweep, number: int) -> str:

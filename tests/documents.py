@@ -52,4 +52,5 @@ def as_scripts(words: list[str]) -> list[str]:
     """``sd-quant infer ...`` as ``python infer.py ...``, which is the same."""
     if words[0] != "sd-quant" or words[1] not in COMMANDS:
         return words
-    return ["python", *([f"{words[1]}.py"] if words[1] in JOBS else ["-m", COMMANDS[words[1]][0]]), *words[2:]]
+    module = COMMANDS[words[1]][0].partition(":")[0]
+    return ["python", *([f"{words[1]}.py"] if words[1] in JOBS else ["-m", f"sd_quant.{module}"]), *words[2:]]

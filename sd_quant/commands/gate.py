@@ -103,14 +103,13 @@ def main() -> None:
         print(USAGE.format(untold=UNDECIDED, knobs=listed(GateJob, DEFAULTS)))
         return
     job = job_of(words)
-    run = read_run("run", existing("run", job.run, "the folder of a finished run"))
-    baseline = None
-    if job.baseline is not None:
-        baseline = read_run("baseline", existing("baseline", job.baseline, "the folder of a finished run"))
+    folders = {"run": job.run} | ({"baseline": job.baseline} if job.baseline is not None else {})
+    expected = "the folder of a finished run"
+    runs = {knob: read_run(knob, existing(knob, folder, expected)) for knob, folder in folders.items()}
     output = None if job.output is None else output_path(job.output)
     if output is not None:
         check_replaceable(output, "output", KINDS[output.suffix.lower()], "the verdicts of a gate")
-    gate = decide(run, baseline, job.bars(), job.confidence, job.worst_share)
+    gate = decide(runs["run"], runs.get("baseline"), job.bars(), job.confidence, job.worst_share)
     code = EXIT_CODES[gate.outcome]
     print(text_of(gate))
     if output is not None:

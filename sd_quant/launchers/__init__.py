@@ -1,14 +1,20 @@
 """Prepares Hydra's launchers beyond their files in ``conf/hydra/launcher``, a module for each that requires it."""
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
+from sd_quant import sweep
 from sd_quant.launchers.gpus import need_of
+from sd_quant.report.record import RECORD
+from sd_quant.text import one_line
 
+LOG = logging.getLogger(__name__)
 PREPARED = {"RayLauncher": "ray", "SlurmLauncher": "slurm"}  # by the class that a launcher's file names
 
 
@@ -20,3 +26,16 @@ def prepare(launcher: DictConfig, directory: Path, jobs: Mapping[str, Any]) -> N
     if (module := PREPARED.get(str(launcher.get("_target_")).rpartition(".")[2])) is not None:
         needs = {name: need_of(job) for name, job in jobs.items()}
         import_module(f"{__name__}.{module}").prepare(launcher, directory, needs)
+
+
+def failed(directory: Path, name: str, failure: Exception) -> JobReturn:
+    """Write the ``failure`` into the folder of the job ``name``, and return a result for Hydra that has it.
+
+    ``directory`` is the sweep's. A job that died on a cluster is one that failed, while the others go on; one that has
+    its record is done, whatever happened to its process afterwards.
+    """
+    if (directory / name / RECORD).exists():
+        return JobReturn(status=JobStatus.COMPLETED, _return_value=None)
+    LOG.error("%s: %s", name, failure)
+    sweep.write_failure(directory / name, one_line(failure), getattr(failure, "exit_code", 1))
+    return JobReturn(status=JobStatus.FAILED, _return_value=failure)

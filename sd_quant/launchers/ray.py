@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sd_quant import sweep
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.launchers.failed import failed
+from sd_quant.launchers import failed
 from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.text import one_line
 

@@ -22,7 +22,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from sd_quant import sweep
 from sd_quant.errors import ResourceError, of_the_machine
-from sd_quant.launchers.failed import failed
+from sd_quant.launchers import failed
 from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.report.summary import FAILURE
 from sd_quant.text import one_line

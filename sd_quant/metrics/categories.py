@@ -36,22 +36,15 @@ def by_category(
             if own := of_prompts(prompts, places, values):
                 mean = SCORES[key].mean(own)  # within the score's range
                 found[key][category] = {"prompts": len(own), "mean": mean.value, "interval": ends(mean)}
-                if reference is not None:
-                    pairs = of_prompts(prompts, places, differences_of(values, reference))
-                    found[key][category] |= difference_entry(pairs)
+            if own and reference and (pairs := of_prompts(prompts, places, differences_of(values, reference))):
+                mean = mean_interval(pairs)
+                of_pairs = {"difference": mean.value, "difference_interval": ends(mean), "p": p_value(pairs)}
+                found[key][category] |= of_pairs
         entries = found[key].values()
         for entry, p in zip(entries, holm([entry.get("p") for entry in entries]), strict=True):
             if p is not None:
                 entry |= {"p": p, "differs": p <= LEVEL}
     return {key: entries for key, entries in found.items() if entries}
-
-
-def difference_entry(differences: Sequence[float]) -> dict:
-    """The paired difference with its interval and its p-value before correction; {} without pairs."""
-    if not differences:
-        return {}
-    mean = mean_interval(differences)
-    return {"difference": mean.value, "difference_interval": ends(mean), "p": p_value(differences)}
 
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
@@ -76,4 +69,4 @@ def p_value(differences: Sequence[float]) -> float | None:
     mean, deviation = fmean(differences), stdev(differences)
     if deviation <= 1e-12 * max(map(abs, differences)):
         return 2.0 ** (1 - count) if mean else 1.0
-    return t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1)
+    return float(t_beyond(abs(mean) / deviation * math.sqrt(count), count - 1))

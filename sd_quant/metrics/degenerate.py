@@ -30,28 +30,17 @@ def degenerate(reference: Images, images: Images) -> list[dict]:
     tiles = tiles_of(images)
     for index, (expected, image) in enumerate(zip(reference, images, strict=True)):
         reason = next((words for words, holds in KINDS.items() if holds(expected, image)), None)
-        reason = reason or as_another(index, tiles, reference, images)
-        if reason:
+        if reason := reason or as_another(index, tiles, reference, images):
             found.append({"index": index, "reason": reason})
     return found
 
 
-def is_black(reference: np.ndarray, image: np.ndarray) -> bool:
-    return brightest(image) <= DARK and brightest(reference) > DARK_REFERENCE
-
-
-def is_flat(reference: np.ndarray, image: np.ndarray) -> bool:
-    return liveliest(image) <= FLAT and liveliest(reference) > FLAT_REFERENCE
-
-
-def is_saturated(reference: np.ndarray, image: np.ndarray) -> bool:
-    return clipped(image) >= max(CLIPPED, clipped(reference) + MORE_CLIPPED)
-
-
 KINDS: dict[str, Callable[[np.ndarray, np.ndarray], bool]] = {  # the first that holds is the reason
-    "black, which is what NaN becomes": is_black,
-    "of one colour": is_flat,
-    "saturated": is_saturated,
+    "black, which is what NaN becomes": lambda reference, image: (
+        brightest(image) <= DARK and brightest(reference) > DARK_REFERENCE
+    ),
+    "of one colour": lambda reference, image: liveliest(image) <= FLAT and liveliest(reference) > FLAT_REFERENCE,
+    "saturated": lambda reference, image: clipped(image) >= max(CLIPPED, clipped(reference) + MORE_CLIPPED),
 }
 
 

@@ -38,8 +38,7 @@ def dino_distance(weights: Path) -> Opener:
     def opened() -> Opened:
         from transformers import AutoImageProcessor, AutoModel
 
-        advice = f"name {score.weights}"
-        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=advice, folder=weights):
+        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=f"name {score.weights}", folder=weights):
             model = AutoModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
             processor = AutoImageProcessor.from_pretrained(weights, local_files_only=True)
 

@@ -40,13 +40,6 @@ def check_rgb(images: Images) -> None:
             )
 
 
-def check_beside(images: Images, beside: Sequence[Any]) -> None:
-    """Raise ArtifactError unless the images are uint8 [N, H, W, 3] and a prompt, or another image, is beside each."""
-    check_rgb(images)
-    if len(images) != len(beside):
-        raise ArtifactError(f"{len(images)} images came with {len(beside)} prompts, expected a prompt for each")
-
-
 def check_pairs(reference: np.ndarray, images: np.ndarray, smallest: int = 1) -> None:
     """Raise ArtifactError unless both are uint8 [N, H, W, 3] of one shape, with H and W of at least ``smallest``."""
     same = (reference.shape, reference.dtype) == (images.shape, images.dtype)

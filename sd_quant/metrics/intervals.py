@@ -164,11 +164,8 @@ def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int
     """The standard deviation of one engine's log latency between openings, and its degrees of freedom.
 
     Changes that all engines share in a round or an opening do not count: the machine was slower for all of them.
-    Raises ValueError unless all engines have the rounds that ``ends`` delimit.
     """
     logs = [[math.log(each) for each in rounds] for rounds in engines]
-    if any(len(rounds) != ends[-1] for rounds in logs):
-        raise ValueError(f"latencies of {list(map(len, logs))} rounds, of which the openings have {ends[-1]}")
     common = [statistics.fmean(each) for each in zip(*logs, strict=True)]  # of a round
     found = [medians([log - mean for log, mean in zip(rounds, common, strict=True)], ends) for rounds in logs]
     of_openings = [statistics.fmean(each) for each in zip(*found, strict=True)]
@@ -217,16 +214,11 @@ def t_quantile(degrees: int, confidence: float) -> float:
     from mpmath import exp, findroot, log  # late: every command imports this module, and few compute an interval
 
     # by logarithms, in which the tail is nearly straight: a level that many recipes share is far out in it
-    return float(exp(findroot(lambda u: log(_beyond(exp(u), degrees) / (1 - confidence)), (0, 1))))
+    return float(exp(findroot(lambda u: log(t_beyond(exp(u), degrees) / (1 - confidence)), (0, 1))))
 
 
-def t_beyond(t: float, degrees: int) -> float:
-    """The probability of a Student's t further from 0 than ``t``, to either side."""
-    return float(_beyond(t, degrees))
-
-
-def _beyond(t, degrees: int):
-    """``t_beyond`` in mpmath's numbers (Abramowitz & Stegun 26.7.1)."""
+def t_beyond(t, degrees: int):
+    """The probability of a Student's t further from 0 than ``t``, to either side (Abramowitz & Stegun 26.7.1)."""
     from mpmath import betainc
 
     return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)

@@ -63,14 +63,12 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
 
     ``spread`` is that of the reference's latency over the rounds, see ``latency.spread``.
     """
-    found = []
-    if (others or 0) > MOST_OTHERS:
-        found.append(f"other processes took {others:.0%} of the processors' time")
-    if (steal or 0) > MOST_STEAL:
-        found.append(f"a hypervisor took {steal:.0%} of the processors' time")
-    if (spread or 0) > BUSY_SPREAD:
-        found.append(f"the unquantized engine's own latency varied by {spread:.0%}")
-    return ", ".join(found) or None
+    told = (
+        (others, MOST_OTHERS, "other processes took {:.0%} of the processors' time"),
+        (steal, MOST_STEAL, "a hypervisor took {:.0%} of the processors' time"),
+        (spread, BUSY_SPREAD, "the unquantized engine's own latency varied by {:.0%}"),
+    )
+    return ", ".join(words.format(share) for share, most, words in told if (share or 0) > most) or None
 
 
 def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:

@@ -20,7 +20,7 @@ from sd_quant.files.checks import check_tensors
 from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import Readable
 from sd_quant.metrics import Score
-from sd_quant.metrics.images import Images, check_beside
+from sd_quant.metrics.images import Images
 from sd_quant.models.empty import Read
 from sd_quant.names.nemo import Location
 from sd_quant.progress import progress
@@ -44,13 +44,10 @@ def score_images(score: Score, images: Images, beside: Sequence[Any], weights: P
     """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
 
     ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean, at least
-    the score's smallest number. Where the network cannot be opened or computed, or there are no images, or a number is
-    not finite, it is None and ``reason`` says why. Raises ArtifactError for other images and when the numbers differ.
+    the score's smallest number. Where the network cannot be opened or computed, or a number is not finite, it
+    is None and ``reason`` says why.
     """
-    check_beside(images, beside)
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
-    if not len(images):
-        return entry | {"reason": "there are no images"}
     starts, values = range(0, len(images), BATCH), list[float]()
     try:
         opened = score.opener(weights)()

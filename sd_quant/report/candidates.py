@@ -97,8 +97,7 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
     for each in everyone:  # all that could beat it stand before it
-        gain = None if best is None else closer(each, best, confidence)
-        if best is None or gain is None or gain.low > 0:
+        if best is None or (gain := closer(each, best, confidence)).low > 0:
             best, found[each.name] = each, (WORTH, WORTH)
         elif gain.high < 0:
             by = f"{-gain.value:.1f} dB ({-gain.high:.1f} to {-gain.low:.1f})"

@@ -416,8 +416,8 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
     values = image_values(run, score, knob)
     sign = 1 if score.more_is_better else -1
     beyond = [index for index, value in enumerate(values) if value is None or sign * value < sign * bar]
-    finite = [value for value in known(values) if math.isfinite(value)]
-    worst = min(finite, key=lambda value: sign * value, default=None)
+    shown = worst_of(run, values, score.more_is_better)
+    worst = shown[0].value if shown else None
     count, error = len(set(run.record["prompts"])), (1 - confidence) / 2
     most = 1 - error ** (1 / count)
     wanted = math.ceil(math.log(error) / math.log1p(-share))
@@ -431,7 +431,7 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
         f"at {'least' if score.more_is_better else 'most'} {score.text(bar)}",
         FAILED if beyond else UNTOLD if more else PASSED,
         {"value": worst, "low": None, "high": None, "bar": bar, "count": count},
-        reason, more, PROMPTS, worst_of(run, values, score.more_is_better), form_of(score),
+        reason, more, PROMPTS, shown, form_of(score),
     )  # fmt: skip
 
 

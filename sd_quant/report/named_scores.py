@@ -64,19 +64,12 @@ def category_tables(sweep: Sweep) -> list[Table]:
     for score in SCORES.values():
         found = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
         found = {name: entries for name, entries in found.items() if entries}
-        counts = dict[str, int]()
-        for entries in found.values():
-            for category, entry in entries.items():
-                counts[category] = max(counts.get(category, 0), entry["prompts"])
-        if found:
-            lines = [
-                [
-                    category,
-                    str(counts[category]),
-                    *(category_cell(score, entries.get(category)) for entries in found.values()),
-                ]
-                for category in sorted(counts)
-            ]
+        lines = []
+        for category in sorted({category for entries in found.values() for category in entries}):
+            own = [entries.get(category) for entries in found.values()]
+            most = max(entry["prompts"] for entry in own if entry)
+            lines.append([category, str(most), *(category_cell(score, entry) for entry in own)])
+        if lines:
             titles = ["category", "prompts", *(sweep.recipes[name] for name in found)]
             tables.append(table_of_texts(titles, lines, f"{score.heading}, by category", BY_CATEGORY))
     return tables

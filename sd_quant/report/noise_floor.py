@@ -8,8 +8,7 @@ There is a floor for each way, and none is the right one: another batch changes 
 what a person may find with a magnifier, and both are called full precision. So each is shown under its name.
 """
 
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from typing import Any
 
 from sd_quant.metrics import SCORES, Against, scores_against
@@ -27,14 +26,6 @@ WORDS = {  # for the ways of which a name says little
     "threads": "another number of threads",
     "isa": "a lower class of processor",
 }
-
-
-class Place(Enum):
-    """Where a recipe lies, by the interval of its PSNR less the floor's."""
-
-    ABOVE = "above"
-    AT = "about at"
-    BELOW = "below"
 
 
 def words_of(way: str) -> str:
@@ -64,10 +55,6 @@ def beyond(record: Any, way: str) -> Interval | None:
     groups = prompts if len(prompts) == len(own) else range(len(own))
     own, floor = ([best if value is None else value for value in values] for values in (own, floor))
     return paired_interval(own, floor, groups)
-
-
-def place_of(difference: Interval) -> Place:
-    return Place.ABOVE if difference.low > 0 else Place.BELOW if difference.high < 0 else Place.AT
 
 
 def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
@@ -104,12 +91,12 @@ def floor_table(record: Any) -> Table:
 
 
 def told(difference: Interval | None) -> str:
-    """``20.1 ± 0.9 dB below it``."""
+    """``20.1 ± 0.9 dB below it``, and ``from it`` where the interval holds 0."""
     if difference is None:
         return DASH
-    place = place_of(difference)
+    place = "above" if difference.low > 0 else "below" if difference.high < 0 else "from"
     reach = "" if difference.reach is None else f" ± {difference.reach:.1f}"
-    return f"{abs(difference.value):.1f}{reach} dB {'from' if place is Place.AT else place.value} it"
+    return f"{abs(difference.value):.1f}{reach} dB {place} it"
 
 
 def floor_tables(sweep: Sweep) -> list[Table]:
@@ -122,25 +109,10 @@ def floor_tables(sweep: Sweep) -> list[Table]:
     titles = ["recipe", *(f"{words_of(way)}, {means[way]:.1f} dB" if way in means else f"{words_of(way)}, identical"
                           for way in columns)]  # fmt: skip
     lines = [[sweep.recipes[job.name], *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
-    return [table_of_texts(titles, lines, HEADING, " ".join([*sentences(jobs, sweep.recipes), EXPLANATION]))]
+    return [table_of_texts(titles, lines, HEADING, EXPLANATION)]
 
 
 EXPLANATION = (
     "PSNR of each recipe's images less that of full precision's own in another way, prompt by prompt, with the mean's "
     "interval at 95 %. Above the floor a difference is the arithmetic's."
 )
-
-
-def sentences(jobs: Sequence[Job], recipes: Mapping[str, str]) -> list[str]:
-    """Which recipes lie above the floor, or about at it; a sentence for each way that has any."""
-    found = []
-    for way in dict.fromkeys(way for job in jobs for way in ways(job.record)):
-        at_place: dict[Place, list[str]] = {place: [] for place in Place}
-        for job in jobs:
-            if (difference := beyond(job.record, way)) is not None:
-                at_place[place_of(difference)].append(recipes[job.name])
-        if above := ", ".join(at_place[Place.ABOVE]):
-            found.append(f"Cannot be told from full precision computed by {words_of(way)}: {above}.")
-        if at_it := ", ".join(at_place[Place.AT]):
-            found.append(f"About as near as full precision by {words_of(way)}, which more prompts may tell: {at_it}.")
-    return found or ["Every recipe differs from full precision by more than its arithmetic."]

@@ -64,9 +64,8 @@ def write_report(
     ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``.
     Raises ResourceError when the disk is full.
     """
-    table, whole = sweep.rows, unquantized_row(sweep)
+    table = [*filter(None, [unquantized_row(sweep)]), *sweep.rows]
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
-    table = [*([whole] if whole else []), *table]
     badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
     images, notes = gallery(sweep, badges, advice.best)
     page = rendered(
@@ -165,7 +164,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
         ("calibration", distinct(f"{prompts} prompts, {steps} steps" for prompts, steps in calibrated if prompts)),
-        ("searched", str(sweep.search or "")),
+        ("searched", sweep.searched),
         ("command", shlex.join(sweep.command)),
     ]
 

@@ -39,6 +39,7 @@ WORST_LAYERS = 6
 STANDS_OUT = 1.4  # times the next layer's error
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BOXES = 20
+BOX = ("whislo", "q1", "med", "q3", "whishi")  # matplotlib's names for QUARTILES
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
 MOST_FLOORS = 3  # of the ways to compute full precision, the lowest
 DB_BEYOND = 3.0  # of identical images, whose PSNR is infinite, and of the unquantized engine, beyond the recipes
@@ -371,11 +372,7 @@ def ranges(job: Job) -> Figure | None:
         shown = steps[:: math.ceil(len(steps) / MOST_BOXES)]
         line = {"color": SOFT, "linewidth": 0.9}
         axes.bxp(
-            [
-                {"med": box["median"], "q1": box["first_quartile"], "q3": box["third_quartile"], "whislo": box["least"],
-                 "whishi": box["largest"]}
-                for box in shown
-            ],
+            [{theirs: box[ours] for theirs, ours in zip(BOX, QUARTILES, strict=True)} for box in shown],
             positions=[box["step"] for box in shown], widths=0.6 * len(steps) / len(shown), showfliers=False,
             manage_ticks=False, boxprops=line, whiskerprops=line, capprops=line,
             medianprops={"color": ACCENT, "linewidth": 1.6},

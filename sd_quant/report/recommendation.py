@@ -326,7 +326,7 @@ def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
         best = most_worth(measured, rule)
         judged, hint = ("cannot be told to be", " More prompts may tell.") if rivals else ("is not", "")
         why = f"the best recipe here, {best.name}, is {figures(best.row)}, which {judged} worth what it loses."
-        return unquantized(f"{why}{hint}{share(best.row)}", measured, rule, jobs)
+        return unquantized(why + hint, measured, rule, jobs)
     clauses = [figures(chosen.row)]
     if rivals:
         told = rivals if len(rivals) <= MOST_TIES else [*rivals[: MOST_TIES - 1], f"{len(rivals) - MOST_TIES + 1} more"]
@@ -377,18 +377,10 @@ def decibels(row: Row) -> str:
     return "infinite" if math.isinf(value) else f"{value:.1f} dB"
 
 
-def share(row: Row) -> str:
-    stored, full = row["denoiser_onnx_bytes"], row["denoiser_onnx_full_precision_bytes"]
-    if not stored or not full:
-        return ""
-    return f" Its denoiser takes {stored / full:.0%} of the unquantized one's disk, if that is what matters."
-
-
 def front(rows: Sequence[Row], cost: str) -> list[Row]:
     """The rows that no other beats in both PSNR and the column ``cost``, of which less is better; cheapest first."""
-    usable = [row for row in rows if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     chosen: list[Row] = []
-    for row in sorted(usable, key=lambda row: (row[cost], -fidelity_db(row))):
+    for row in sorted(rows, key=lambda row: (row[cost], -fidelity_db(row))):
         if not chosen or fidelity_db(row) > fidelity_db(chosen[-1]):
             chosen.append(row)
     return chosen

@@ -44,7 +44,7 @@ def run_table(record: Mapping[str, Any]) -> str:
     """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
     reasons, floor = list[str](), floor_table(record)
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
-    sections = [
+    sections: list[Table | list[str]] = [
         _heading(record),
         warnings_of_run(record, engines, baselines_of(record)),
         _sizes(record, reasons),
@@ -56,15 +56,16 @@ def run_table(record: Mapping[str, Any]) -> str:
         _video(record),
         _named_scores(record, reasons),
         _levers(record),
-        as_text(replace(floor, notes=())),
+        replace(floor, notes=()),
         [*floor.notes],
-        _moved(record, reasons),
+        _moved(record),
         *_fit(record),
-        as_text(handed_over_table(record.get("hand_over"))),
+        handed_over_table(record.get("hand_over")),
         _costs(record),
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
-    return "\n\n".join("\n".join(printable(line) for line in lines) for lines in sections if lines) + "\n"
+    texts = [as_text(each) if isinstance(each, Table) else each for each in sections]
+    return "\n\n".join("\n".join(map(printable, lines)) for lines in texts if lines) + "\n"
 
 
 def _heading(record: Mapping[str, Any]) -> list[str]:
@@ -82,7 +83,7 @@ def _part_names(record: Mapping[str, Any]) -> list[str]:
     return [part for part in dict.fromkeys(parts) if part not in (IMAGE, "reason", "value")]
 
 
-def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
     rows, parts = [], _part_names(record)
     plans = any(number_at(record, "sizes_bytes", part, "plan").value for part in parts)
     for part in parts:
@@ -96,10 +97,10 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
             _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
         ])  # fmt: skip
     titles = ["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])]
-    return as_text(table_of_texts(titles, rows))
+    return table_of_texts(titles, rows)
 
 
-def _memory(record: Mapping[str, Any]) -> list[str]:
+def _memory(record: Mapping[str, Any]) -> Table:
     """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
     known = {part: [memory_of(record, part, variant) for variant in VARIANTS] for part in names(record, "memory")}
     figures = {part: [each and each.peak for each in both] for part, both in known.items()}
@@ -111,10 +112,10 @@ def _memory(record: Mapping[str, Any]) -> list[str]:
     for title, (full, quantized) in figures.items():
         cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
         rows.append([title, *cells, _times(full / quantized) if full is not None and quantized else ""])
-    return as_text(table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows))
+    return table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows)
 
 
-def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
+def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
     rows = []
     for part in _part_names(record):
         for batch in names(record, "latency", engine, part) or [""]:
@@ -123,12 +124,10 @@ def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
                 part, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
                 _cell(speedup, partial(_times, reach=reach), reasons),
             ])  # fmt: skip
-    return as_text(
-        table_of_texts([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
-    )
+    return table_of_texts([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
 
 
-def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[str]:
+def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
     rows, baselines = [], baselines_of(record)
     for batch in names(record, "latency", engine, IMAGE) or ["1"]:
         known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
@@ -144,9 +143,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> list[s
             own = _cell(speedup, partial(_times, reach=reach), reasons) if milliseconds is quantized else ""
             rows.append([f"{engine}, {variant}", batch, cell, *over, own])
     compared = [f"vs {name}" for name in baselines]
-    return as_text(
-        table_of_texts(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
-    )
+    return table_of_texts(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
 
 
 def _intervals(record: Mapping[str, Any]) -> list[str]:
@@ -162,7 +159,7 @@ def baselines_of(record: Mapping[str, Any]) -> list[str]:
     return [TORCH, *([COMPILED] if compiled else [])]
 
 
-def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
     rows = []
     for score in fidelity_scores():
         value, worst, _ = score_of(record, score)
@@ -172,27 +169,24 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
             rows.append([score.title, _cell(value, show, reasons), _cell(worst, score.text, reasons)])
         else:
             rows.append([f"{score.title}, last step", _cell(value, score.text, reasons), ""])
-    return as_text(table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows))
+    return table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows)
 
 
-def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
     """The scores by networks and photographs that were named, and how far from full precision's they are."""
     rows = []
     for score in asked(record):
         both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]
         cells = [_cell(each, score.text, reasons) for each in both]
         rows.append([score.title, *cells, difference_text(score, record)])
-    return as_text(
-        table_of_texts(["scores asked for", "full precision", "quantized", "difference [95 % interval]"], rows)
-    )
+    return table_of_texts(["scores asked for", "full precision", "quantized", "difference [95 % interval]"], rows)
 
 
-def _video(record: Mapping[str, Any]) -> list[str]:
+def _video(record: Mapping[str, Any]) -> Table | list[str]:
     """How far frames are from full precision's, and how they change from one to the next."""
     video = record.get("video")
     if not video:
         return []
-
     figures = {"flicker, levels of 255": ("flicker", "{:.2f}"), "change, of full precision's": ("change", "{:.3f}")}
     of_frames = [number_at(video, "psnr", name) for name in ("mean", "min")]
     rows = [["PSNR, dB", *("identical" if each.value is None else f"{each.value:.2f}" for each in of_frames)]]
@@ -200,18 +194,18 @@ def _video(record: Mapping[str, Any]) -> list[str]:
         found = video[name]
         known = None if found["mean"] is None else recorded(found["mean"], found["interval"])
         rows.append([title, plus_minus(known, form), ""])
-    return as_text(table_of_texts([f"{video['frames']} frames of a video", "mean ± at 95 %", "worst"], rows))
+    return table_of_texts([f"{video['frames']} frames of a video", "mean ± at 95 %", "worst"], rows)
 
 
-def _levers(record: Mapping[str, Any]) -> list[str]:
+def _levers(record: Mapping[str, Any]) -> Table | list[str]:
     """What the levers beside bits buy."""
     if not at(record, "levers"):
         return []
     cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
-    return as_text(table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True))))
+    return table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True)))
 
 
-def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
+def _moved(record: Mapping[str, Any]) -> Table:
     """The outputs of other quantized parts than the denoiser."""
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
     for part in names(record, "parts"):
@@ -219,13 +213,13 @@ def _moved(record: Mapping[str, Any], reasons: list[str]) -> list[str]:
             cells = [number_at(record, "parts", part, "outputs", output, key) for key in keys]
             rows.append([f"{part}, {output}", *("" if each.value is None else f"{each.value:.5f}" for each in cells)])
     titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
-    return as_text(table_of_texts(titles, rows))
+    return table_of_texts(titles, rows)
 
 
 RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a time", None: " of weights"}
 
 
-def _fit(record: Mapping[str, Any]) -> list[list[str]]:
+def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
     """The formats that ``fit`` or a budget chose for each part, and the PSNR of all candidates."""
     entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
@@ -243,7 +237,7 @@ def _fit(record: Mapping[str, Any]) -> list[list[str]]:
         f"{', taken' if name == entry['taken'] else ''}"
         for name, each in candidates.items()
     ]
-    return [as_text(table_of_texts(titles, rows)), lines]
+    return [table_of_texts(titles, rows), lines]
 
 
 def _decibels(value: float | None) -> str:

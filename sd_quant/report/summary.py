@@ -103,20 +103,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Search:
-    """A search in a grid, as far as it has come."""
-
-    proposed: int
-    jobs: int  # to propose
-    of: int  # jobs of the grid that differ
-    target: str  # in words
-    by: str  # which library proposes
-
-    def __str__(self) -> str:
-        return f"{self.proposed} of the grid's {self.of} jobs, proposed by {self.by} for {self.target}"
-
-
-@dataclass(frozen=True)
 class Sweep:
     directory: Path
     command: list[str]
@@ -127,12 +113,18 @@ class Sweep:
     judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
-    search: Search | None = None  # where not all jobs of a grid are done
+    search: Mapping[str, Any] | None = None  # as in ``PlannedSearch``, and how many are ``proposed``
 
     @property
     def own(self) -> list[Job]:
         """The jobs without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
+
+    @property
+    def searched(self) -> str:
+        """How far the search has come, in words; empty where there is none."""
+        told = "{proposed} of the grid's {of} jobs, proposed by {by} for {target}"
+        return told.format(**self.search) if self.search else ""
 
     @property
     def done(self) -> list[Job]:
@@ -188,7 +180,7 @@ def read_sweep(directory: Path) -> Sweep:
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
         if (search := content.get("search")) is not None:
             proposed = sum(job.get("proposed_for") == search["target"] for job in planned)
-            search = Search(proposed, **{name: search[name] for name in ("jobs", "of", "target", "by")})
+            search = {"proposed": proposed} | {name: search[name] for name in ("jobs", "of", "target", "by")}
         return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
@@ -331,13 +323,14 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
     milliseconds = [each.value for each in (call.quantized, call.full_precision, image.quantized, image.full_precision)]
     speedups = [call.speedup.value, image.speedup.value]
-    intervals: list[Interval | None] = [None, None]
+    intervals: list[Interval | None] = [None, None, None]
     if job.timed is not None:
-        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup()]
+        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup(), job.timed.image_over_compiled()]
     if job.timed is not None and measured_together:
-        speedups = [interval.value for interval in intervals if interval]
+        speedups = [interval.value for interval in intervals[:2] if interval]
         full, image_full = statistics.median(job.timed.full_precision), job.timed.image_ms
         milliseconds = [statistics.median(job.timed.quantized), full, image_full / speedups[1], image_full]
+    compiled = intervals[2] and intervals[2].value  # the quantized engine's speed-up over its calls
     return {
         "denoiser_ms": milliseconds[0],
         "denoiser_full_precision_ms": milliseconds[1],
@@ -345,21 +338,13 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
         **interval_columns("denoiser_speedup", intervals[0]),
         "image_ms": milliseconds[2],
         "image_full_precision_ms": milliseconds[3],
-        **compiled_columns(job.timed, milliseconds[2]),
+        "image_compiled_ms": compiled and milliseconds[2] and milliseconds[2] * compiled,
+        "image_over_compiled": compiled,
+        **interval_columns("image_over_compiled", intervals[2]),
         "image_torch_ms": latency_of(job.record, TORCH, IMAGE, batch).full_precision.value,
         "image_speedup": speedups[1],
         **interval_columns("image_speedup", intervals[1]),
         "image_relative_time": quotient(Number(1), Number(speedups[1])).value,
-    }
-
-
-def compiled_columns(timed: Timed | None, image_ms: float | None) -> dict[str, float | None]:
-    """An image's latency with the calls of the compiled framework, and the quantized engine's speed-up over it."""
-    over = None if timed is None else timed.image_over_compiled()
-    return {
-        "image_compiled_ms": image_ms * over.value if over is not None and image_ms is not None else None,
-        "image_over_compiled": over.value if over is not None else None,
-        **interval_columns("image_over_compiled", over),
     }
 
 
@@ -465,6 +450,6 @@ def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequenc
     notes += [
         f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
     ]
-    notes += [] if sweep.search is None else [f"searched: {sweep.search}"]
+    notes += [f"searched: {sweep.searched}"] if sweep.searched else []
     lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
     return Table([Column(title, "recipe"), *columns], lines, notes=notes)

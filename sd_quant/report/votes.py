@@ -12,7 +12,7 @@ import hashlib
 import io
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -87,8 +87,8 @@ def write_votes(sweep: Sweep) -> Path | None:
     except (ArtifactError, ConfigError):
         return draw_votes(sweep)
     against = next((job for job in sweep.done if job.name == earlier["against"]), None)
-    drawn = draw(sweep, against, earlier["most_pairs"], earlier["seed"])
-    if drawn.page == earlier["page"] and (sweep.directory / PAGE).is_file():
+    page, *_ = draw(sweep, against, earlier["most_pairs"], earlier["seed"])
+    if page == earlier["page"] and (sweep.directory / PAGE).is_file():
         return sweep.directory / PAGE
     return draw_votes(sweep, against, earlier["most_pairs"])
 
@@ -99,8 +99,8 @@ def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_
     The images of all recipes are compared with full precision's, or with those of the job ``against``. An earlier
     page's key is kept beside the new one. Raises ResourceError when the disk is full.
     """
-    drawn = draw(sweep, against, most_pairs, secrets.randbits(63))
-    data, pairs = embedded(drawn)
+    page, comparisons, drawn = draw(sweep, against, most_pairs, seed := secrets.randbits(63))
+    data, pairs = embedded(drawn, seed)
     if not any(pair["kind"] == VOTE for pair in pairs.values()):
         return None
     text = rendered(
@@ -108,12 +108,12 @@ def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_
         title=model_name(sweep),
         rule=RULE,
         count=len(data),
-        left_out=len(drawn.pairs) - len(data),
-        data=htmlsafe_json_dumps({"page": drawn.page, "pairs": data}),
+        left_out=len(drawn) - len(data),
+        data=htmlsafe_json_dumps({"page": page, "pairs": data}),
     )
     key: Key = {
-        "schema_version": 1, "page": drawn.page, "seed": drawn.seed, "against": against.name if against else None,
-        "most_pairs": most_pairs, "rule": RULE, "comparisons": drawn.comparisons, "pairs": pairs,
+        "schema_version": 1, "page": page, "seed": seed, "against": against.name if against else None,
+        "most_pairs": most_pairs, "rule": RULE, "comparisons": comparisons, "pairs": pairs,
     }  # fmt: skip
     path = sweep.directory / KEY
     with suppress(ArtifactError, ConfigError):  # there is none, or a damaged one
@@ -171,14 +171,6 @@ class Pair:
     b: Path
 
 
-@dataclass(frozen=True)
-class Drawn:
-    page: str
-    seed: int
-    comparisons: list[Compared]
-    pairs: list[Pair]  # those that test the voter first
-
-
 def named(against: str, sweep: Sweep) -> Job:
     """The finished job of this name, of its folder or as the report shows it. Raises ConfigError when there is none."""
     for job in sweep.done:
@@ -188,8 +180,11 @@ def named(against: str, sweep: Sweep) -> Job:
     raise ConfigError(f"against is {against}, which is no recipe of this report; {near(against, known)}")
 
 
-def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> Drawn:
-    """Draw the pairs of the page: random prompts, as many for each comparison, and pairs that test the voter."""
+def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, list[Compared], list[Pair]]:
+    """The page's digest, what it compares, and its pairs: first those that test the voter, then random prompts.
+
+    There are as many prompts for each comparison.
+    """
     chance, names = random.Random(seed), sweep.recipes
     others = [job for job in sweep.done if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
@@ -212,7 +207,7 @@ def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> Drawn:
     ]
     comparisons: list[Compared] = [{"a": printable(first), "b": printable(names[job.name])} for job in others]
     page = digest(str(seed), str(most), *(name for each in comparisons for name in (each["a"], each["b"])), *content)
-    return Drawn(page, seed, comparisons, catches + pairs)
+    return page, comparisons, catches + pairs
 
 
 def pairs_of(number: int, job: Job, against: Job | None) -> Iterator[Pair]:
@@ -246,16 +241,16 @@ def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> boo
 # The images
 
 
-def embedded(drawn: Drawn) -> tuple[list[dict], dict[str, Shown]]:
+def embedded(pairs: Sequence[Pair], seed: int) -> tuple[list[dict], dict[str, Shown]]:
     """The pairs as the page's script gets them, in random order, and as the key has them, by id.
 
     A damaged file's pair is left out, and what is beyond ``MOST_BYTES``.
     """
-    chance = random.Random(f"{drawn.seed} ids")
+    chance = random.Random(f"{seed} ids")
     shown: dict[str, Shown] = {}
     data: list[dict] = []
     total = 0
-    for pair in drawn.pairs:
+    for pair in pairs:
         try:
             a = pixels_of(pair.a)
             b = coarse(a) if pair.kind == DAMAGED else a if pair.kind == EQUAL else pixels_of(pair.b)

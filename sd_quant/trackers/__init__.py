@@ -51,7 +51,10 @@ def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -
             log = pkgutil.resolve_name(TRACKERS[name])
             log(read_run(record, directory), store)
         except Exception as error:  # whatever a tracker does wrong, the run is done and its record written
-            LOG.warning("the tracker %s was not told of this run: %s", one_line(name), _reason(name, error))
+            said, kind = one_line(error), type(error).__name__
+            missing = f"it cannot be imported here ({said}); install it with: pip install 'sd-quant[{name}]'"
+            reason = missing if isinstance(error, ImportError) else f"{kind}: {said}"
+            LOG.warning("the tracker %s was not told of this run: %s", name, reason)
 
 
 def read_run(record: Mapping, directory: Path) -> Run:
@@ -88,11 +91,3 @@ def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
                 yield from _numbers(value, path)
     elif isinstance(node, int | float) and not isinstance(node, bool) and math.isfinite(node):
         yield name, float(node)
-
-
-def _reason(name: str, error: Exception) -> str:
-    if name not in TRACKERS:
-        return f"there is no such tracker; take {' or '.join(TRACKERS)}"
-    if isinstance(error, ImportError):
-        return f"it cannot be imported here ({one_line(error)}); install it with: pip install 'sd-quant[{name}]'"
-    return f"{type(error).__name__}: {one_line(error)}"

@@ -42,6 +42,10 @@ def record_of(job: Path) -> dict:
     return json_of(job / "metrics.json")
 
 
+def onnx_path(job: Path, part: str) -> Path:
+    return job / "onnx" / part / f"{part}.onnx"
+
+
 def rows_of(table: Path) -> list[dict]:
     with table.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

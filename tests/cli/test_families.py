@@ -23,7 +23,7 @@ from sd_quant.quantization.recipe import formats_used
 from tests.presets import model_of, recipe_of
 
 from ..zoo.families import TINY, VARIANTS
-from .shared import QUICK, record_of, rows_of
+from .shared import QUICK, onnx_path, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
@@ -93,10 +93,6 @@ def job(done, families):
         return run
 
     return end
-
-
-def onnx_path(run: Path, part: str) -> Path:
-    return run / "onnx" / part / f"{part}.onnx"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

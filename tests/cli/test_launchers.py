@@ -44,10 +44,6 @@ def killed(sweep) -> Iterator[Callable[..., int]]:
             os.killpg(group, signal.SIGKILL)
 
 
-def text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
 @needs("joblib")
 def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other(sweep, killed):
     folder = sweep.folder
@@ -57,8 +53,10 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
     assert "error: 1 of 3 jobs is not done (quant_level=3: " in complaint and ".lock is no file" in complaint
     assert all(f"job {number} of 3: quant_level={number}" in said for number in (1, 2, 3))
     assert json_of(folder / "quant_level=3/failure.json")["exit_code"] == 2
-    assert ".lock is no file" in text(folder / "quant_level=3/quantize.log")
-    assert "which works in" not in "".join(text(folder / job / "quantize.log") for job in JOBS)  # no job has waited
+    assert ".lock is no file" in (folder / "quant_level=3/quantize.log").read_text()
+    assert "which works in" not in "".join(
+        (folder / job / "quantize.log").read_text() for job in JOBS
+    )  # no job has waited
     assert same(without_times(folder / "summary.csv")[:2], sweep.undisturbed)
 
     here = len(os.sched_getaffinity(0))
@@ -75,7 +73,7 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(sweep, killed):
     again = sweep.begin(given)
     try:
         for _ in range(6000):
-            if again.poll() is not None or all("waiting for another process" in text(log) for log in logs):
+            if again.poll() is not None or all("waiting for another process" in log.read_text() for log in logs):
                 break
             time.sleep(0.05)
         early = list(sweep.folder.glob("*/metrics.json"))
@@ -83,7 +81,7 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(sweep, killed):
         os.killpg(group, signal.SIGCONT)
     ended(again)
     assert not early
-    for log in map(text, logs):
+    for log in map(Path.read_text, logs):
         assert "waiting for another process, which works in" in log and "done before" in log
     sweep.is_whole()
 

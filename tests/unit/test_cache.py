@@ -212,28 +212,6 @@ def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):
     assert make.calls == 1  # what has just been used does not go
 
 
-def provide_slowly(folder: Path, number: int) -> None:
-    def make(entry: Path) -> None:
-        with (folder / "calls").open("a") as calls:
-            calls.write("made\n")
-        time.sleep(0.3)
-        (entry / "a").write_text("whole")
-
-    Cache(folder / "cache", 1e9).provide("thing", {}, folder / f"run{number}", make)
-
-
-def test_processes_wait_for_each_other(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=provide_slowly, args=(tmp_path, number)) for number in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-    assert (tmp_path / "calls").read_text() == "made\n"
-    assert {(tmp_path / f"run{number}" / "a").read_text() for number in range(4)} == {"whole"}
-
-
 def share_slowly(folder: Path, number: int, dies: bool = False) -> None:
     def make(name: str, entry: Path) -> None:
         if dies and name == "0":

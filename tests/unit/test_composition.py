@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from sd_quant import composition
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal, settled
 from sd_quant.config import QuantizeJob
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.places import CONF
 
 from .config.composition import NEEDED
@@ -40,6 +40,7 @@ def composed(*overrides: str):
         ("xyzabc=3", "there is no knob xyzabc; none is like it; --help lists all"),
         ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
         ("model=xyzzy", "there is no preset model=xyzzy; none is like it; --help lists all"),
+        ("hydra/launcher=one_hots", "there is no preset hydra/launcher=one_hots; did you mean one_host?"),
         ("export_trt=xyzzy", "there is no preset export_trt=xyzzy; known are auto, none, tensorrt, tensorrt_rtx"),
         ("model=sdxl_nemo", "the knob model.path has no value; give it one on the command line"),
         ("model.päth=3", "there is no knob model.päth, because no name has ä in it"),
@@ -68,6 +69,14 @@ def test_what_another_command_takes_is_said_to_be_its_own(command, given, senten
     with pytest.raises(ConfigError) as refused, composing(command):
         compose(command, [given])
     assert str(refused.value) == sentence
+
+
+def test_a_launcher_that_is_not_installed_is_told_with_what_helps():
+    for plugin, installs in composition.LAUNCHERS.items():
+        complaint = f"In 'hydra/launcher/ours': Could not load 'hydra/launcher/{plugin}'.\n\nSearch path:\n\tmore"
+        refused = refusal(MissingConfigException(complaint), "quantize")
+        assert isinstance(refused, ResourceError)
+        assert str(refused) == f"the launcher {plugin} is not installed; install it with: {installs}"
 
 
 def test_an_argument_that_hydra_would_read_for_minutes_is_refused():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from PIL import Image
-from submitit.core.utils import UncompletedJobError
 
 from sd_quant.engines import load_engine
 from sd_quant.errors import (
@@ -109,11 +108,6 @@ def test_the_reason_is_found_under_what_was_made_of_it():
         except RuntimeError as error:
             raise ArtifactError("the file cannot be compiled") from error
     assert str(of_the_machine(complaint.value)).startswith("out of memory (")
-
-
-def test_a_job_whose_time_on_the_cluster_was_over():
-    told = UncompletedJobError("Job not requeued because: timed-out too many times.")
-    assert str(of_the_machine(told)) == "its time on the cluster was over; raise hydra.launcher.timeout_min"
 
 
 def test_a_resource_error_keeps_its_words():

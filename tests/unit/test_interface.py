@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
 from sd_quant.errors import ConfigError
-from sd_quant.interface import Comparison, Quantized, Result, job_with, texts_of
+from sd_quant.interface import Comparison, Quantized, Result, job_with
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
@@ -94,10 +94,6 @@ def test_knobs_are_those_of_the_command(model):
     assert job.cache.dir is None
 
 
-def test_a_single_text_is_a_list_of_one():
-    assert texts_of("a cat") == ["a cat"] and texts_of(("a", "b")) == ["a", "b"]
-
-
 @pytest.mark.slow
 def test_a_recipe_knows_prompts_and_steps_from_the_statistics(model, monkeypatch):
     monkeypatch.setattr(sd_quant.interface, "choose", lambda *_: SimpleNamespace(assignment={}, parts={}))
@@ -136,6 +132,7 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
 
     def fidelity_of(loaded, infer, reference, opened, target):
         assert (reference, infer.steps, target) == (("a rocket", {"steps": 3}), 3, "comfyui")
+        assert infer.prompts == ["a rocket"]
         return scores
 
     monkeypatch.setattr(hand_over, "fidelity_of", fidelity_of)

@@ -154,7 +154,7 @@ def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(beg
     assert len(found.rows) == 4
     assert sweep.outcome(found)[1].startswith("1 of 4 jobs is not done (level=")
     assert "4 of the grid's 8 jobs, proposed by the Gaussian process of Optuna 5" in markdown(found)
-    cut = replace(found, jobs=[job for job in found.jobs if job.status == DONE], search=replace(found.search, jobs=6))
+    cut = replace(found, jobs=[job for job in found.jobs if job.status == DONE], search={**found.search, "jobs": 6})
     assert sweep.outcome(cut, RuntimeError("no such cluster"))[1].startswith(
         "2 of 5 jobs are not done (the search failed with RuntimeError: no such cluster)"
     )

@@ -1,9 +1,6 @@
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,13 +61,3 @@ def test_a_pasted_command_is_the_job_that_was_meant(monkeypatch, tmp_path, calle
     assert words[:2] == (["python", "hand_over.py"] if called == "quantize.py" else ["sd-quant", "hand_over"])
     job = composed("hand_over", *words[2:])
     assert (job["run"], job["to"]) == (AWKWARD, ["gguf", "onnx"])
-
-
-@pytest.mark.slow
-def test_a_pasted_command_runs_in_the_checkout(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["quantize.py"])
-    monkeypatch.chdir(HOME)
-    command = pasted("hand_over", f"run={literal(AWKWARD)}", "to=gguf", "--cfg", "job", "--package", "_global_")
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    shown = subprocess.run(["sh", "-c", command], env={"PATH": path}, capture_output=True, text=True)
-    assert yaml.safe_load(shown.stdout)["run"] == AWKWARD, shown.stderr

@@ -3,6 +3,7 @@
 import json
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hydra import initialize_config_dir
@@ -15,8 +16,8 @@ from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_json
 from sd_quant.places import CONF
-from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, RECOMMENDATION, SWEEP, read_sweep
+from sd_quant.report.record import DONE, RECORD
+from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Job, Sweep, read_sweep
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # each composes jobs, a fifth of a second each
 
@@ -121,6 +122,24 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         code, sentence = sweep.outcome(found)
         assert code == 1
         assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
+
+
+def ended(*statuses: str) -> Sweep:
+    jobs = [Job(name, Path(name), {}, status, f"why {name}") for name, status in zip("abcd", statuses, strict=False)]
+    return Sweep(Path("sweep"), [], [], jobs)
+
+
+def test_a_launcher_that_failed_is_told_from_a_job_that_did():
+    error = RuntimeError("no such\n  cluster")
+    assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
+    for statuses, told in {
+        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)",
+        (FAILED, UNFINISHED, UNFINISHED): (
+            "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
+        ),
+    }.items():
+        assert sweep.outcome(ended(*statuses), error) == (1, f"{told}; the same command tries them again")
+    assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
 
 
 EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]

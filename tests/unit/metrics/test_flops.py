@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.metrics import flops
-from sd_quant.metrics.flops import operations, rate
+from sd_quant.metrics.flops import operations
 
 pytestmark = pytest.mark.commit
 
@@ -22,10 +21,3 @@ def test_two_operations_for_each_multiplication_with_its_addition():
     assert of["2"] == 2 * 2 * 128 * 10
     assert total == of["0"] + of["2"]
     assert attention == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads
-
-
-def test_a_rate_is_of_two_operations_a_multiplication(monkeypatch):
-    """By a clock that goes on by a tenth of a second at each look: two products fit into 0.2 s."""
-    ticks = iter(range(100))
-    monkeypatch.setattr(flops.time, "perf_counter", lambda: next(ticks) / 10)
-    assert rate(size=4, seconds=0.25) == pytest.approx(2 * 4**3 * 2 / 0.3)

@@ -152,12 +152,3 @@ def test_what_is_held_and_what_is_needed_for_a_while_are_told_apart():
     taken = memory.memory_taken(opened, on_gpu=False, restart=lambda: restarts.append(reset_peak()))
     assert [figure / 1e6 for figure in taken] == pytest.approx([40, 140, 90], abs=8)
     assert len(restarts) == 2
-
-
-def test_a_peak_that_is_restarted_within_a_stage_stays_its_own(monkeypatch):
-    peaks = iter([0, 500, 30])
-    monkeypatch.setattr(memory, "peak_memory_bytes", lambda: next(peaks))
-    timer = StageTimer()
-    with timer("memory"):
-        timer.restart_peak()
-    assert timer.stages["memory"]["peak_memory_bytes"] == 500

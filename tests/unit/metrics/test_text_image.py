@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.fid import FrechetInceptionDistance, _compute_fid
 
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ConfigError
 from sd_quant.metrics import SCORES, network_scores, text_image
-from sd_quant.metrics.text_image import fid
+from sd_quant.metrics.text_image import fid, frechet_distance, moments
 
 from ...text_scores import LONGEST, Means, small_clip
 
@@ -83,14 +83,6 @@ def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
         json.dumps(found, allow_nan=False)
 
 
-def test_every_image_needs_a_prompt_and_there_has_to_be_one(clip_folder):
-    with pytest.raises(ArtifactError, match="2 images came with 3 prompts"):
-        CLIP_SCORE.compute(random_images(2), PROMPTS, clip_folder)
-    with pytest.raises(ArtifactError, match="expected uint8"):
-        CLIP_SCORE.compute(random_images(3).astype(np.float32), PROMPTS, clip_folder)
-    assert CLIP_SCORE.compute(random_images(0), [], clip_folder)["reason"] == "there are no images"
-
-
 @pytest.fixture
 def small_inception(monkeypatch):
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
@@ -160,3 +152,31 @@ def test_fid_takes_more_images_than_inception_has_features():
     text_image._check_number(2049, "were made")
     with pytest.raises(ConfigError, match="2048 images were made, which is too few for FID; it takes 2049 or more"):
         text_image._check_number(2048, "were made")
+
+
+def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(width, width, generator=random)
+    return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
+
+
+def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
+    one, other = moments(features(400)), moments(features(300, seed=1))
+    theirs = _compute_fid(*one, *other).item()
+    assert frechet_distance(*one, *other) == pytest.approx(theirs, rel=1e-9)
+    assert frechet_distance(*other, *one) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_it_is_right_with_fewer_images_than_features():
+    """C^1/2 C'^1/2 has the singular values of the product of the centred features, so their sum is the common trace."""
+    one, other = features(20, width=64).double(), features(30, width=64, seed=1).double()
+    centred = [(each - each.mean(0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
+    common = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
+    traces = sum(each.square().sum() for each in centred)
+    expected = (one.mean(0) - other.mean(0)).square().sum() + traces - 2 * common
+    assert frechet_distance(*moments(one), *moments(other)) == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_no_number_comes_from_nan():
+    mean, covariance = moments(features(50))
+    assert frechet_distance(mean, covariance, mean * torch.nan, covariance) is None

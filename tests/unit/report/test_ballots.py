@@ -37,7 +37,6 @@ def test_how_many_more_votes_would_tell(folder):
     first, second = count.results
     assert (first.preference.first, first.preference.second, first.preference.neither) == (6, 12, 2)
     # two-sided and of two comparisons: one-sided at 0.0125; 18 of 20 votes decide
-
     assert first.more == -(-votes_needed(12 / 18, 0.0125) * 20 // 18) - 20 and second.more > 500
 
 

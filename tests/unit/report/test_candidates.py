@@ -45,20 +45,16 @@ def folder(tmp_path):
     return write
 
 
-def said(sweep) -> str:
-    return judgement(sweep)
-
-
 def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
     sweep = folder(large=(40.0, 8.5), small=(30.0, 4.5), middle=(29.0, 5.5))
-    assert said(sweep) == (
+    assert judgement(sweep) == (
         "Worth their bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight). "
         "Beaten by one that is no larger: middle."
     )
     text = {"text": {"psnr": {"values": [20.0, 21.0]}}}
     change_record(sweep.directory / "small", {"judged": judged(4.5) | text})
     found = read_sweep(sweep.directory)
-    assert said(found).endswith(" 20.5 ± 6.4 dB by itself.") and "20.5 ± 6.4 dB" in str(candidate_tables(found)[0])
+    assert judgement(found).endswith(" 20.5 ± 6.4 dB by itself.") and "20.5 ± 6.4 dB" in str(candidate_tables(found)[0])
     (_, words) = verdicts(standings(sweep), 0.95)["middle"]
     assert words.startswith("beaten by small, which is no larger, by 1.0 dB (")
 
@@ -77,7 +73,7 @@ def test_which_is_closer_with_the_loras_is_said_of_those_with_the_same_formats(f
     for name, bits, more in (("a", 4.5, {"loras": "beside"}), ("b", 4.6, {"loras": "fused"} | other)):
         change_record(sweep.directory / name, {"judged": judged(bits) | more})
     sweep = read_sweep(sweep.directory)
-    assert expected in said(sweep) if expected else "LoRAs" not in said(sweep)
+    assert expected in judgement(sweep) if expected else "LoRAs" not in judgement(sweep)
     assert "; LoRAs beside" in str(candidate_tables(sweep)[0])
 
 
@@ -86,7 +82,7 @@ def test_what_a_few_images_cannot_tell_apart_is_not_decided_but_with_less_confid
     folder(small=(30.0, 4.5), large=(30.1, 8.5))
     change_record(tmp_path / "large", {"fidelity.psnr.values": [31.0, 30.4, 30.1, 29.9]})
     sweep = read_sweep(tmp_path)
-    sentence = said(sweep)
+    sentence = judgement(sweep)
     assert "Worth its bits: small" in sentence and "Beaten" not in sentence
     assert "On 4 images not to be told apart from a smaller one: large." in sentence
     (kind, _) = verdicts(standings(sweep), 0.5)["large"]

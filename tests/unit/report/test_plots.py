@@ -4,12 +4,13 @@ import re
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
 from sd_quant.report import drawing, plots
 from sd_quant.report.recommendation import Recommendation, recommend
+from sd_quant.report.sensitivity_plot import COLOURS, plot_sensitivity
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
@@ -222,3 +223,24 @@ def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path):
     figure = plots.pareto(table, labels, plots.TIME, Recommendation("4", "", best="4"))
     assert set(words(figure)) == {row["job"] for row in plots.front(table, plots.TIME)} | {"4"}
     assert len(words(plots.trajectory(sweep.jobs, labels, "4"))) == 3  # the recommended one, the best, the worst
+
+
+ROLES = ["conv", "ffn", "qkv", "linear"]
+ROWS = [
+    {"rank": rank, "name": f"layer{rank}", "role": ROLES[rank % 4], "network_error": 0.5 / rank, "kept": rank <= 3}
+    for rank in range(1, 41)
+]
+CURVE = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / (1 + kept)} for kept in (0, 1, 2, 3, 4)]
+
+
+def test_the_plot_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_path):
+    """One layer costs nothing, on an axis that is logarithmic."""
+    path, free = tmp_path / "plots" / "sensitivity.png", ROWS[0] | {"rank": 41, "network_error": 0.0, "kept": False}
+    plot_sensitivity([row for row in (*ROWS, free) if row["role"] != "qkv"], CURVE, path)
+    assert [file.name for file in path.parent.iterdir()] == ["sensitivity.png"]
+    with Image.open(path) as image:
+        assert (image.format, image.size) == ("PNG", (1600, 600))
+        bars = np.asarray(image.convert("RGB"))[:, :700]  # the left plot, without its legend at the right
+    for role, colour in COLOURS.items():
+        painted = (abs(bars - np.multiply(to_rgb(colour), 255)) < 2).all(axis=-1).sum()
+        assert (painted > 500) == (role != "qkv"), role

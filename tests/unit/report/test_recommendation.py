@@ -35,7 +35,6 @@ def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0",
     content = {
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
         "fidelity": {"psnr": {"mean": psnr, "values": values}, "ssim": {"mean": 0.9, "values": [0.9] * PROMPTS}},
-        "sizes_bytes": {"unet_xl": {"onnx_quantized": 1e6, "onnx_full_precision": 4e6}},
         "latency": {"openvino": {"image": {"1": image}}} if speedup else {},
         "inputs": {"checkpoint": {"sha256": "0123"}},
     } | record
@@ -179,7 +178,7 @@ def test_what_is_not_worth_it_is_said(psnr, speedup):
     advice = recommended(job("int8", psnr, speedup))
     assert advice.job is None and not advice.tied
     assert advice.sentence.startswith("Ship the unquantized engine: the best recipe here, int8, is")
-    assert "which is not worth what it loses. Its denoiser takes 25% of the unquantized one's disk" in advice.sentence
+    assert advice.sentence.endswith(", which is not worth what it loses.")
 
 
 def test_speed_that_noise_may_have_made_is_not_shipped():
@@ -275,17 +274,14 @@ def test_where_there_is_nothing_to_compare_none_is_recommended_and_why_is_said()
     assert recommended(failed, simulated, job("real", 38.0, 1.5)).job == "real"
 
 
-def row(name: str, psnr: float | None, speedup: float) -> dict:
-    return {"job": name, "status": "done", "psnr_db": psnr, "ssim": 0.9, "image_ms": 100 / speedup}
+def row(name: str, psnr: float, speedup: float) -> dict:
+    return {"job": name, "psnr_db": psnr, "ssim": 0.9, "image_ms": 100 / speedup}
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (
-            [row("a", 30.0, 2.0), row("b", 29.0, 1.5), row("c", 35.0, 1.5), row("d", 35.0, 1.4), row("e", None, 3.0)],
-            ["a", "c"],
-        ),
+        ([row("a", 30.0, 2.0), row("b", 29.0, 1.5), row("c", 35.0, 1.5), row("d", 35.0, 1.4)], ["a", "c"]),
         ([row("a", 29.0, 1.5), row("b", 31.0, 1.5), row("c", 30.0, 1.5)], ["b"]),  # of equal costs the closest
     ],
 )

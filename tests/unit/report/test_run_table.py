@@ -3,6 +3,8 @@ import re
 import pytest
 
 from sd_quant.metrics.intervals import mean_interval
+from sd_quant.report.readings import Number, number_at, quotient
+from sd_quant.report.record import ABSENT
 from sd_quant.report.run_table import handed_over_table, run_table
 from sd_quant.report.summary import sweep_table
 from tests.nested import with_values
@@ -187,3 +189,8 @@ def test_what_was_handed_over_has_an_interval():
     assert handed_over_table(None).rows == []
     assert "handed over" not in run_table(record())
     assert "gguf         95 of 150" in run_table(record() | {"hand_over": {"gguf": entry}})
+
+
+def test_the_runs_own_reason_is_not_a_numbers_and_nothing_is_divided_by_zero():
+    assert number_at({"reason": "the run's own"}, "peak_memory_bytes") == (None, ABSENT)
+    assert quotient(Number(3.0), Number(None, "b")) == (None, "b") and quotient(Number(3.0), Number(0)).value is None
