@@ -459,6 +459,7 @@ def to_generate(
     job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
     because = "quantize.py chooses the steps; its record has them, for infer.schedule"
     check_unused(job.infer, "infer.", [("reuse", None, because)])
+    check(not job.infer.chooses_precise, "infer.precise_steps", job.infer.precise_steps, f"places, because {because}")
     # images from images take one part more, and its weights were read with the others
     session = open_session(job.model, finite=False) if job.model.encoder else model.session
     session.check_images(job.model, job.infer, simulated)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sd_quant.config import PRECISE, Infer, artifact
 from sd_quant.engines import RUNTIMES
@@ -123,7 +124,8 @@ def variants_of(
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
-    keys[QUANTIZED] |= keys_of_letters(keys, loaded.denoiser, infer.precise_letters)
+    own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
+    keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
     return Variants(loaded, assignments, infer.engine, directory, engines, pool, together, most, simulated)
 
@@ -133,7 +135,8 @@ def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> V
 
     Where memory does not hold all of them, one part is open at a time.
     """
-    keys = {part: Simulated(part) if part in assignments else part for part in session.parts}
+    keys: dict[str, object] = {part: Simulated(part) if part in assignments else part for part in session.parts}
+    keys |= keys_of_letters(session.denoiser, keys[session.denoiser], session.denoiser, infer.precise_letters)
     together = session.together(by_torch(workload_of(infer)))
     return Variant(session.engines(partial(open_engine, session.checkpoint, infer, assignments), together), keys)
 
@@ -158,13 +161,14 @@ def keys_of(
     return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | quantized}
 
 
-def keys_of_letters(
-    keys: Mapping[str, Mapping[str, object]], denoiser: str, letters: Collection[str]
-) -> dict[str, object]:
-    """The keys of the engines of a schedule's precise letters, by their names."""
-    own = keys[QUANTIZED][denoiser]
-    precise = own.with_stem(f"{own.stem}{PRECISE}") if isinstance(own, Path) else replace(own, weights_alone=True)  # type: ignore[type-var]
-    by_letter = {WEIGHTS_ALONE: precise, FULL: keys[FULL_PRECISION][denoiser]}
+def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Collection[str]) -> dict[str, object]:
+    """The keys of the engines of a schedule's precise letters by their names, by those of the denoiser's two others."""
+    precise = own
+    if isinstance(own, Path):
+        precise = own.with_stem(f"{own.stem}{PRECISE}")
+    elif isinstance(own, Simulated | Native):
+        precise = replace(own, weights_alone=True)
+    by_letter = {WEIGHTS_ALONE: precise, FULL: full_precision}
     return {engine_of_letter(denoiser, letter): by_letter[letter] for letter in sorted(letters)}
 
 

@@ -53,7 +53,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     },
     "more than 1": {"verdict.speedup": [1, 0.5, 1e300]},
     "a number between 0 and 1": {"infer.reuse": [0, 1.5]},
-    "letters c, r and e, of which the first is c": {"infer.schedule": ["rrrr", "cx", ""]},
+    "letters c, h, f, r and e, of which the first is c, h or f": {"infer.schedule": ["rrrr", "cx", ""]},
     "one for each of the 20 steps": {"infer.schedule": ["ccrc"]},
     "two computed steps before the first e": {"infer.schedule": ["ce" + 18 * "c"]},
     "a share of the 20 steps from 0.05 to 0.45: the first": {"infer.reuse": [0.01, 0.6, 0.99]},

@@ -72,12 +72,12 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
         (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
         (Native("unet", True), Native("unet", True, weights_alone=True)),
         (Simulated("unet"), Simulated("unet", weights_alone=True)),
+        ("unet", "unet"),
     ],
 )
 def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, precise):
-    keys = {"full_precision": FULL, "quantized": {"unet": own}}
-    assert keys_of_letters(keys, "unet", {"f", "h"}) == {"unet/h": precise, "unet/f": FULL["unet"]}
-    assert keys_of_letters(keys, "unet", ()) == {}
+    assert keys_of_letters("unet", own, FULL["unet"], {"f", "h"}) == {"unet/h": precise, "unet/f": FULL["unet"]}
+    assert keys_of_letters("unet", own, FULL["unet"], ()) == {}
 
 
 def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
