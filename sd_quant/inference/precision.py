@@ -6,49 +6,20 @@ the error with all steps precise, and of the changes by all that are not. The ma
 gives it without another call, and errors that cancel each other are found. The best set of a number of steps is looked
 for by exchanges, beside the first and last steps that published checkpoints declare; the recipe's own engines decide.
 
-Precise steps have to beat what else the same time buys: the recipe with its most sensitive layers in high precision
-in all steps, and full precision in fewer steps. The roads not taken are a threshold on the change from step to step,
+The roads not taken are a threshold on the change from step to step,
 which does not see what an error becomes until the end, and a search by images, which takes hundreds for each number.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.reuse import (
-    Replacement,
-    Variant,
-    changed_by,
-    errors_in_db,
-    final_latents,
-    products_of,
-    schedule_of,
-)
+from sd_quant.inference.reuse import Replacement, Variant, changed_by, final_latents, products_of, schedule_of
 from sd_quant.inference.samplers import COMPUTED, WEIGHTS_ALONE
-from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.models.checkpoint import Checkpoint
-
-Latents = Callable[[Sequence[int]], Tensor]  # the final latents [N, ...] of the prompts with these numbers
-# what takes a share of time more than the recipe's denoising; None where full precision itself takes no more
-Control = Callable[[float], Latents | None]
-UNPAID = "{} gains as much in the same time"
-
-
-@dataclass(frozen=True)
-class ChosenSteps:
-    """A choice of precise steps. Gains are in dB of the error of the final latents: a mean with its interval."""
-
-    schedule: str  # that is used; of steps c alone where none pays
-    tried: str  # the best that was found
-    candidates: dict[str, float]  # the gain of each schedule on the prompts that chose
-    gain_db: list[float | None]  # over the recipe alone, on other prompts
-    beyond_db: dict[str, list[float | None]]  # over what else takes the same time, by name, on these
-    time: float | None  # that the precise steps add, as a share of the recipe's denoising; None: nothing is timed
-    prompts: int  # that did not choose
-    reason: str | None  # why the steps do not pay; None: they do
 
 
 def products_of_steps(
@@ -105,67 +76,3 @@ def schedule_with(precise: Sequence[int], steps: int) -> str:
 def first_and_last(count: int, steps: int) -> str:
     """The schedule with so many precise steps at both ends, as published checkpoints declare them."""
     return schedule_with([*range(-(-count // 2)), *range(steps - count // 2, steps)], steps)
-
-
-def choose_steps(
-    checkpoint: Checkpoint,
-    unquantized: Variant,
-    recipe: Variant,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    found: Sequence[str],
-    step_time: float | None,
-    controls: Mapping[str, Control],
-    forced: bool,
-) -> ChosenSteps:
-    """The best of the ``found`` schedules: with the largest gain over the recipe, and where not ``forced``, controls.
-
-    The first half of the prompts chooses, the other one checks. ``step_time`` is what one precise step adds, as a share
-    of the recipe's denoising; None where nothing is timed. Unless ``forced``, the steps are used only where their gain
-    is beyond that of each of the ``controls`` in the same time, by intervals of 95 % for all of them together.
-    """
-
-    def by(schedule: str | None) -> Latents:
-        timed = replace(sampling, schedule=schedule)
-        return lambda numbers: final_latents(checkpoint, recipe, prompts, numbers, timed)
-
-    def time_of(schedule: str) -> float:
-        return (step_time or 0.0) * schedule.count(WEIGHTS_ALONE)
-
-    def gain(latents: Latents | None, numbers: Sequence[int]) -> Tensor:
-        """In dB over the recipe alone, by prompt; None: full precision."""
-        made = reference[numbers] if latents is None else latents(numbers)
-        return plain[numbers] - errors_in_db(reference[numbers], made)
-
-    def margin(schedule: str) -> float:
-        """The gain beyond that of the best control, on the prompts that choose."""
-        others = [gain(control(time_of(schedule)), choosing).mean().item() for control in controls.values()]
-        return candidates[schedule] - max(others, default=0.0)
-
-    everyone, half = range(len(prompts)), len(prompts) // 2
-    choosing, checking = everyone[:half], everyone[half:]
-    reference = final_latents(checkpoint, unquantized, prompts, everyone, replace(sampling, schedule=None))
-    plain = errors_in_db(reference, by(None)(everyone))
-    candidates = {schedule: gain(by(schedule), choosing).mean().item() for schedule in found}
-    tried = max(found, key=candidates.__getitem__ if forced else margin)
-    own = gain(by(tried), checking)
-    beside = {name: gain(control(time_of(tried)), checking) for name, control in controls.items()}
-    confidence = 1 - 0.05 / max(1, len(beside))
-    beyond = {name: mean_interval((own - other).tolist(), confidence) for name, other in beside.items()}
-    unpaid = [name for name, interval in beyond.items() if not interval.low > 0]
-    reason = "nothing is timed" if step_time is None else UNPAID.format(unpaid[0]) if unpaid else None
-    return ChosenSteps(
-        schedule=tried if forced or reason is None else COMPUTED * sampling.steps_taken,
-        tried=tried,
-        candidates=candidates,
-        gain_db=recorded_interval(mean_interval(own.tolist())),
-        beyond_db={name: recorded_interval(interval) for name, interval in beyond.items()},
-        time=None if step_time is None else time_of(tried),
-        prompts=len(checking),
-        reason=reason,
-    )
-
-
-def recorded_interval(interval: Interval) -> list[float | None]:
-    """A figure with both ends, None for what is not finite."""
-    return [each if math.isfinite(each) else None for each in interval]

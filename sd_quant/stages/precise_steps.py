@@ -1,10 +1,14 @@
-"""Which steps multiply unquantized inputs, where ``infer.precise_steps`` has them chosen, and what they are worth."""
+"""Which steps multiply unquantized inputs, where ``infer.precise_steps`` has them chosen, and what they are worth.
+
+They have to beat what else the same time buys: the recipe with its most sensitive layers in high precision in all
+steps, and full precision in fewer steps.
+"""
 
 import logging
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 
@@ -15,19 +19,11 @@ from sd_quant.config import Infer, QuantizeJob
 from sd_quant.config.precise_steps import AUTO, KNOB
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.precision import (
-    Control,
-    Latents,
-    best_steps,
-    choose_steps,
-    first_and_last,
-    predicted_gain,
-    products_of_steps,
-    schedule_with,
-)
-from sd_quant.inference.reuse import CHOOSING, final_latents
-from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE
-from sd_quant.models.checkpoint import denoiser_of
+from sd_quant.inference.precision import best_steps, first_and_last, predicted_gain, products_of_steps, schedule_with
+from sd_quant.inference.reuse import CHOOSING, Variant, errors_in_db, final_latents
+from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
+from sd_quant.metrics.intervals import mean_interval
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import PreciseChosen
 from sd_quant.simulation.sensitivity import Switched
@@ -41,6 +37,9 @@ from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 LOG = logging.getLogger(__name__)
 SCHEDULES = "schedules"  # a kind of the cache
 KEPT, FEWER = "keeping the most sensitive layers", "full precision in fewer steps"  # the controls
+Latents = Callable[[Sequence[int]], Tensor]  # the final latents [N, ...] of the prompts with these numbers
+# what takes a share of time more than the recipe's denoising; None where full precision itself takes no more
+Control = Callable[[float], Latents | None]
 
 
 def choosing_sampling(job: QuantizeJob) -> Sampling:
@@ -90,11 +89,14 @@ def with_precise_steps(
     controls = controls_of(variants, prompts, sampling, costs[FULL], kept, calls) if costs else {}
     chosen = kept.found(
         SCHEDULES, origin | {"chosen among": found, "step_time": step_time},
-        lambda: asdict(choose_steps(
+        lambda: choose_steps(
             checkpoint, unquantized, recipe, prompts, sampling, found, step_time, controls, forced
-        )),
+        ),
     )  # fmt: skip
-    say(chosen)
+    LOG.info(
+        "precise steps %s: the final latents' error on %d other prompts is %.1f dB lower%s",
+        chosen["tried"], chosen["prompts"], chosen["gain_db"][0], f", but {chosen['reason']}" if chosen["reason"] else "",
+    )  # fmt: skip
     return replace(infer, schedule=chosen["schedule"], precise_steps=None), chosen
 
 
@@ -123,6 +125,67 @@ def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) ->
         return list(dict.fromkeys((schedule_with(best_steps(products, count), steps), first_and_last(count, steps))))
     counts = sorted({1, *(2**power for power in range(1, steps.bit_length())), steps} - {0})
     return [schedule_with(best_steps(products, number), steps) for number in counts if number <= steps]
+
+
+def choose_steps(
+    checkpoint: Checkpoint,
+    unquantized: Variant,
+    recipe: Variant,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    found: Sequence[str],
+    step_time: float | None,
+    controls: Mapping[str, Control],
+    forced: bool,
+) -> PreciseChosen:
+    """The best of the ``found`` schedules: with the largest gain over the recipe, and where not ``forced``, controls.
+
+    The first half of the prompts chooses, the other one checks. ``step_time`` is what one precise step adds, as a share
+    of the recipe's denoising; None where nothing is timed. Unless ``forced``, the steps are used only where their gain
+    is beyond that of each of the ``controls`` in the same time, by intervals of 95 % for all of them together.
+    """
+
+    def by(schedule: str | None) -> Latents:
+        timed = replace(sampling, schedule=schedule)
+        return lambda numbers: final_latents(checkpoint, recipe, prompts, numbers, timed)
+
+    def time_of(schedule: str) -> float:
+        return (step_time or 0.0) * schedule.count(WEIGHTS_ALONE)
+
+    def gain(latents: Latents | None, numbers: Sequence[int]) -> Tensor:
+        """In dB over the recipe alone, by prompt; None: full precision."""
+        made = reference[numbers] if latents is None else latents(numbers)
+        return plain[numbers] - errors_in_db(reference[numbers], made)
+
+    def margin(schedule: str) -> float:
+        """The gain beyond that of the best control, on the prompts that choose."""
+        others = [gain(control(time_of(schedule)), choosing).mean().item() for control in controls.values()]
+        return candidates[schedule] - max(others, default=0.0)
+
+    everyone, half = range(len(prompts)), len(prompts) // 2
+    choosing, checking = everyone[:half], everyone[half:]
+    reference = final_latents(checkpoint, unquantized, prompts, everyone, replace(sampling, schedule=None))
+    plain = errors_in_db(reference, by(None)(everyone))
+    candidates = {schedule: gain(by(schedule), choosing).mean().item() for schedule in found}
+    tried = max(found, key=candidates.__getitem__ if forced else margin)
+    own = gain(by(tried), checking)
+    beside = {name: gain(control(time_of(tried)), checking) for name, control in controls.items()}
+    confidence = 1 - 0.05 / max(1, len(beside))
+    beyond = {name: mean_interval((own - other).tolist(), confidence) for name, other in beside.items()}
+    unpaid = [name for name, interval in beyond.items() if not interval.low > 0]
+    reason = f"that {unpaid[0]} gains less in the same time is not shown" if unpaid else None
+    if step_time is None:
+        reason = "nothing is timed"
+    return PreciseChosen(
+        schedule=tried if forced or reason is None else COMPUTED * sampling.steps_taken,
+        tried=tried,
+        candidates=candidates,
+        gain_db=[(mean := mean_interval(own.tolist())).value, *mean.ends],
+        beyond_db={name: [interval.value, *interval.ends] for name, interval in beyond.items()},
+        time=None if step_time is None else time_of(tried),
+        prompts=len(checking),
+        reason=reason,
+    )
 
 
 def controls_of(
@@ -188,14 +251,3 @@ def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[]
         for hook in hooks:
             hook.remove()
     return counts
-
-
-def say(chosen: PreciseChosen) -> None:
-    gain, low, high = (math.nan if each is None else each for each in chosen["gain_db"])
-    time = "not timed" if chosen["time"] is None else f"{chosen['time']:+.1%} of the time of denoising"
-    LOG.info(
-        "precise steps %s: the final latents' error on %d other prompts is %.1f dB (%.1f to %.1f) lower, %s",
-        chosen["tried"], chosen["prompts"], gain, low, high, time,
-    )  # fmt: skip
-    if chosen["reason"] is not None:
-        LOG.warning("precise steps %s do not pay: %s", chosen["tried"], chosen["reason"])

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sd_quant.inference import precision, reuse
-from sd_quant.inference.precision import best_steps, choose_steps, first_and_last, predicted_gain, products_of_steps
+from sd_quant.inference import reuse
+from sd_quant.inference.precision import best_steps, first_and_last, predicted_gain, products_of_steps
+from sd_quant.stages.precise_steps import choose_steps
 
 from .toy import CHECKPOINT, SAMPLING, TEN, Toy, engines
 
@@ -48,8 +50,8 @@ def test_what_is_predicted_is_what_a_schedule_does():
         precise = [step for step, letter in enumerate(schedule) if letter == "h"]
         chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, [schedule], None, {}, True)
         # one is over the sum of all images, the other the mean over images
-        assert predicted_gain(products(), precise) == pytest.approx(chosen.candidates[schedule], abs=0.2)
-        assert chosen.reason == "nothing is timed" and chosen.schedule == schedule and chosen.time is None
+        assert predicted_gain(products(), precise) == pytest.approx(chosen["candidates"][schedule], abs=0.2)
+        assert chosen["reason"] == "nothing is timed" and chosen["schedule"] == schedule and chosen["time"] is None
 
 
 def test_calls_before_a_step_are_not_made_again():
@@ -73,10 +75,10 @@ def test_the_steps_that_err_most_are_chosen_and_gains_are_those_of_other_prompts
     assert best_steps(products(), 2) == list(WORST)
     found = ["cchccccchc", first_and_last(2, TEN)]
     chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, found, 0.05, {}, True)
-    assert chosen.schedule == chosen.tried == "cchccccchc" and chosen.prompts == 4
-    assert chosen.time == pytest.approx(0.1) and chosen.reason is None
-    mean, low, high = chosen.gain_db
-    assert low <= mean <= high and mean == pytest.approx(chosen.candidates["cchccccchc"], rel=0.05)
+    assert chosen["schedule"] == chosen["tried"] == "cchccccchc" and chosen["prompts"] == 4
+    assert chosen["time"] == pytest.approx(0.1) and chosen["reason"] is None
+    mean, low, high = chosen["gain_db"]
+    assert low <= mean <= high and mean == pytest.approx(chosen["candidates"]["cchccccchc"], rel=0.05)
 
 
 def test_ends_are_those_of_published_checkpoints():
@@ -93,7 +95,7 @@ def test_steps_that_other_ways_beat_are_not_used_unless_they_are_named(reached, 
 
         def latents(numbers):
             full, plain, precise = (
-                reuse.final_latents(CHECKPOINT, each, PROMPTS, numbers, precision.replace(SAMPLING, schedule=schedule))
+                reuse.final_latents(CHECKPOINT, each, PROMPTS, numbers, replace(SAMPLING, schedule=schedule))
                 for each, schedule in ((engines(), None), (recipe(), None), (recipe(), best))
             )
             left = ((precise - full).norm() / (plain - full).norm()) ** reached
@@ -105,7 +107,7 @@ def test_steps_that_other_ways_beat_are_not_used_unless_they_are_named(reached, 
         chosen = choose_steps(
             CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, [best], 0.05, {"another way": control}, forced
         )
-        assert chosen.tried == best and chosen.schedule == (best if used or forced else TEN * "c")
-        assert (chosen.reason is None) == used and (used or "another way" in chosen.reason)
-        mean, low, _ = chosen.beyond_db["another way"]
+        assert chosen["tried"] == best and chosen["schedule"] == (best if used or forced else TEN * "c")
+        assert (chosen["reason"] is None) == used and (used or "another way" in chosen["reason"])
+        mean, low, _ = chosen["beyond_db"]["another way"]
         assert math.isfinite(mean) and (low > 0) == used
