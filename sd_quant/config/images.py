@@ -167,6 +167,11 @@ class Infer:
         return steps if self.image is None else int(steps * self.strength_with(self.mask))
 
     @property
+    def saves_calls(self) -> bool:
+        """Return whether some steps use earlier outputs again."""
+        return self.reuse is not None or bool(set(self.schedule or "") & NOT_COMPUTED)
+
+    @property
     def precise(self) -> PreciseSteps | None:
         """Return what ``precise_steps`` asks for."""
         return precise_steps(self.precise_steps, self.recipe_steps)

@@ -71,12 +71,8 @@ class InferJob:
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         because = "quantize.py chooses the steps; the record of its run has them under levers, for infer.schedule"
         check_unused(self.infer, "infer.", [("reuse", None, because)])
-        check(
-            not self.infer.chooses_precise,
-            "infer.precise_steps",
-            self.infer.precise_steps,
-            f"places, because {because}",
-        )
+        chosen = self.infer.precise_steps if self.infer.chooses_precise else None
+        check(chosen is None, "infer.precise_steps", chosen, f"places, because {because}")
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)

@@ -9,21 +9,13 @@ from sd_quant.files import atomic_path, temporary_folder
 LARGEST_SINGLE_FILE = 2**28  # bytes of weights; a single file is assembled in memory, in several copies
 
 
-def save(model: ir.Model, path: Path, beside: Path | None = None) -> None:
+def save(model: ir.Model, path: Path) -> None:
     """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph appears last.
 
-    Weights that the graph ``beside`` it has in its own data file are read from there. Both files are written in a
-    temporary folder under their own names, because a graph holds the name of its data file.
+    Both are written in a temporary folder under their own names, because a graph holds the name of its data file.
     Raises what reading a weight raises.
     """
-    if beside is not None:
-        share_weights(model.graph, ir.load(beside).graph)
-    own = [
-        each
-        for value in model.graph.initializers.values()
-        if not isinstance(each := value.const_value, ir.ExternalTensor)
-    ]
-    external = sum(tensor.nbytes for tensor in own) > LARGEST_SINGLE_FILE
+    external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")
     with atomic_path(path) as graph, temporary_folder(path.parent) as folder:
         staged = Path(folder)
@@ -40,12 +32,19 @@ def save(model: ir.Model, path: Path, beside: Path | None = None) -> None:
         (staged / path.name).replace(graph)
 
 
-def share_weights(graph: ir.Graph, other: ir.Graph) -> None:
-    """Let ``graph`` refer to the data file of ``other`` for each weight that has the same name and bytes there."""
-    for name, value in graph.initializers.items():
-        theirs = other.initializers.get(name)
-        stored = None if theirs is None else theirs.const_value
-        if not isinstance(stored, ir.ExternalTensor) or (stored.dtype, stored.shape) != (value.dtype, value.shape):
-            continue
-        if value.const_value.tobytes() == stored.tobytes():
-            value.const_value = stored
+def share_weights(path: Path, beside: Path) -> None:
+    """Let the graph at ``path`` refer to the data file of the one that will lie ``beside`` it, where weights are equal.
+
+    It stays as it is where that file has no data file, or where too much would be left for a single file.
+    """
+    model, others = ir.load(path), ir.load(beside).graph.initializers
+    own = 0
+    for name, value in model.graph.initializers.items():
+        stored = others[name].const_value if name in others else None
+        same = isinstance(stored, ir.ExternalTensor) and value.const_value.tobytes() == stored.tobytes()
+        value.const_value = stored if same else ir.Tensor(value.const_value.numpy(), name=name)
+        own += 0 if same else value.const_value.nbytes
+    if own <= LARGEST_SINGLE_FILE:
+        with atomic_path(path) as temporary:
+            ir.save(model, temporary)
+        path.with_name(path.name + ".data").unlink(missing_ok=True)

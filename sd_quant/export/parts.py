@@ -23,17 +23,11 @@ def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
 
 
 def write_part(
-    graph: ir.Model,
-    checkpoint: Checkpoint,
-    part: str,
-    path: Path,
-    assignment: Mapping[str, LayerAssignment],
-    beside: Path | None = None,
+    graph: ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: Mapping[str, LayerAssignment]
 ) -> None:
     """Write the ``graph`` of ``trace_part`` with the checkpoint's weights, one of them in memory at a time.
 
-    The denoiser's weights are quantized by the ``assignment``. Those that the file ``beside`` has in a data file of its
-    own are shared with it. Changes ``graph``.
+    The denoiser's weights are quantized by the ``assignment``. Changes ``graph``.
     """
     description = checkpoint.parts()[part]
     weights, prefix = checkpoint.components[description.component], description.prefix
@@ -48,5 +42,4 @@ def write_part(
         prefix=prefix,
         read=lambda name: weights[name.removeprefix(prefix)],
         assignment=assignment,
-        beside=beside,
     )

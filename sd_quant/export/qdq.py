@@ -69,13 +69,11 @@ def write_onnx(
     prefix: str,
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
-    beside: Path | None = None,
 ) -> None:
     """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. Changes ``model``.
 
     The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` precedes the
-    assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph; ``beside``
-    as for ``onnx_file.save``.
+    assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
     graph = model.graph
@@ -105,7 +103,7 @@ def write_onnx(
         raise ArtifactError(f"the graph has no layer {sorted(pending)[0]}, which the assignment quantizes")
     graph.sort()  # a shared input was inserted in front of the first reader that was visited, not of the first to run
     model.producer_name = "sd-quant"
-    save(model, path, beside)
+    save(model, path)
 
 
 def quantize_layer(

@@ -68,10 +68,13 @@ def memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[str, f
     return all_open(parameters, call.runtime.bytes_per_parameter, call)
 
 
-def memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes that all variants and the simulation take, by what takes them; both engines share what is not quantized."""
+def memory_of_variants(parameters: Parameters, call: PipelineCall, copies: int = 1) -> dict[str, float]:
+    """Bytes that all variants and the simulation take, by what takes them; both engines share what is not quantized.
+
+    ``copies`` are the quantized denoisers: runtimes keep weights for each graph.
+    """
     largest = next(iter(parameters.values()))
-    framework, quantized = TORCH_BYTES * sum(parameters.values()), QUANTIZED_BYTES * largest
+    framework, quantized = TORCH_BYTES * sum(parameters.values()), copies * QUANTIZED_BYTES * largest
     others = {"framework": framework, "quantized": quantized, "simulation": TORCH_BYTES * largest}
     return memory_of_variant(parameters, call) | others
 
@@ -81,10 +84,10 @@ def gpu_memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[st
     return {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
 
 
-def gpu_memory_of_variants(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes of a GPU that all variants and the simulation take, by what takes them."""
+def gpu_memory_of_variants(parameters: Parameters, call: PipelineCall, copies: int = 1) -> dict[str, float]:
+    """Bytes of a GPU that all variants and the simulation take, by what takes them; ``copies`` as above."""
     bytes_each, largest = call.bytes_on_gpu, next(iter(parameters.values()))
-    quantized = {} if call.runtime.device == "cpu" else {"quantized": bytes_each * largest}
+    quantized = {} if call.runtime.device == "cpu" else {"quantized": copies * bytes_each * largest}
     torch = {"framework": bytes_each * sum(parameters.values()), "simulation": TORCH_BYTES * largest}
     return gpu_memory_of_variant(parameters, call) | quantized | torch
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from sd_quant.cache import Cache
 from sd_quant.config import PRECISE, artifact
 from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.export.onnx_file import share_weights
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, sha256, temporary_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -107,7 +108,7 @@ def export(
 ) -> None:
     """Write one part, or copy it from the cache, which has its graph without weights for all assignments too.
 
-    ``beside`` as for ``write_part``.
+    Weights that the file ``beside`` it has too are left there.
     """
     origin = graph_origin(checkpoint, checkpoint_sha256, part)
 
@@ -115,7 +116,9 @@ def export(
         with temporary_folder(path.parent) as temporary:
             graph = Path(temporary)
             cache.provide("graph", origin, graph, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
-            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment, beside)
+            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment)
+            if beside is not None:
+                share_weights(folder / path.name, beside)
 
     cache.provide(
         "onnx",

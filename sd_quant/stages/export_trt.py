@@ -10,18 +10,7 @@ import torch
 import yaml
 
 from sd_quant.cache import Cache
-from sd_quant.config import (
-    PRECISE,
-    ExportJob,
-    ExportShape,
-    Infer,
-    Trt,
-    artifact,
-    part_paths,
-    plan_library,
-    size_of,
-    targets_for,
-)
+from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_paths, plan_library, size_of, targets_for
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan, profile_of
@@ -125,10 +114,8 @@ def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cac
 
     Returns the reports by part, without the twins'.
     """
-    paths = {part: artifact(directory, "onnx", part) for part in exported(loaded.parts)}
-    precise = artifact(directory, "onnx", loaded.denoiser, PRECISE)
-    if precise.exists():
-        paths[precise.stem] = precise
+    parts = [artifact(directory, "onnx", part).parent for part in exported(loaded.parts)]
+    paths = {path.stem: path for part in parts for path in sorted(part.glob("*.onnx"))}  # two with precise steps
     plans = build_plans(paths, directory, trt, infer, cache)
     if RUNTIMES[infer.engine].file == "plan":
         unquantized = directory / "full_precision"

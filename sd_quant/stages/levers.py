@@ -16,14 +16,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
 from sd_quant.inference.reuse import CHOOSING, candidates, changed_by, choose_schedule, products_of, replacements
-from sd_quant.inference.samplers import (
-    BETTER_SOLVER,
-    NOT_COMPUTED,
-    noise_levels,
-    sampler_for,
-    samplers_for,
-    why_not_reused,
-)
+from sd_quant.inference.samplers import BETTER_SOLVER, noise_levels, sampler_for, samplers_for, why_not_reused
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
@@ -46,8 +39,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         return
     own = own_sampler(checkpoint)
     scheduler = made_with(recipe_sampling(infer), own)
-    saves = infer.reuse is not None or set(infer.schedule or "") & NOT_COMPUTED
-    if saves and (reason := why_not_reused(scheduler)):
+    if infer.saves_calls and (reason := why_not_reused(scheduler)):
         knob = "schedule" if infer.reuse is None else "reuse"
         able = [name for name in samplers_for(own) if why_not_reused(sampler_for(name, own)) is None]
         raise ConfigError(
@@ -96,12 +88,9 @@ def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: St
     source = {"source": source_digest("inference.reuse")}
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
+    known = replacements(sampling.steps_taken)
     products = kept.found(
-        SCHEDULES,
-        origin,
-        lambda: products_of(
-            changed_by(checkpoint, unquantized, prompts[:half], sampling, replacements(sampling.steps_taken))[1]
-        ),
+        SCHEDULES, origin, lambda: products_of(changed_by(checkpoint, unquantized, prompts[:half], sampling, known)[1])
     )
     found = candidates(products, sampling.steps_taken, infer.saved_steps)
     chosen = kept.found(

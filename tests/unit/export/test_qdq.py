@@ -161,7 +161,8 @@ def test_a_graph_of_unquantized_inputs_reads_the_weights_of_the_recipes_own(
     alone = network.write(tmp_path / "alone" / "unet.onnx", precise)
     monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 100_000)
     own = network.write(tmp_path / "unet.onnx", assignments["folded"])
-    shared = network.write(tmp_path / "precise.onnx", precise, beside=own)
+    shared = network.write(tmp_path / "precise.onnx", precise)
+    onnx_file.share_weights(shared, own)
     assert onnx_files(shared) == [shared, own.with_name("unet.onnx.data")]
     assert shared.stat().st_size < alone.stat().st_size / 4
     found, expected = initializers(shared), initializers(alone)
