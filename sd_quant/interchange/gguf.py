@@ -23,6 +23,7 @@ The roads not taken are the package's ``GGUFReader``, which maps the file and be
 which chooses other scales and knows no K-quants.
 """
 
+import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,6 @@ from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
-from sd_quant.names.t5 import llama_name
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -88,6 +88,19 @@ FACTS = ForeignFormat(
     marks=True,
 )
 MAGIC, T5 = b"GGUF", "T5EncoderModel"
+T5_ENDS = {  # llama.cpp's names of T5's encoder, of the gated kind that pipelines have (version 1.1)
+    "layer.0.SelfAttention.q": "attn_q",
+    "layer.0.SelfAttention.k": "attn_k",
+    "layer.0.SelfAttention.v": "attn_v",
+    "layer.0.SelfAttention.o": "attn_o",
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+    "layer.0.layer_norm": "attn_norm",
+    "layer.1.DenseReluDense.wi_0": "ffn_gate",
+    "layer.1.DenseReluDense.wi_1": "ffn_up",
+    "layer.1.DenseReluDense.wo": "ffn_down",
+    "layer.1.layer_norm": "ffn_norm",
+}
+T5_OTHERS = {"shared.weight": "token_embd.weight", "encoder.final_layer_norm.weight": "enc.output_norm.weight"}
 VERSIONS = (2, 3)
 MAX_TENSORS = 50_000  # Flux has 780, a whole SDXL 2,500
 MAX_ENTRIES = 50_000  # of the metadata: a shape for each tensor at most, and some more
@@ -220,6 +233,14 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 def is_t5(network: nn.Module) -> bool:
     return type(network).__name__ == T5
+
+
+def llama_name(name: str) -> str:
+    """Returns llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; a name that it has not, unchanged."""
+    block = re.fullmatch(r"encoder\.block\.(\d+)\.(.+)\.weight", name)
+    if block is None or block[2] not in T5_ENDS:
+        return T5_OTHERS.get(name, name)
+    return f"enc.blk.{block[1]}.{T5_ENDS[block[2]]}.weight"
 
 
 def t5_tensors(network: nn.Module, tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
