@@ -19,7 +19,6 @@ The roads not taken: guessing formats from names of scales, because two tools gi
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -29,10 +28,9 @@ import torch
 
 from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.errors import ArtifactError
-from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import read_header, without_duplicates
+from sd_quant.files.safetensors import read_header, read_object
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
@@ -245,12 +243,12 @@ def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
             f"{path}: {name[:200]!r} is {tensor.dtype} {list(tensor.shape)}; expected JSON in at most {MAX_MARK} "
             "bytes, so fetch the file again"
         )
-    return as_object(path, name, bytes(tensor.read().tolist()))
+    return read_object(f"{path}: {name[:200]!r}", bytes(tensor.read().tolist()))
 
 
 def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> Marks:
     """The denoiser's marks in the header; those of other networks are left out."""
-    header = as_object(path, METADATA, metadata[METADATA])
+    header = read_object(f"{path}: {METADATA}", metadata[METADATA])
     if (version := header.get("format_version", VERSION)) != VERSION:
         raise ArtifactError(
             f"{path}: {METADATA} has the format_version {ascii(version)[:100]}, expected {VERSION!r}, whose marks are "
@@ -267,14 +265,6 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
             f"({len(bare)}: {listing(bare, 5)}), which ComfyUI does not find; quantize the model again"
         )
     return {name.removeprefix(PREFIX): mark for name, mark in layers.items() if name.startswith(PREFIX)}
-
-
-def as_object(path: Path, name: str, text: Any) -> Mapping[str, Any]:
-    with refusing(f"{path}: {name[:200]!r} is not JSON", ValueError, TypeError, RecursionError):
-        found = json.loads(text, object_pairs_hook=without_duplicates)
-    if not isinstance(found, Mapping):
-        raise ArtifactError(f"{path}: {name[:200]!r} is no object of JSON; fetch the file again")
-    return found
 
 
 def marked_tensors(

@@ -13,7 +13,6 @@ The road not taken is the table that a four-bit file holds: bitsandbytes' kernel
 a file with another table is refused, because nobody computes with it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import without_duplicates
+from sd_quant.files.safetensors import read_object
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
@@ -129,9 +128,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 def threshold(path: Path) -> float:
     """LLM.int8's threshold in the config. Raises ArtifactError for one that is none, and for weights kept in fp16."""
-    config = quantization_config(path)
-    if config is None:
-        raise ArtifactError(f"{path} has no config of bitsandbytes; expected a folder that diffusers saved")
+    config = quantization_config(path) or {}
     given = config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
@@ -177,15 +174,13 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
     size = max(stored.tensors[end].shape, default=0)
     packed = stored.checked(end, [(min(size, MOST_JSON),)], [torch.uint8])
     what = f"{stored.path}: {stored.name(end)} is no quant_state of a weight {list(shape)}"
-    with refusing(what, ValueError, RecursionError):
-        content = json.loads(bytes(packed.read().tolist()), object_pairs_hook=without_duplicates)
+    content = read_object(what, bytes(packed.read().tolist()))
+    with refusing(what, ValueError):
         return checked_state(content, kinds[0], shape)
 
 
-def checked_state(content: object, kind: str, shape: Shape) -> State:
+def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
     """Raises ValueError for what bitsandbytes does not write."""
-    if not isinstance(content, Mapping):
-        raise ValueError("no object")
     plain = {"quant_type", "blocksize", "dtype", "shape"}
     nested = {"nested_blocksize", "nested_dtype", "nested_offset"}
     if content.keys() not in (plain, plain | nested):

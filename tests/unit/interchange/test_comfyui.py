@@ -219,7 +219,7 @@ def rotating(group: object) -> Tensor:
         ("fp8", {"comfy_quant": mark_of({"format": ["fp8"]})}, "formats that are not read here"),
         ("fp8", {"comfy_quant": mark_of({"format": "float8_e4m3fn", "convrot": True})}, "entries that are not known"),
         ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, "is not JSON"),
-        ("fp8", {"comfy_quant": mark_of(b"[1]")}, "is no object"),
+        ("fp8", {"comfy_quant": mark_of(b"[1]")}, "holds a list; expected an object"),
         ("fp8", {"comfy_quant": torch.zeros(9000, dtype=torch.uint8)}, "expected JSON in at most 4096 bytes"),
         ("fp8", {"comfy_quant": None}, "1 unknown: .*weight_scale|2 unknown"),
         ("fp8", {"comfy_quant": mark_of({"format": "int8_tensorwise"})}, "1 unknown: .*input_scale|in float8_e4m3fn"),
