@@ -17,21 +17,21 @@ a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose source was read and
 The road not taken is one scale for query, key and value together, which would survive that: it is another weight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
 from sd_quant.interchange import PER_ROW, ForeignFormat, Server
-from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
 from sd_quant.interchange.stored import (
     by_layer,
-    check_config,
     ignored_names,
     quantization_config,
     stored_tensors,
+    told,
     weight_shapes,
     whole,
 )
@@ -56,11 +56,11 @@ FACTS = ForeignFormat(
     layers=("single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out"),
     families=frozenset({"flux"}),
 )
-SCALE, IGNORED = "weight_scale", "ignored_layers"
+IGNORED = "ignored_layers"
 LAYOUT = Layout(
     "int8",
     "1 for a row",
-    (Piece("weight", "N K", (INT8,), NUMBERS), Piece(SCALE, "N _", (FP32,))),
+    (Piece("weight", "N K", (INT8,), NUMBERS), Piece("weight_scale", "N _", (FP32,))),
     consumer=FACTS.consumer,
 )
 WRITTEN = {"quant_method": FACTS.method, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
@@ -71,32 +71,45 @@ STACKED = {  # what the server makes of linears, by the ends of their names
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+    """The denoiser in a folder, a pipeline's or its own. Raises what ``ignored_in`` and ``read_served`` raise."""
+    ignored = ignored_in(path, WRITTEN, {}, IGNORED)
+    return read_served(path, checkpoint, FACTS, LAYOUT, RowInteger(), ignored.__contains__)
 
-    Raises ArtifactError for a config that vLLM-Omni does not take, a layer that is quantized and ignored, and anything
-    that is not the whole denoiser.
+
+def ignored_in(path: Path, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
+    """The names of layers that are not quantized in the config of a folder, in the first of the ``lists`` that has any.
+
+    Raises ArtifactError unless the config has all that is ``written`` beside, and nothing more but for ``others``.
     """
-    ignored = ignored_in(path, quantization_config(path) or {})
+    config = quantization_config(path) or {}
+    if differing := [key for key, value in written.items() if config.get(key) != value]:
+        lacks = ", ".join(f"{key} {written[key]}" for key in differing)
+        raise ArtifactError(f"{path}: its config lacks {lacks}, which its server expects; make the folder again")
+    known = (*written, *lists)
+    if unknown := [key for key, value in config.items() if key not in known and (key, value) not in others.items()]:
+        raise ArtifactError(
+            f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
+            "decoded here; give a folder without"
+        )
+    return ignored_names(path, config, *lists)
+
+
+def read_served(
+    path: Path, checkpoint: Checkpoint, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable
+) -> QuantizedDenoiser:
+    """The denoiser in a folder whose quantized linears are all of one ``layout``. No weight is read.
+
+    Raises ArtifactError for a layer that has scales and that the server ``skips``, and for any other denoiser.
+    """
     tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, (SCALE,))
-    if both := [name for name in found if name in ignored]:
+    found, others = by_layer(path, tensors, shapes, [piece.end for piece in layout.pieces if piece.holds != NUMBERS])
+    if both := [name for name in found if skips(name)]:
         raise ArtifactError(
-            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), which vLLM-Omni "
-            "cannot place; make the folder again"
+            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so "
+            f"{facts.consumer} would not load them; make the folder again"
         )
-    layers = {name: LAYOUT.layer(own, shapes[name], own.size(), RowInteger()) for name, own in found.items()}
-    return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
-
-
-def ignored_in(path: Path, config: Mapping[str, object]) -> frozenset[str]:
-    """The names in ``ignored_layers``. Raises ArtifactError unless the config is one of a stored, dynamic INT8."""
-    check_config(path, config, WRITTEN, "INT8 that vLLM-Omni reads from a file")
-    names = ignored_names(path, config, IGNORED)
-    if unknown := [key for key in config if key not in (*WRITTEN, IGNORED)]:
-        raise ArtifactError(
-            f"{path}: its config has {listing(unknown, 3)}, which vLLM-Omni's int8 does not take; make the folder again"
-        )
-    return frozenset(names)
+    layers = {name: layout.layer(own, shapes[name], own.size(), inputs) for name, own in found.items()}
+    return whole(path, facts.name, facts.consumer, checkpoint, layers, tensors, others)
 
 
 # Writing
