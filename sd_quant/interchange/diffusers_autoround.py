@@ -101,10 +101,6 @@ class Scheme:
     data_type: str = "int"
     act_bits: int | None = None  # of inputs
 
-    @property
-    def quantizes(self) -> bool:
-        return self.bits <= 8
-
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32. No weight is read.
@@ -122,7 +118,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     tensors = stored_tensors(path, checkpoint)
     linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
     found, others = by_layer(path, tensors, linears, PIECES)
-    schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.quantizes}
+    schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.bits <= 8}
     differ = [*(f"{name} only stored" for name in found if name not in schemes),
               *(f"{name} only said" for name in schemes if name not in found)]  # fmt: skip
     if differ:
@@ -151,11 +147,14 @@ def schemes_of(
             f"{path}: quantization_config has {listing(strange)}, not decoded here; export it without, and list layers "
             "in extra_config"
         )
-    usual, exceptions, blocks = (
-        scheme_of(path, config, Scheme()),
-        exceptions_of(path, config, linears),
-        blocks_of(path, config),
-    )
+    usual, blocks = scheme_of(path, config, Scheme()), blocks_of(path, config)
+    exceptions = configs_by_layer(path, config, "extra_config", MAKER)
+    for name in exceptions:
+        if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
+            raise ConfigError(
+                f"{path}: quantization_config names layers by the regular expression {name[:200]!r}, and only names, "
+                f". and up to {MOST_STARS} times .* are read here; save it with the layers' names"
+            )
     inside = [name for name in linears if (name in found if blocks is None else name.startswith(blocks))]
     own: dict[str, Mapping[str, object]] = {name: given for name, given in exceptions.items() if name in linears}
     for pattern, given in exceptions.items():
@@ -171,20 +170,6 @@ def scheme_of(path: Path, given: Mapping[str, object], usual: Scheme) -> Scheme:
     """``given`` over what is ``usual``, as which null counts."""
     stated = {name: value for name, value in given.items() if value is not None}
     return checked_config(path, stated, usual, MAKER)
-
-
-def exceptions_of(
-    path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]]
-) -> Mapping[str, Mapping[str, object]]:
-    """``extra_config``: entries by names of layers, or by patterns. Raises ConfigError for anything else."""
-    found = configs_by_layer(path, config, "extra_config", MAKER)
-    for name in found:
-        if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
-            raise ConfigError(
-                f"{path}: quantization_config names layers by the regular expression {name[:200]!r}, and only names, "
-                f". and up to {MOST_STARS} times .* are read here; save it with the layers' names"
-            )
-    return found
 
 
 def blocks_of(path: Path, config: Mapping[str, object]) -> tuple[str, ...] | None:

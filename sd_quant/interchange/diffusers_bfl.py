@@ -81,8 +81,6 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     beside = {f"{layer}.{end}" for layer, each in scaled.items() for end in each.own.tensors if end != "weight"}
     weights = {name: tensor for name, tensor in found.items() if name not in beside}
     layers, parameters, others = placed(path, checkpoint, weights, scaled, FACTS.consumer)
-    if not layers:
-        raise ArtifactError(f"{path} holds no quantized layer of the full-precision model; check the path")
     size, marks = size_of(found.values()), sampling_marks(stored)
     denoiser = QuantizedDenoiser(path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size, marks)
     check_whole(denoiser, checkpoint, [*unknown, *others])

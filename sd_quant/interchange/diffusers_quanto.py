@@ -122,8 +122,6 @@ def kinds_of(path: Path, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
 def from_map(path: Path) -> dict[str, str]:
     """The names in KINDS that quanto's own map has, by layer. Raises ArtifactError."""
     folder = denoiser_folder(path)
-    if folder is None:
-        raise ArtifactError(f"{path} has no config of a denoiser; expected a folder that diffusers or quanto saved")
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}

@@ -519,15 +519,17 @@ def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
     }
     if layer.format == "fp8":
+        kind = "Float8Tensor"
         fields |= {"mm_config": PRODUCT, "act_quant_kwargs": INPUTS_BY_ROW, "kernel_preference": KERNEL}
-        return {"_type": "Float8Tensor", "_data": fields, "_tensor_data_names": pieces}
-    if layer.activation_format is None:
-        fields |= {"act_quant_kwargs": None, "reduce_range": False}
-        return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}
-    inputs = {
-        "granularity": BY_ROW if layer.per_token else BY_TENSOR,
-        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
-        "reduce_range": False,
-    }
-    fields |= {"act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs}, "reduce_range": False}
-    return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}
+    else:
+        kind, inputs = (
+            "Int8Tensor",
+            {
+                "granularity": BY_ROW if layer.per_token else BY_TENSOR,
+                "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+                "reduce_range": False,
+            },
+        )
+        options = {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs}
+        fields |= {"act_quant_kwargs": options if layer.activation_format else None, "reduce_range": False}
+    return {"_type": kind, "_data": fields, "_tensor_data_names": pieces}

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
 from sd_quant.interchange import nunchaku_tiles as tiles
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
@@ -164,15 +164,11 @@ def w4a4_layer(parts: Sequence[Stored], rows: slice) -> QuantizedLayer:
     return QuantizedLayer(
         format=f"svdquant {first.format}",
         scales=f"1 for {BLOCKS[first.format]} numbers",
-        stored_bytes=sum(bytes_without_bias(part.tensors) for part in parts) * count // first.rows,
+        stored_bytes=sum(part.tensors.size(but=["bias"]) for part in parts) * count // first.rows,
         weight=first.tensors.decoded((count, columns), weight),
         inputs=rounding if bool((factor == 1).all()) else Multiplied(factor, False, rounding),
         branch=(up, down),
     )
-
-
-def bytes_without_bias(tensors: LayerTensors) -> int:
-    return size_of(tensor for end, tensor in tensors.tensors.items() if end != "bias")
 
 
 def bias_of(parts: Sequence[Stored], rows: slice) -> LazyTensor | None:
@@ -205,7 +201,7 @@ def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1)
         return in_chunks(torch.addcmul(zero, codes, scale), chunks)
 
     return QuantizedLayer(
-        "awq int4", f"1 for {block} numbers", bytes_without_bias(tensors), tensors.decoded((rows, columns), weight)
+        "awq int4", f"1 for {block} numbers", tensors.size(but=["bias"]), tensors.decoded((rows, columns), weight)
     )
 
 

@@ -79,9 +79,9 @@ class LayerTensors:
             )
         return number
 
-    def size(self, begins: str = "") -> int:
-        """Bytes of the tensors whose ends begin so."""
-        return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins))
+    def size(self, begins: str = "", but: Collection[str] = ()) -> int:
+        """Bytes of the tensors whose ends begin so, and are none of ``but``."""
+        return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins) and end not in but)
 
     def refuse(self, ends: Collection[str], reason: str) -> None:
         """Raises ArtifactError if the layer has any tensor with one of these ends."""
@@ -251,13 +251,6 @@ def configs_by_layer(
             f"folder that {maker} has saved"
         )
     return found
-
-
-def check_config(path: Path, config: Mapping[str, object], written: Mapping[str, object], what: str) -> None:
-    """Raises ArtifactError unless ``config`` has all of ``written``, which is that of ``what``."""
-    if differing := [key for key, value in written.items() if config.get(key) != value]:
-        lacks = ", ".join(f"{key} {written[key]}" for key in differing)
-        raise ArtifactError(f"{path}: its config lacks {lacks}, expected of {what}; make the folder again")
 
 
 def ignored_names(path: Path, config: Mapping[str, object], *keys: str) -> list[str]:
