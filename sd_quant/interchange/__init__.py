@@ -2,8 +2,9 @@
 
 A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
 the format, unless the facts have the ``method`` that a folder's config names; ``read(path, checkpoint)`` returns a
-``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes the denoiser that an assignment makes and
-returns the path that ``read`` opens. Where the facts name other ``networks``, both take them too, of a checkpoint that
+``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes the denoiser that an assignment makes, in fp16
+what is not quantized and one tensor in memory at a time, and returns the path that ``read`` opens; it raises
+ResourceError when the disk is full. Where the facts name other ``networks``, both take them too, of a checkpoint that
 has them in the denoiser's place. To add a format, write ``sd_quant/interchange/<name>.py`` and add its name to
 ``NAMES``.
 

@@ -295,10 +295,7 @@ def marked_tensors(
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns.
-
-    One tensor of the file is in memory at a time. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.checks import listing
@@ -58,7 +58,7 @@ from sd_quant.interchange.stored import (
 )
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
@@ -276,13 +276,9 @@ def in_order(numbers: Tensor) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
-
-    What is not quantized is fp16, scales too. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
-    config = config_of(quantized(assignment), empty_denoiser(checkpoint))
-    return write_folder(checkpoint, folder, tensors, config)
+    return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
@@ -298,16 +294,13 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
     return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)
 
 
-def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
-    """The ``quantization_config`` of a ``denoiser`` with these quantized layers."""
+def config_of(layers: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> dict:
+    """The ``quantization_config`` of a denoiser with these quantized layers; ``shapes`` are those of all weights."""
     schemes = {name: (FORMATS[layer.format].bits, FORMATS[layer.format].block or -1) for name, layer in layers.items()}
     (bits, group), _ = Counter(schemes.values()).most_common(1)[0]
     blocks = tuple(dict.fromkeys(name.partition(".")[0] for name in layers))
-    others = [
-        name
-        for name, module in denoiser.named_modules()
-        if isinstance(module, nn.Linear) and name not in layers and name.startswith(blocks)
-    ]
+    linears = [name for name, shape in shapes.items() if len(shape) == 2]
+    others = [name for name in linears if name not in layers and name.startswith(blocks)]
     exceptions = {name: {"bits": 16} for name in others} | {
         name: {"bits": own, "group_size": size} for name, (own, size) in schemes.items() if (own, size) != (bits, group)
     }

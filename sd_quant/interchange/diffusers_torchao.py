@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
@@ -69,10 +69,11 @@ from sd_quant.interchange.stored import (
     denoiser_folder,
     plain,
     stored_tensors,
+    weight_shapes,
 )
 from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 
 FACTS = ForeignFormat(
@@ -156,7 +157,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     refuse_pickles(path)
     stored = stored_tensors(path, checkpoint)
     descriptions = descriptions_of(path, stored.values())
-    modules = dict(empty_denoiser(checkpoint).named_modules())
+    linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
     layers: dict[str, QuantizedLayer] = {}
     computes = True
     parameters: dict[str, Readable] = {}
@@ -170,13 +171,12 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         if missing := [key for key in keys.values() if key not in stored]:
             raise ArtifactError(f"{path} holds no {missing[0][:200]!r}, a piece of {name[:200]!r}; fetch it again")
         pieces = LayerTensors(path, layer, {piece: stored.pop(key) for piece, key in keys.items()})
-        module = modules.get(layer)
-        if not isinstance(module, nn.Linear) or ending != "weight":
+        if layer not in linears or ending != "weight":
             raise ArtifactError(
                 f"{path} has {name[:200]!r} as a {description.kind[:100]}, expected none but weights of the model's "
                 "linears; give a quantization of that very model"
             )
-        layers[layer], computed = quantized_layer(description, pieces, tuple(module.weight.shape))
+        layers[layer], computed = quantized_layer(description, pieces, linears[layer])
         computes = computes and computed
     denoiser = QuantizedDenoiser(
         path, FACTS.name, FACTS.method, layers, parameters,
@@ -474,8 +474,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
     Per quantized layer there are codes int8 or E4M3 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...]
-    if it has a static one and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
-    Raises ResourceError when the disk is full.
+    if it has a static one and, where the layer multiplies, its factors fp32 [in].
     """
     layers = quantized(assignment)
     ranks = input_ranks(checkpoint) if any(has_static_input(layer) for layer in layers.values()) else {}

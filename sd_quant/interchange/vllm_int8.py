@@ -116,10 +116,7 @@ def read_served(
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
-
-    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
