@@ -18,7 +18,6 @@ Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is r
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ from sd_quant.interchange.nunchaku_linears import (
     w4a16_layer,
     written,
 )
-from sd_quant.interchange.stored import quantization_config, shown, stored_tensors, told, weight_shapes, whole
+from sd_quant.interchange.stored import Folder, shown, told
 from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
@@ -69,11 +68,11 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for a damaged folder, a config that its tensors contradict, and any other denoiser than that of
     ``checkpoint``.
     """
-    targets = targets_of(path)
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    linears = linears_of(path, tensors)
+    folder = Folder(path, checkpoint)
+    targets, shapes = targets_of(folder), folder.shapes
+    linears = linears_of(path, folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
-    rest: dict[str, Readable] = dict(tensors)
+    rest: dict[str, Readable] = dict(folder.tensors)
     for name, target in targets.items():
         if name not in linears or len(shapes.get(name, ())) != 2:
             raise ArtifactError(
@@ -96,7 +95,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             layers[name] = w4a4_layer([stored], slice(None))
             bias = bias_of([stored], slice(None))
         rest |= {} if bias is None else {f"{name}.bias": bias}
-    return whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, rest)
+    return folder.whole(FACTS.name, FACTS.method, layers, rest)
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,13 @@ class Target:
     rank: int | None
 
 
-def targets_of(path: Path) -> dict[str, Target]:
+def targets_of(folder: Folder) -> dict[str, Target]:
     """The linears that the config lists, by name. Raises ArtifactError for a config that is not diffusers'."""
-    config, found = quantization_config(path) or {}, dict[str, Target]()
+    found: dict[str, Target] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
-    with refusing(f"{path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
+    with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
         for kind, known in ((W4A4, BLOCKS), (W4A16, {"int4": BLOCKS["int4"]})):
-            section: Any = config.get(kind)
+            section = folder.config.get(kind)
             if section is None:
                 continue
             precision, rank, names = section["precision"], section["rank"] if kind == W4A4 else None, section["targets"]

@@ -37,20 +37,7 @@ from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, Qua
 from sd_quant.interchange.diffusers_autoround import AWQ_ORDER
 from sd_quant.interchange.inputs import Affine, StaticFloat8
 from sd_quant.interchange.layouts import NUMBERS, TURNED, TWO_IN_A_BYTE, UINT8, ZEROS, Layout, Packing, Piece
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    LayerTensors,
-    Shape,
-    by_diffusers,
-    by_layer,
-    quantization_config,
-    shown,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, by_layer, shown, told, whole
 from sd_quant.models.checkpoint import Checkpoint
 
 FACTS = ForeignFormat(
@@ -82,8 +69,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for quantized outputs, biases and dynamic inputs, and for anything that is not the whole
     denoiser.
     """
-    config, shapes = quantization_config(path) or {}, weight_shapes(checkpoint)
-    tensors = with_plain_names(path, stored_tensors(path, checkpoint), shapes)
+    folder = Folder(path, checkpoint)
+    config, shapes, tensors = folder.config, folder.shapes, with_plain_names(path, folder.tensors, folder.shapes)
     found, others = by_layer(path, tensors, shapes, (SCALE, ZERO, INPUT, INPUT_ZERO, DOWN, UP, FACTOR))
     exceptions, reorder = exceptions_in(path, config), entry(config, "export", "pack_method") != "order"
     layers, parameters = dict[str, QuantizedLayer](), dict[str, Readable](others)
@@ -96,7 +83,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             own.checked("weight", [shapes[name]], FLOATS)
             parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
     denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, parameters)
-    theirs = by_diffusers(path, checkpoint, FACTS.method)
+    theirs = folder.opened_by(FACTS.method)
     return replace(denoiser, runtime=None if theirs is None else partial(with_their_layers, theirs))
 
 

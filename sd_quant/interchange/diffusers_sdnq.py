@@ -45,17 +45,7 @@ from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
 from sd_quant.interchange.layouts import FP32, NUMBERS, UINT8, Layout, Packing, Piece
-from sd_quant.interchange.stored import (
-    FP8,
-    LayerTensors,
-    by_diffusers,
-    checked_config,
-    configs_by_layer,
-    maker_of,
-    quantization_config,
-    stored_tensors,
-    weight_shapes,
-)
+from sd_quant.interchange.stored import FP8, Folder, LayerTensors, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import between
 from sd_quant.models.checkpoint import Checkpoint
@@ -149,21 +139,19 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError or ConfigError for a damaged folder, a config that is none, an option that cannot be decoded
     here, and for any other denoiser than that of ``checkpoint``.
     """
-    given = quantization_config(path) or {}
-    config = checked_config(path, given, Config(), MAKER)
-    exceptions = configs_by_layer(path, given, "modules_quant_config", MAKER)
-    stored = stored_tensors(path, checkpoint)
-    total = size_of(stored.values())
+    folder = Folder(path, checkpoint)
+    config, exceptions = folder.checked(folder.config, Config()), folder.exceptions("modules_quant_config")
+    stored = dict(folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
     ranks = cache(partial(input_ranks, checkpoint))
-    for name, shape in weight_shapes(checkpoint).items():
+    for name, shape in folder.shapes.items():
         if f"{name}.scale" in stored and f"{name}.weight" in stored:
             pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
-            own = of_layer(path, config, exceptions, name)
+            own = of_layer(folder, config, exceptions, name)
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
     denoiser = QuantizedDenoiser(
-        path, FACTS.name, maker_of(MAKER, given.get("sdnq_version")), layers, stored, total,
-        runtime=by_diffusers(path, checkpoint, FACTS.method, torch.float32, **ENVIRONMENT),
+        path, FACTS.name, folder.maker(MAKER, "sdnq_version"), layers, stored, size_of(folder.tensors.values()),
+        runtime=folder.opened_by(FACTS.method, torch.float32, **ENVIRONMENT),
     )  # fmt: skip
     check_whole(denoiser, checkpoint)
     return denoiser
@@ -172,12 +160,12 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 # The config
 
 
-def of_layer(path: Path, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
+def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
     """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
-    name = f"{layer}.weight"
+    name, path = f"{layer}.weight", folder.path
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
-        config = checked_config(path, given, config, MAKER)
+        config = folder.checked(given, config)
     for wanted, patterns in numbers_by_layer.items():
         if any(matches(path, pattern, name) for pattern in patterns):
             config = replace(config, weights_dtype=at_least_as_wide(path, wanted, config.weights_dtype))

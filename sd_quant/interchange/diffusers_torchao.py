@@ -59,18 +59,7 @@ from sd_quant.interchange.layouts import (
     Piece,
     has_static_input,
 )
-from sd_quant.interchange.stored import (
-    DTYPES,
-    FLOAT_SCALES,
-    FP8,
-    LayerTensors,
-    Shape,
-    by_diffusers,
-    denoiser_folder,
-    plain,
-    stored_tensors,
-    weight_shapes,
-)
+from sd_quant.interchange.stored import DTYPES, FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, plain
 from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
@@ -154,10 +143,11 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for a damaged folder, one of pickles, a class or a field that cannot be decoded here, and for
     any other denoiser than that of ``checkpoint``.
     """
-    refuse_pickles(path)
-    stored = stored_tensors(path, checkpoint)
+    folder = Folder(path, checkpoint)
+    refuse_pickles(folder.place)
+    stored = dict(folder.tensors)
     descriptions = descriptions_of(path, stored.values())
-    linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
+    linears = {name: shape for name, shape in folder.shapes.items() if len(shape) == 2}
     layers: dict[str, QuantizedLayer] = {}
     computes = True
     parameters: dict[str, Readable] = {}
@@ -181,15 +171,14 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     denoiser = QuantizedDenoiser(
         path, FACTS.name, FACTS.method, layers, parameters,
         size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=by_diffusers(path, checkpoint, FACTS.method) if computes else None,
+        runtime=folder.opened_by(FACTS.method) if computes else None,
     )  # fmt: skip
     check_whole(denoiser, checkpoint, unknown=list(stored))
     return denoiser
 
 
-def refuse_pickles(path: Path) -> None:
+def refuse_pickles(folder: Path) -> None:
     """Raises ArtifactError for a folder from before torchao could write safetensors."""
-    folder = denoiser_folder(path) or path
     names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".bin") for name in names) and not any(".safetensors" in name for name in names):
         raise ArtifactError(

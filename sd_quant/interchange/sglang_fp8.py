@@ -26,7 +26,7 @@ from sd_quant.interchange import IN_BLOCKS, ForeignFormat, Server
 from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.interchange.inputs import BlockFloat8
 from sd_quant.interchange.layouts import E4M3, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, weight_shapes
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, weight_shapes
 from sd_quant.interchange.vllm_int8 import ignored_in, read_served
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
@@ -75,8 +75,9 @@ OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. Raises what ``ignored_in`` and ``read_served`` raise."""
-    ignored = ignored_in(path, WRITTEN, OTHERS, IGNORED, ALSO_IGNORED)
-    return read_served(path, checkpoint, FACTS, LAYOUT, BlockFloat8(BLOCK), partial(skips, ignored))
+    folder = Folder(path, checkpoint)
+    ignored = ignored_in(folder, WRITTEN, OTHERS, IGNORED, ALSO_IGNORED)
+    return read_served(folder, FACTS, LAYOUT, BlockFloat8(BLOCK), partial(skips, ignored))
 
 
 def skips(ignored: Collection[str], name: str) -> bool:

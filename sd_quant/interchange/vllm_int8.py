@@ -26,15 +26,7 @@ from sd_quant.interchange import PER_ROW, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import (
-    by_layer,
-    ignored_names,
-    quantization_config,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import Folder, ignored_names, told, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -72,16 +64,16 @@ STACKED = {  # what the server makes of linears, by the ends of their names
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a folder, a pipeline's or its own. Raises what ``ignored_in`` and ``read_served`` raise."""
-    ignored = ignored_in(path, WRITTEN, {}, IGNORED)
-    return read_served(path, checkpoint, FACTS, LAYOUT, RowInteger(), ignored.__contains__)
+    folder = Folder(path, checkpoint)
+    return read_served(folder, FACTS, LAYOUT, RowInteger(), ignored_in(folder, WRITTEN, {}, IGNORED).__contains__)
 
 
-def ignored_in(path: Path, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
+def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
     """The names of layers that are not quantized in the config of a folder, in the first of the ``lists`` that has any.
 
     Raises ArtifactError unless the config has all that is ``written`` beside, and nothing more but for ``others``.
     """
-    config = quantization_config(path) or {}
+    path, config = folder.path, folder.config
     if differing := [key for key, value in written.items() if config.get(key) != value]:
         lacks = ", ".join(f"{key} {written[key]}" for key in differing)
         raise ArtifactError(f"{path}: its config lacks {lacks}, which its server expects; make the folder again")
@@ -95,21 +87,20 @@ def ignored_in(path: Path, written: Mapping[str, object], others: Mapping[str, o
 
 
 def read_served(
-    path: Path, checkpoint: Checkpoint, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable
+    folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
 ) -> QuantizedDenoiser:
     """The denoiser in a folder whose quantized linears are all of one ``layout``. No weight is read.
 
     Raises ArtifactError for a layer that has scales and that the server ``skips``, and for any other denoiser.
     """
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, [piece.end for piece in layout.pieces if piece.holds != NUMBERS])
+    found, others = folder.by_layer([piece.end for piece in layout.pieces if piece.holds != NUMBERS])
     if both := [name for name in found if skips(name)]:
         raise ArtifactError(
-            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so "
+            f"{folder.path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so "
             f"{facts.consumer} would not load them; make the folder again"
         )
-    layers = {name: layout.layer(own, shapes[name], own.size(), inputs) for name, own in found.items()}
-    return whole(path, facts.name, facts.consumer, checkpoint, layers, tensors, others)
+    layers = {name: layout.layer(own, folder.shapes[name], own.size(), inputs) for name, own in found.items()}
+    return folder.whole(facts.name, facts.consumer, layers, others)
 
 
 # Writing
