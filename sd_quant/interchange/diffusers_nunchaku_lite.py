@@ -28,8 +28,6 @@ from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.nunchaku_linears import (
     BLOCKS,
-    bias_of,
-    common_format,
     common_rank,
     linears_of,
     stored_w4a4,
@@ -39,7 +37,7 @@ from sd_quant.interchange.nunchaku_linears import (
     written,
 )
 from sd_quant.interchange.stored import Folder, shown, told
-from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_folder
+from sd_quant.interchange.weights import Assignment, high_precision, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -92,8 +90,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
                     f"{path} has {shown(name)} as {target.precision} with rank {told(target.rank)} in its config and "
                     f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
                 )
-            layers[name] = w4a4_layer([stored], slice(None))
-            bias = bias_of([stored], slice(None))
+            layers[name], bias = w4a4_layer([stored], slice(None))
         rest |= {} if bias is None else {f"{name}.bias": bias}
     return folder.whole(FACTS.name, FACTS.method, layers, rest)
 
@@ -132,15 +129,13 @@ def targets_of(folder: Folder) -> dict[str, Target]:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config.
 
-    Raises ConfigError for layers in two formats, because the config holds one, and ResourceError when the disk is full.
+    Raises ConfigError for layers in two formats, because the config holds one.
     """
     weights = high_precision(checkpoint, assignment)
-    linears = {
-        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
-    }
-    precision, rank = common_format(FACTS.name, linears), common_rank(linears.values())
+    linears, precision = written(FACTS.name, checkpoint, assignment, weights)
+    rank = common_rank(linears.values())
     tensors: dict[str, Readable] = {
         name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] not in linears
     }

@@ -48,8 +48,6 @@ from sd_quant.interchange.nunchaku_linears import (
     BLOCKS,
     SHIFT,
     Written,
-    bias_of,
-    common_format,
     common_rank,
     in_chunks,
     interleaved,
@@ -63,7 +61,7 @@ from sd_quant.interchange.nunchaku_linears import (
     written,
 )
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
-from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_file
+from sd_quant.interchange.weights import Assignment, high_precision, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
 
@@ -240,7 +238,7 @@ def placed(
     parts = [
         stored_w4a4(each, sum(heights), width, shift_of(each.layer)) for each, width in zip(own, widths, strict=True)
     ]
-    return w4a4_layer(parts, slice(start, start + rows)), bias_of(parts, slice(start, start + rows))
+    return w4a4_layer(parts, slice(start, start + rows))
 
 
 def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
@@ -264,16 +262,14 @@ def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are; one tensor is in memory at a time.
+    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are.
 
-    Raises ConfigError for layers in two formats and ResourceError when the disk is full.
+    Raises ConfigError for layers in two formats.
     """
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
-    rows = {
-        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
-    }
+    rows, fmt = written(FACTS.name, checkpoint, assignment, weights)
     linears: dict[str, Written] = {}
     for name in rows:
         place = place_of(name)
@@ -285,7 +281,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             linears[of_mlp] = columns_of(rows[name], slice(hidden, None))
         else:
             linears[place.names[0]] = joined([rows[member] for member in place.members])
-    fmt, rank = common_format(FACTS.name, rows), common_rank(linears.values())
+    rank = common_rank(linears.values())
     tensors: dict[str, Readable] = {}
     for key, tensor in weights.items():
         owner, _, end = key.rpartition(".")

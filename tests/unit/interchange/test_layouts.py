@@ -78,7 +78,7 @@ def of_mark(name: str) -> Row:
 
 
 def w4a4(own: LayerTensors) -> QuantizedLayer:
-    return nunchaku_linears.w4a4_layer([nunchaku_linears.stored_w4a4(own, *SHAPE)], slice(None))
+    return nunchaku_linears.w4a4_layer([nunchaku_linears.stored_w4a4(own, *SHAPE)], slice(None))[0]
 
 
 def by_torchao(own: LayerTensors) -> QuantizedLayer:
