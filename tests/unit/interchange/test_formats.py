@@ -33,13 +33,6 @@ def test_another_folder_and_another_target_are_refused(tmp_path, targets, words)
         job_of(HandOverJob, compose("hand_over", [f"run={tmp_path}", f"to=[{targets}]"]))
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_every_target_has_a_writer(name):
-    assert name in NAMES
-    told = TARGETS[name].loading
-    assert TARGETS[name].servers or not isinstance(told, str) or "{folder" in told
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs, words",
@@ -125,6 +118,8 @@ def test_the_facts_are_those_of_the_module_and_it_has_the_functions(name):
     facts, module = FORMATS[name], FORMATS[name].module
     assert facts == (with_graphs(module.FACTS) if module.FACTS.runtime else module.FACTS) and facts.name == name
     assert (name in READERS) == hasattr(module, "read") == (hasattr(module, "recognizes") or bool(facts.method))
+    assert (name in TARGETS) == hasattr(module, "write")
+    assert name not in TARGETS or facts.servers or not isinstance(facts.loading, str) or "{folder" in facts.loading
 
 
 @pytest.mark.parametrize(
