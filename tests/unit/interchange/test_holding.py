@@ -16,6 +16,7 @@ from sd_quant.stages.hand_over import lost
 from tests.presets import recipe_of
 
 from .cases import PLAIN
+from .conftest import recipe_of as recipe_with
 
 pytestmark = pytest.mark.commit
 
@@ -31,18 +32,18 @@ ROW = LayerAssignment(
     "fmt, options, target, words",
     [
         ("int8", {}, replace(COMFYUI, formats={"fp8": STATIC}),
-         r"comfyui holds fp8 and none of the layers in int8, [\w.]+, [\w.]+ and 64 more \(comfyui holds no weights in "
-         r"int8\); hand over to another \(diffusers_modelopt holds 66, .*\), or a run with another quantize= preset"),
+         r"comfyui holds fp8 and none of the layers in int8, [\w.]+, [\w.]+ and 104 more \(comfyui holds no weights in "
+         r"int8\); hand over to another \(diffusers_modelopt holds 106, .*\), or a run with another quantize= preset"),
         ("fp8", {"per_channel": True}, COMFYUI, "none of the layers in fp8"),
         ("nvfp4", {**PLAIN, "rank": 4}, COMFYUI, "layers have a low-rank branch, which comfyui cannot hold"),
         ("int8", {**PLAIN, "per_token": True, "rotation": 16}, TARGETS["diffusers_torchao"],
-         r"and none .* quantize\.rotation=0 rotates none; .* another \(openvino holds 66, onnx .*, comfyui holds 48,"),
+         r"and none .* quantize\.rotation=0 rotates none; .* another \(openvino holds 106, onnx .*, comfyui holds 88,"),
     ],
     ids=["format", "scale", "branch", "rotation"],
 )  # fmt: skip
-def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, target, words):
+def test_what_a_target_cannot_hold_at_all_is_refused(tiny, fmt, options, target, words):
     with pytest.raises(ConfigError, match=words):
-        adapted(assign(fmt, fmt, **options), target)
+        adapted(tiny("sdxl").derived(recipe_with(fmt, **options)), target)
 
 
 LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
@@ -239,8 +240,8 @@ def test_of_a_mix_each_target_holds_what_it_can_and_names_the_rest(calibrated):
         assert lost(made, found) == dict(Counter(found[name].reason for name in labels.keys() - quantized))
 
 
-def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(assign):
-    rows = assign("int8", "int8", **PLAIN, rank=4)
+def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(tiny):
+    rows = tiny("sdxl").derived(recipe_with("int8", **PLAIN, rank=4))
     with pytest.raises(ConfigError, match="layers have a low-rank branch, which diffusers_modelopt cannot hold"):
         adapted(rows, MODELOPT)
     name = next(name for name, row in rows.items() if row.low_rank is not None)
