@@ -35,7 +35,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype,
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole
-from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.single_files import Coded, placed
 from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part
@@ -269,8 +269,8 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
 
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
-) -> tuple[dict[str, Marked], set[str]]:
-    """Each marked layer, and the names of its tensors, without the weight's, and of marks."""
+) -> tuple[dict[str, Coded], set[str]]:
+    """Each marked layer that has a weight, and the names of its tensors, without the weight's, and of marks."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -286,7 +286,12 @@ def marked_tensors(
         elif (new := new_names.get(end, end)) in known and (not old or end in new_names):
             found[layer][new] = tensor
             used.add(name)
-    return {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}, used
+    marked = {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}
+    return {
+        layer: Coded(each.own, each.unpacked(), each.method.layout.multiple, each.layer)
+        for layer, each in marked.items()
+        if "weight" in each.own
+    }, used
 
 
 # Writing

@@ -66,7 +66,6 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, w
     [
         ("diffusers_torchao", "torchao", "0.17.0", True),
         ("diffusers_torchao", "torchao", "0.18.0", False),
-        ("diffusers_sdnq", "sdnq", "0.2.1", True),
         ("comfyui", "torchao", "0.17.0", False),
     ],
 )
