@@ -160,11 +160,7 @@ def is_marked(tensors: Collection[str], metadata: Collection[str]) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Locates the denoiser of ``checkpoint`` in a safetensors file for ComfyUI; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, marks a layer in two ways or in
-    one that is not known here, or holds any other denoiser.
-    """
+    """The denoiser in a safetensors file for ComfyUI. One that marks a layer in two ways is refused."""
     tensors, metadata = read_header(whole_file(path))
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}

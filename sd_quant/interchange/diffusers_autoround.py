@@ -91,11 +91,7 @@ class Scheme:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32. No weight is read.
-
-    Raises ArtifactError or ConfigError for a damaged folder, a config that is none or does not fit the tensors, a way
-    that is not decoded here, and for any other denoiser than that of ``checkpoint``.
-    """
+    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32."""
     folder = Folder(path, checkpoint)
     packing = PACKINGS.get(name) if isinstance(name := folder.config.get("packing_format", GPTQ), str) else None
     if packing is None:

@@ -69,11 +69,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser of ``checkpoint`` in a file of Black Forest Labs' layout; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, a layer's tensors are not those
-    of one of the two kinds, or it holds any other denoiser.
-    """
+    """The denoiser in a file of Black Forest Labs' layout."""
     names, unknown = denoiser_tensors(stored := read_header(whole_file(path))[0])
     found = {name: stored[full] for name, full in names.items()}
     scaled = scaled_layers(path, found)

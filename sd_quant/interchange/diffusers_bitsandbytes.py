@@ -95,10 +95,7 @@ class OutlierColumns:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
-
-    Raises ArtifactError for anything that is not the whole denoiser as bitsandbytes stores it.
-    """
+    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight."""
     folder = Folder(path, checkpoint)
     inputs, (found, others) = OutlierColumns(threshold(folder)), folder.by_layer((*FOUR_BITS, *EIGHT_BITS))
     if convolutions := [layer for layer in found if len(folder.shapes[layer]) != 2]:

@@ -61,11 +61,7 @@ W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it.
-
-    Raises ArtifactError for a damaged folder, a config that its tensors contradict, and any other denoiser than that of
-    ``checkpoint``.
-    """
+    """The denoiser in ``path`` as nunchaku's kernels compute it. A config that its tensors contradict is refused."""
     folder = Folder(path, checkpoint)
     targets, shapes = targets_of(folder), folder.shapes
     linears = linears_of(path, folder.tensors)

@@ -66,10 +66,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
-
-    Raises ArtifactError for anything that is not the whole denoiser as quanto stores it with inputs as they are.
-    """
+    """The denoiser in a folder, a pipeline's or its own, with inputs as they are."""
     folder = Folder(path, checkpoint)
     found, others = folder.by_layer((DATA, PACKED, SCALE, SHIFT))
     kinds = kinds_of(folder, found)

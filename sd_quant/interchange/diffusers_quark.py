@@ -64,11 +64,7 @@ Exceptions = Sequence[tuple[re.Pattern, object]]
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
-
-    Raises ArtifactError for quantized outputs, biases and dynamic inputs, and for anything that is not the whole
-    denoiser.
-    """
+    """The denoiser in a folder, a pipeline's or its own. Quantized outputs, biases and dynamic inputs are refused."""
     folder = Folder(path, checkpoint)
     config, shapes, tensors = folder.config, folder.shapes, with_plain_names(path, folder.tensors, folder.shapes)
     found, others = by_layer(path, tensors, shapes, (SCALE, ZERO, INPUT, INPUT_ZERO, DOWN, UP, FACTOR))

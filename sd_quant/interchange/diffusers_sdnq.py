@@ -134,11 +134,7 @@ class Numbers:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
-
-    Raises ArtifactError or ConfigError for a damaged folder, a config that is none, an option that cannot be decoded
-    here, and for any other denoiser than that of ``checkpoint``.
-    """
+    """The denoiser in ``path`` as SDNQ dequantizes it, fp32."""
     folder = Folder(path, checkpoint)
     config, exceptions = folder.checked(folder.config, Config()), folder.exceptions("modules_quant_config")
     stored = dict(folder.tensors)

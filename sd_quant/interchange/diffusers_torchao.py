@@ -138,11 +138,7 @@ class Computed:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as torchao computes it.
-
-    Raises ArtifactError for a damaged folder, one of pickles, a class or a field that cannot be decoded here, and for
-    any other denoiser than that of ``checkpoint``.
-    """
+    """The denoiser in ``path`` as torchao computes it."""
     folder = Folder(path, checkpoint)
     refuse_pickles(folder.place)
     stored = dict(folder.tensors)

@@ -189,11 +189,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Locates the denoiser of ``checkpoint`` in a GGUF file; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, holds a type that is not known
-    here, or any other denoiser.
-    """
+    """The denoiser in a GGUF file."""
     tensors, version = read_header(whole_file(path))
     network = empty_denoiser(checkpoint)
     names, unknown = t5_tensors(network, tensors) if is_t5(network) else denoiser_tensors(tensors)

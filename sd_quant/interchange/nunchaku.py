@@ -188,11 +188,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError for a damaged file, another class of nunchaku's than
-    that of ``checkpoint``, and any other denoiser.
-    """
+    """The denoiser in ``path`` as nunchaku's kernels compute it."""
     found, metadata = read_header(whole_file(path))
     kind = check_class(path, metadata.get("model_class"), checkpoint)
     tensors = cast(dict[str, StoredTensor], renamed(path, found, new_name))

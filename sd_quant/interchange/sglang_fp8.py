@@ -74,7 +74,7 @@ OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. Raises what ``ignored_in`` and ``read_served`` raise."""
+    """The denoiser in a folder, a pipeline's or its own."""
     folder = Folder(path, checkpoint)
     ignored = ignored_in(folder, WRITTEN, OTHERS, IGNORED, ALSO_IGNORED)
     return read_served(folder, FACTS, LAYOUT, BlockFloat8(BLOCK), partial(skips, ignored))

@@ -63,7 +63,7 @@ STACKED = {  # what the server makes of linears, by the ends of their names
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. Raises what ``ignored_in`` and ``read_served`` raise."""
+    """The denoiser in a folder, a pipeline's or its own."""
     folder = Folder(path, checkpoint)
     return read_served(folder, FACTS, LAYOUT, RowInteger(), ignored_in(folder, WRITTEN, {}, IGNORED).__contains__)
 
