@@ -25,17 +25,8 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.nunchaku_linears import (
-    BLOCKS,
-    common_rank,
-    linears_of,
-    stored_w4a4,
-    w4a4_layer,
-    w4a4_tensors,
-    w4a16_layer,
-    written,
-)
 from sd_quant.interchange.stored import Folder, shown, told
 from sd_quant.interchange.weights import Assignment, high_precision, write_folder
 from sd_quant.knobs import BOUNDED
@@ -64,7 +55,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in ``path`` as nunchaku's kernels compute it. A config that its tensors contradict is refused."""
     folder = Folder(path, checkpoint)
     targets, shapes = targets_of(folder), folder.shapes
-    linears = linears_of(path, folder.tensors)
+    linears = svdquant.linears_of(path, folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
     rest: dict[str, Readable] = dict(folder.tensors)
     for name, target in targets.items():
@@ -77,16 +68,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         for end in linears[name].tensors:
             rest.pop(f"{name}.{end}")
         if target.kind == W4A16:
-            layers[name] = w4a16_layer(linears[name], rows, columns)
+            layers[name] = svdquant.w4a16_layer(linears[name], rows, columns)
             bias: Readable | None = linears[name].tensors.get("bias")
         else:
-            stored = stored_w4a4(linears[name], rows, columns)
+            stored = svdquant.stored_w4a4(linears[name], rows, columns)
             if (stored.format, stored.rank) != (target.precision, target.rank):
                 raise ArtifactError(
                     f"{path} has {shown(name)} as {target.precision} with rank {told(target.rank)} in its config and "
                     f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
                 )
-            layers[name], bias = w4a4_layer([stored], slice(None))
+            layers[name], bias = svdquant.w4a4_layer([stored], slice(None))
         rest |= {} if bias is None else {f"{name}.bias": bias}
     return folder.whole(FACTS.name, FACTS.method, layers, rest)
 
@@ -105,7 +96,7 @@ def targets_of(folder: Folder) -> dict[str, Target]:
     found: dict[str, Target] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
     with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
-        for kind, known in ((W4A4, BLOCKS), (W4A16, {"int4": BLOCKS["int4"]})):
+        for kind, known in ((W4A4, svdquant.BLOCKS), (W4A16, {"int4": svdquant.BLOCKS["int4"]})):
             section = folder.config.get(kind)
             if section is None:
                 continue
@@ -130,16 +121,16 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     Raises ConfigError for layers in two formats, because the config holds one.
     """
     weights = high_precision(checkpoint, assignment)
-    linears, precision = written(FACTS.name, checkpoint, assignment, weights)
-    rank = common_rank(linears.values())
+    linears, precision = svdquant.written(FACTS.name, checkpoint, assignment, weights)
+    rank = svdquant.common_rank(linears.values())
     tensors: dict[str, Readable] = {
         name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] not in linears
     }
     for name, linear in linears.items():
-        own: dict[str, Readable] = dict(w4a4_tensors(linear, rank, torch.float16))
+        own: dict[str, Readable] = dict(svdquant.w4a4_tensors(linear, rank, torch.float16))
         if precision == "nvfp4":
             own["wtscale"] = lazy(torch.ones(1, dtype=torch.float16))
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
-    section = {"precision": precision, "group_size": BLOCKS[precision], "rank": rank, "targets": list(linears)}
+    section = {"precision": precision, "group_size": svdquant.BLOCKS[precision], "rank": rank, "targets": list(linears)}
     quantization = {"quant_method": FACTS.method, "compute_dtype": "float16", W4A4: section}
     return write_folder(checkpoint, folder, tensors, quantization)

@@ -43,23 +43,8 @@ from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.nunchaku_linears import (
-    BLOCKS,
-    SHIFT,
-    Written,
-    common_rank,
-    in_chunks,
-    interleaved,
-    linears_of,
-    smooth_of,
-    stored_w4a4,
-    w4a4_layer,
-    w4a4_tensors,
-    w4a16_layer,
-    w4a16_tensors,
-    written,
-)
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
 from sd_quant.interchange.weights import Assignment, high_precision, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -175,7 +160,7 @@ def place_of(name: str) -> Place:
 
 def shift_of(name: str) -> float:
     """Of the inputs of a linear by the file's new name."""
-    return SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
+    return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
 # Reading
@@ -192,7 +177,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, metadata = read_header(whole_file(path))
     kind = check_class(path, metadata.get("model_class"), checkpoint)
     tensors = cast(dict[str, StoredTensor], renamed(path, found, new_name))
-    linears, shapes = linears_of(path, tensors), weight_shapes(checkpoint)
+    linears, shapes = svdquant.linears_of(path, tensors), weight_shapes(checkpoint)
     layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}
     used: set[str] = set()
@@ -232,19 +217,22 @@ def placed(
     start = sum(heights[: place.members.index(name)])
     widths = [columns] if len(own) == 1 else [rows, columns - rows]
     parts = [
-        stored_w4a4(each, sum(heights), width, shift_of(each.layer)) for each, width in zip(own, widths, strict=True)
+        svdquant.stored_w4a4(each, sum(heights), width, shift_of(each.layer))
+        for each, width in zip(own, widths, strict=True)
     ]
-    return w4a4_layer(parts, slice(start, start + rows))
+    return svdquant.w4a4_layer(parts, slice(start, start + rows))
 
 
 def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
     """A modulation of W4A16 and its bias."""
     chunks = max(1, rows // columns)
-    layer = w4a16_layer(own, rows, columns, chunks)
+    layer = svdquant.w4a16_layer(own, rows, columns, chunks)
     if "bias" not in own:
         return layer, None
     own.checked("bias", [(rows,)], FLOAT_SCALES)
-    return layer, LazyTensor((rows,), torch.float32, lambda: shifted(in_chunks(own.finite("bias"), chunks), chunks, -1))
+    return layer, LazyTensor(
+        (rows,), torch.float32, lambda: shifted(svdquant.in_chunks(own.finite("bias"), chunks), chunks, -1)
+    )
 
 
 def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
@@ -265,8 +253,8 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
-    rows, fmt = written(FACTS.name, checkpoint, assignment, weights)
-    linears: dict[str, Written] = {}
+    rows, fmt = svdquant.written(FACTS.name, checkpoint, assignment, weights)
+    linears: dict[str, svdquant.Written] = {}
     for name in rows:
         place = place_of(name)
         if len(place.names) == 2:
@@ -277,7 +265,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
             linears[of_mlp] = columns_of(rows[name], slice(hidden, None))
         else:
             linears[place.names[0]] = joined([rows[member] for member in place.members])
-    rank = common_rank(linears.values())
+    rank = svdquant.common_rank(linears.values())
     tensors: dict[str, Readable] = {}
     for key, tensor in weights.items():
         owner, _, end = key.rpartition(".")
@@ -287,7 +275,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         elif owner not in rows:
             tensors[key] = in_dtype(tensor, dtype) if tensor.dtype.is_floating_point else tensor
     for name, linear in linears.items():
-        own = w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
+        own = svdquant.w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
         own["smooth_factor_orig"] = own["smooth_factor"]
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
     precision = {"int4": "int4", "nvfp4": "fp4"}[fmt]
@@ -304,7 +292,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:
     """The entry of the metadata."""
     int4 = fmt == "int4"
-    common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": BLOCKS[fmt]}
+    common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": svdquant.BLOCKS[fmt]}
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}
     activation = common | {"scale_dtype": None if int4 else "fp8_e4m3_nan"}
     return {"method": "svdquant", "rank": rank, "weight": weight, "activation": activation}
@@ -313,15 +301,17 @@ def quantization_config(fmt: str, rank: int) -> dict[str, object]:
 def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:
     """The tensors of a modulation's weight, or of its bias."""
     if end == "weight":
-        return {f"{owner}.{name}": each for name, each in w4a16_tensors(tensor, chunks, dtype).items()}
+        return {f"{owner}.{name}": each for name, each in svdquant.w4a16_tensors(tensor, chunks, dtype).items()}
     read = tensor.read
     shape = tuple(tensor.shape)
     return {
-        f"{owner}.{end}": LazyTensor(shape, dtype, lambda: interleaved(shifted(read(), chunks, 1), chunks).to(dtype))
+        f"{owner}.{end}": LazyTensor(
+            shape, dtype, lambda: svdquant.interleaved(shifted(read(), chunks, 1), chunks).to(dtype)
+        )
     }
 
 
-def with_shift(linear: Written, shift: float, dtype: torch.dtype) -> Written:
+def with_shift(linear: svdquant.Written, shift: float, dtype: torch.dtype) -> svdquant.Written:
     """The linear with a bias that takes back what the kernel adds to its inputs of INT4."""
     if not shift or linear.format != "int4" or linear.bias is None:
         return linear
@@ -329,14 +319,14 @@ def with_shift(linear: Written, shift: float, dtype: torch.dtype) -> Written:
 
     def read() -> Tensor:
         codes, scales, _ = linear.read()
-        smooth = smooth_of(linear, dtype).float()
+        smooth = svdquant.smooth_of(linear, dtype).float()
         weight = FORMATS[linear.format].dequantize(codes, scales.to(dtype).float())
         return bias.read().float() - weight @ (shift / smooth)
 
     return replace(linear, bias=LazyTensor((linear.rows,), torch.float32, read))
 
 
-def joined(linears: Sequence[Written]) -> Written:
+def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
     """One linear of the rows of several that read one input, smoothed by one vector."""
     first = linears[0]
     if len(linears) == 1:
@@ -364,9 +354,9 @@ def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.block_diag(*ups), torch.cat(downs)
 
 
-def columns_of(linear: Written, columns: slice) -> Written:
+def columns_of(linear: svdquant.Written, columns: slice) -> svdquant.Written:
     """The linear of some columns, whole blocks of them."""
-    block = BLOCKS[linear.format]
+    block = svdquant.BLOCKS[linear.format]
     blocks = slice(columns.start // block, None if columns.stop is None else columns.stop // block)
 
     def read() -> tuple[Tensor, ...]:
