@@ -160,12 +160,8 @@ def blocks_of(folder: Folder) -> tuple[str, ...] | None:
     given = next((folder.config[name] for name in BLOCKS if folder.config.get(name) is not None), None)
     if given is None:
         return None
-    parts = given.split(",") if isinstance(given, str) else given
-    names = (
-        [name for part in parts for name in (part if isinstance(part, list) else [part])]
-        if isinstance(parts, list)
-        else [None]
-    )
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [None]
+    names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
     if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
             f"{folder.path}: quantization_config names blocks by {BOUNDED.repr(given)}, expected names of modules; "

@@ -16,7 +16,6 @@ code that runs (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
 Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only: no recipe of ours has it.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,23 +57,23 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     linears = svdquant.linears_of(path, folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
     rest: dict[str, Readable] = dict(folder.tensors)
-    for name, target in targets.items():
+    for name, (kind, precision, rank) in targets.items():
         if name not in linears or len(shapes.get(name, ())) != 2:
             raise ArtifactError(
-                f"{path} lists {shown(name)} as a target of {target.kind}, which is no quantized linear of the model; "
+                f"{path} lists {shown(name)} as a target of {kind}, which is no quantized linear of the model; "
                 "give a quantization of that very model"
             )
         rows, columns = shapes[name]
         for end in linears[name].tensors:
             rest.pop(f"{name}.{end}")
-        if target.kind == W4A16:
+        if kind == W4A16:
             layers[name] = svdquant.w4a16_layer(linears[name], rows, columns)
             bias: Readable | None = linears[name].tensors.get("bias")
         else:
             stored = svdquant.stored_w4a4(linears[name], rows, columns)
-            if (stored.format, stored.rank) != (target.precision, target.rank):
+            if (stored.format, stored.rank) != (precision, rank):
                 raise ArtifactError(
-                    f"{path} has {shown(name)} as {target.precision} with rank {told(target.rank)} in its config and "
+                    f"{path} has {shown(name)} as {precision} with rank {told(rank)} in its config and "
                     f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
                 )
             layers[name], bias = svdquant.w4a4_layer([stored], slice(None))
@@ -82,18 +81,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     return folder.whole(FACTS.name, FACTS.method, layers, rest)
 
 
-@dataclass(frozen=True)
-class Target:
-    """How the config says that a linear is stored."""
-
-    kind: str
-    precision: str
-    rank: int | None
-
-
-def targets_of(folder: Folder) -> dict[str, Target]:
-    """The linears that the config lists, by name. Raises ArtifactError for a config that is not diffusers'."""
-    found: dict[str, Target] = {}
+def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
+    """Kind, precision and rank of the linears that the config lists. Raises ArtifactError unless it is diffusers'."""
+    found: dict[str, tuple[str, str, int | None]] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
     with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
         for kind, known in ((W4A4, svdquant.BLOCKS), (W4A16, {"int4": svdquant.BLOCKS["int4"]})):
@@ -108,7 +98,7 @@ def targets_of(folder: Folder) -> dict[str, Target]:
             for name in names:
                 if name in found:
                     raise ValueError(f"{shown(name)} is listed twice")
-                found[name] = Target(kind, precision, rank)
+                found[name] = kind, precision, rank
     return found
 
 

@@ -202,27 +202,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
                for rows in of_one]
         for name, of_one in places.items()
     }  # fmt: skip
-    quantized = {
-        name: [each for each in of_one if isinstance(each, Blocks)]
-        for name, of_one in parts.items()
-        if name.endswith(".weight") and isinstance(modules[name.removesuffix(".weight")], nn.Linear | nn.Conv2d)
-    }
-    layers = {
-        name.removesuffix(".weight"): stored_layer(of_one, joined(parts[name]))
-        for name, of_one in quantized.items()
-        if of_one
-    }
-    denoiser = QuantizedDenoiser(
-        path,
-        FACTS.name,
-        f"GGUF {version}",
-        layers,
-        {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
-        sum(map(size_of, found.values())),
-        sampling_marks(tensors),
-        # diffusers asks for ggml's package too
-        runtime=partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None,
-    )
+    layers: dict[str, QuantizedLayer] = {}
+    for name, of_one in parts.items():
+        layer, blocks = name.removesuffix(".weight"), [each for each in of_one if isinstance(each, Blocks)]
+        if blocks and isinstance(modules.get(layer), nn.Linear | nn.Conv2d):
+            layers[layer] = stored_layer(blocks, joined(of_one))
+    parameters = {name: joined(each) for name, each in parts.items() if name.removesuffix(".weight") not in layers}
+    size, marks, maker = sum(map(size_of, found.values())), sampling_marks(tensors), f"GGUF {version}"
+    # diffusers asks for ggml's package too
+    runtime = partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None
+    denoiser = QuantizedDenoiser(path, FACTS.name, maker, layers, parameters, size, marks, runtime=runtime)
     check_whole(denoiser, checkpoint, [*unknown, *others])
     return denoiser
 
