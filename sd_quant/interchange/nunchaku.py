@@ -30,7 +30,7 @@ road not taken is to decompose the stacked weights anew: their codes were chosen
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -138,24 +138,20 @@ def old_name(key: str) -> str:
     return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a linear of diffusers is: in rows of one that is fused with ``members``, or side by side in several."""
+def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Where a linear of diffusers is: in the rows of one that holds all members, or side by side in several linears.
 
-    names: tuple[str, ...]
-    members: tuple[str, ...]
-
-
-def place_of(name: str) -> Place:
+    Returns the linears' names, and the members.
+    """
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):
-            return Place((f"{head}.{fused}",), tuple(f"{head}.{member}" for member in members))
+            return (f"{head}.{fused}",), tuple(f"{head}.{member}" for member in members)
     if name.startswith(SINGLE):
         stored = {"proj_mlp": ("mlp_fc1",), "proj_out": ("attn.to_out", "mlp_fc2")}
         if last in stored:
-            return Place(tuple(f"{head}.{each}" for each in stored[last]), (name,))
-    return Place((name,), (name,))
+            return tuple(f"{head}.{each}" for each in stored[last]), (name,)
+    return (name,), (name,)
 
 
 def shift_of(name: str) -> float:
@@ -182,15 +178,15 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     parameters: dict[str, Readable] = {}
     used: set[str] = set()
     for name in shapes:
-        place = place_of(name)
-        if len(shapes[name]) != 2 or not all(stored in linears for stored in place.names):
+        names, members = place_of(name)
+        if len(shapes[name]) != 2 or not all(stored in linears for stored in names):
             continue
-        used.update(place.names)
-        own = [linears[stored] for stored in place.names]
+        used.update(names)
+        own = [linears[stored] for stored in names]
         layers[name], bias = (
             modulation(own[0], *shapes[name])
             if name.endswith(MODULATIONS) and "wzeros" in own[0]
-            else placed(own, name, place, shapes)
+            else placed(own, name, members, shapes)
         )
         parameters |= {} if bias is None else {f"{name}.bias": bias}
     taken = {f"{stored}.{end}" for stored in used for end in linears[stored].tensors}
@@ -209,12 +205,12 @@ def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
 
 
 def placed(
-    own: Sequence[LayerTensors], name: str, place: Place, shapes: Mapping[str, Shape]
+    own: Sequence[LayerTensors], name: str, members: Sequence[str], shapes: Mapping[str, Shape]
 ) -> tuple[QuantizedLayer, LazyTensor | None]:
     """A linear of W4A4 and its bias."""
     rows, columns = shapes[name]
-    heights = [shapes[member][0] for member in place.members]
-    start = sum(heights[: place.members.index(name)])
+    heights = [shapes[member][0] for member in members]
+    start = sum(heights[: members.index(name)])
     widths = [columns] if len(own) == 1 else [rows, columns - rows]
     parts = [
         svdquant.stored_w4a4(each, sum(heights), width, shift_of(each.layer))
@@ -256,15 +252,15 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     rows, fmt = svdquant.written(FACTS.name, checkpoint, assignment, weights)
     linears: dict[str, svdquant.Written] = {}
     for name in rows:
-        place = place_of(name)
-        if len(place.names) == 2:
+        names, members = place_of(name)
+        if len(names) == 2:
             hidden = rows[name].rows
-            of_attention, of_mlp = place.names
+            of_attention, of_mlp = names
             zeros = lazy(torch.zeros(hidden))
             linears[of_attention] = replace(columns_of(rows[name], slice(0, hidden)), bias=zeros)
             linears[of_mlp] = columns_of(rows[name], slice(hidden, None))
         else:
-            linears[place.names[0]] = joined([rows[member] for member in place.members])
+            linears[names[0]] = joined([rows[member] for member in members])
     rank = svdquant.common_rank(linears.values())
     tensors: dict[str, Readable] = {}
     for key, tensor in weights.items():
