@@ -34,7 +34,7 @@ from sd_quant.files.safetensors import read_header, read_object
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole
 from sd_quant.interchange.single_files import Coded, placed
 from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
@@ -179,8 +179,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
     size, how = size_of(found.values()), sampling_marks(tensors)
     denoiser = QuantizedDenoiser(path, FACTS.name, FACTS.consumer, layers, parameters, size, how)
-    check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
-    return denoiser
+    return checked_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:

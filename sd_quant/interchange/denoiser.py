@@ -68,7 +68,9 @@ class QuantizedDenoiser:
         return 8 * self.stored_bytes / count
 
 
-def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()) -> None:
+def checked_whole(
+    denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()
+) -> QuantizedDenoiser:
     """Raises ArtifactError unless ``denoiser`` is the whole denoiser of ``checkpoint`` and nothing else.
 
     ``unknown`` are names in the file that its reader does not understand. The message has ten names of what is missing,
@@ -95,6 +97,7 @@ def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Co
             f"{denoiser.path} ({denoiser.maker}) does not hold the {part} of the full-precision "
             f"model, {len(expected)} tensors ({told}); give a quantization of that very model"
         )
+    return denoiser
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
 from sd_quant.interchange.single_files import Coded, placed
@@ -78,8 +78,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     layers, parameters, others = placed(path, checkpoint, weights, scaled, FACTS.consumer)
     size, marks = size_of(found.values()), sampling_marks(stored)
     denoiser = QuantizedDenoiser(path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size, marks)
-    check_whole(denoiser, checkpoint, [*unknown, *others])
-    return denoiser
+    return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
 
 def scaled_linear(own: LayerTensors) -> Coded:

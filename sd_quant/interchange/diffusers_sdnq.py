@@ -42,7 +42,7 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
-from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
+from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
 from sd_quant.interchange.layouts import FP32, NUMBERS, UINT8, Layout, Packing, Piece
 from sd_quant.interchange.stored import FP8, Folder, LayerTensors, weight_shapes
@@ -145,12 +145,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
             own = of_layer(folder, config, exceptions, name)
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, folder.maker(MAKER, "sdnq_version"), layers, stored, size_of(folder.tensors.values()),
-        runtime=folder.opened_by(FACTS.method, torch.float32, **ENVIRONMENT),
-    )  # fmt: skip
-    check_whole(denoiser, checkpoint)
-    return denoiser
+    maker, size = folder.maker(MAKER, "sdnq_version"), size_of(folder.tensors.values())
+    runtime = folder.opened_by(FACTS.method, torch.float32, **ENVIRONMENT)
+    return checked_whole(QuantizedDenoiser(path, FACTS.name, maker, layers, stored, size, runtime=runtime), checkpoint)
 
 
 # The config

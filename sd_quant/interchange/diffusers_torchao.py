@@ -42,7 +42,7 @@ from sd_quant.files import refusing
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import (
     E4M3,
@@ -164,13 +164,10 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             )
         layers[layer], computed = quantized_layer(description, pieces, linears[layer])
         computes = computes and computed
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, FACTS.method, layers, parameters,
-        size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=folder.opened_by(FACTS.method) if computes else None,
-    )  # fmt: skip
-    check_whole(denoiser, checkpoint, unknown=list(stored))
-    return denoiser
+    size = size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values())
+    runtime = folder.opened_by(FACTS.method) if computes else None
+    found = QuantizedDenoiser(path, FACTS.name, FACTS.method, layers, parameters, size, runtime=runtime)
+    return checked_whole(found, checkpoint, unknown=list(stored))
 
 
 def refuse_pickles(folder: Path) -> None:

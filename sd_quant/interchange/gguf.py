@@ -45,7 +45,7 @@ from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, read_bytes, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, UNETS, ForeignFormat
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole, needed
 from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
@@ -212,8 +212,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     # diffusers asks for ggml's package too
     runtime = partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None
     denoiser = QuantizedDenoiser(path, FACTS.name, maker, layers, parameters, size, marks, runtime=runtime)
-    check_whole(denoiser, checkpoint, [*unknown, *others])
-    return denoiser
+    return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
 
 def is_t5(network: nn.Module) -> bool:

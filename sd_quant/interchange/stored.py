@@ -25,7 +25,7 @@ from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole, needed
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.diffusers import DENOISERS, TIED
@@ -153,7 +153,7 @@ def whole(
     """The denoiser of these layers, checked to be whole, with ``more`` of its fields.
 
     ``tensors`` are all of the file, ``others`` those that are in no layer, ``ignored`` names among these that carry
-    nothing. Raises ArtifactError when no layer is quantized, and what ``check_whole`` raises.
+    nothing. Raises ArtifactError when no layer is quantized, and what ``checked_whole`` raises.
     """
     if not layers:
         raise ArtifactError(
@@ -163,8 +163,7 @@ def whole(
     parameters = {name: tensor for name, tensor in others.items() if name in expected}
     unknown = [name for name in others if name not in expected and name not in ignored]
     denoiser = QuantizedDenoiser(path, name, maker, layers, parameters, size_of(tensors.values()), **more)
-    check_whole(denoiser, checkpoint, unknown)
-    return denoiser
+    return checked_whole(denoiser, checkpoint, unknown)
 
 
 def shown(name: str) -> str:
