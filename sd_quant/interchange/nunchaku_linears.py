@@ -183,7 +183,7 @@ W4A16 = Layout("awq int4", f"1 for {int4.BLOCK} numbers", (
     )),
     Piece("wscales", "K/64 N|K/64^16 N", FLOAT_SCALES, packing=GROUPS),
     Piece("wzeros", "K/64 N|K/64^16 N", FLOAT_SCALES, ADDED, packing=GROUPS),
-), "nunchaku", columns=int4.BLOCK)  # fmt: skip
+), "nunchaku's loader", columns=int4.BLOCK)  # fmt: skip
 
 
 def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1) -> QuantizedLayer:
