@@ -35,30 +35,23 @@ def test_another_folder_and_another_target_are_refused(tmp_path, targets, words)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs, words",
+    "knobs, target, words",
     [
-        (["quantize=mxfp4", "hand_over=[comfyui]"],
-         "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino, onnx)"),
-        (["quantize=svdquant_w4a16", "hand_over=[diffusers_nunchaku_lite]"], "hand_over is diffusers_nunchaku_lite, "
-         "expected a target that holds int4 with inputs in high precision (comfyui, "),
-        (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
-         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite, nunchaku)"),
-        (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "
-         "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
-        (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
-         "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
-         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, diffusers_autoround, gguf, openvino, "
-         "onnx, vllm_int8)"),
-        (["model=pixart", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds pixart "
-         "(comfyui, diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_autoround, "
-         "diffusers_nunchaku_lite)"),
+        (["quantize=mxfp4"], "comfyui", "weights in mxfp4 (openvino, onnx)"),
+        (["quantize=svdquant_w4a16"], "diffusers_nunchaku_lite", "int4 with inputs in high precision (comfyui, "),
+        (["quantize=svdquant_w4a16"], "gguf", "a low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, "
+         "diffusers_nunchaku_lite, nunchaku)"),
+        (["quantize=rotated_w4a4"], "diffusers_sdnq", "rotated weights in int4, or quantize.rotation=0 (openvino, "),
+        (["model=flux", "model.path=x", "quantize=int8_dynamic"], "diffusers_modelopt", "inputs of int8 that are "
+         "scaled per token, or quantize.per_token=false (comfyui, "),
+        (["model=pixart", "model.path=x"], "gguf", "pixart (comfyui, "),
     ],
 )  # fmt: skip
-def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):
+def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, target, words):
     with composing("quantize"), pytest.raises(ConfigError) as refusal:
-        composed = OmegaConf.to_container(compose("quantize", knobs), resolve=True)
+        composed = OmegaConf.to_container(compose("quantize", [*knobs, f"hand_over=[{target}]"]), resolve=True)
         read(QuantizeJob, {name: value for name, value in composed.items() if name not in SHORTHANDS})
-    assert str(refusal.value).startswith(words)
+    assert str(refusal.value).startswith(f"hand_over is {target}, expected a target that holds {words}")
 
 
 @pytest.mark.parametrize(
