@@ -42,8 +42,7 @@ NAMES = (
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
-SDXL = frozenset({"sdxl"})
-UNETS = SDXL | {"sd15", "sd21"}
+UNETS = frozenset({"sdxl", "sd15", "sd21"})
 DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it loads nothing quantized
 
 

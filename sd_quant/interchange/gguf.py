@@ -25,7 +25,7 @@ which chooses other scales and knows no K-quants.
 
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -192,7 +192,10 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """The denoiser in a GGUF file."""
     tensors, version = read_header(whole_file(path))
     network = empty_denoiser(checkpoint)
-    names, unknown = t5_tensors(network, tensors) if is_t5(network) else denoiser_tensors(tensors)
+    names, unknown = denoiser_tensors(tensors)
+    if is_t5(network):
+        names = {name: stored for name in needed(network) if (stored := llama_name(name)) in tensors}
+        unknown = [stored for stored in tensors if stored not in names.values()]
     modules = dict(network.named_modules())
     found = without_kernels({name: tensors[full] for name, full in names.items()}, modules)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
@@ -225,12 +228,6 @@ def llama_name(name: str) -> str:
     if block is None or block[2] not in T5_ENDS:
         return T5_OTHERS.get(name, name)
     return f"enc.blk.{block[1]}.{T5_ENDS[block[2]]}.weight"
-
-
-def t5_tensors(network: nn.Module, tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """The names of T5's tensors with what they are in a file of llama.cpp's, and names in it that are unknown."""
-    found = {name: stored for name in needed(network) if (stored := llama_name(name)) in tensors}
-    return found, [stored for stored in tensors if stored not in found.values()]
 
 
 def stored_layer(parts: Sequence[Blocks], weight: Readable) -> QuantizedLayer:
@@ -293,8 +290,11 @@ def read_header(member: Member) -> tuple[Tensors, int]:
             end = each.start + size_of(each)
         if end > member.size:
             raise ValueError(f"{end} bytes described, {member.size} present")
-        for name, shape in original_shapes(entries).items():
-            if name in tensors:
+        for entry, shape in entries.items():
+            name = entry.removeprefix(ORIGINAL_SHAPE)
+            if name != entry and (not isinstance(shape, tuple) or min(shape, default=1) < 0):
+                raise ValueError(f"{entry[:200]!r} is no shape")
+            if name != entry and name in tensors:
                 tensors[name] = _reshaped(tensors[name], shape)
     return tensors, version
 
@@ -366,17 +366,6 @@ class Header:
         else:
             self.taken(count * struct.calcsize(SCALARS[inner]))
         return None
-
-
-def original_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes, as in torch, of tensors that are stored in another. Raises ValueError for what is none."""
-    found = {}
-    for name, shape in metadata.items():
-        if name.startswith(ORIGINAL_SHAPE):
-            if not isinstance(shape, tuple) or min(shape, default=1) < 0:
-                raise ValueError(f"{name[:200]!r} is no shape")
-            found[name.removeprefix(ORIGINAL_SHAPE)] = shape
-    return found
 
 
 def _located(member: Member, name: str, shape: tuple[int, ...], number: int, start: int) -> StoredTensor | Blocks:
