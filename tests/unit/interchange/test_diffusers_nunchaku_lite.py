@@ -1,4 +1,4 @@
-"""Folders for nunchaku_lite: products by formula, and traps. ``tests.programs`` has diffusers load one."""
+"""Folders for nunchaku_lite: what they hold, and traps. ``tests.programs`` has diffusers load one."""
 
 import json
 
