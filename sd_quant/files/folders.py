@@ -3,15 +3,13 @@
 Weights are read from safetensors files only, and a name in an index is looked up among the files of its folder.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import refusing
 from sd_quant.files.archive import Member, open_members, read_text
-from sd_quant.files.safetensors import read_safetensors, without_duplicates
+from sd_quant.files.safetensors import read_object, read_safetensors
 from sd_quant.files.tensors import StoredTensor
 
 WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # file names by library
@@ -29,12 +27,7 @@ def read_json(folder: Path, name: str) -> dict:
     files = files_in(folder)
     if name not in files:
         raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
-    member = files[name]
-    with refusing(f"{member.name} is not JSON", ValueError, RecursionError):
-        content = json.loads(read_text(member), object_pairs_hook=without_duplicates)
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{member.name} holds a {type(content).__name__}; expected an object, so fetch it again")
-    return content
+    return read_object(files[name].name, read_text(files[name]))
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:

@@ -105,6 +105,15 @@ def write_safetensors(
             advance()
 
 
+def read_object(what: str, text: bytes | str) -> dict:
+    """Returns the object of JSON in ``text``. Raises ArtifactError for anything else, and for a name that is twice."""
+    with refusing(f"{what} is not JSON", ValueError, TypeError, RecursionError):
+        found = json.loads(text, object_pairs_hook=without_duplicates)
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{what} holds a {type(found).__name__}; expected an object, so fetch it again")
+    return found
+
+
 def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
     """Returns the object of JSON with these entries. Raises ValueError for a duplicate name."""
     found = dict(pairs)

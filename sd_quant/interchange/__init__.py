@@ -1,11 +1,13 @@
 """Foreign formats: the files of other tools. One module here reads a format, writes it, or does both.
 
 A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
-the format, unless the facts have the ``method`` that a folder's config names; ``read(path, checkpoint)`` returns a
-``QuantizedDenoiser``; ``write(checkpoint, assignment, folder)`` writes the denoiser that an assignment makes and
-returns the path that ``read`` opens. Where the facts name other ``networks``, both take them too, of a checkpoint that
-has them in the denoiser's place. To add a format, write ``sd_quant/interchange/<name>.py`` and add its name to
-``NAMES``.
+the format, unless the facts have the ``method`` that a folder's config names. ``read(path, checkpoint)`` returns a
+``QuantizedDenoiser`` and reads no weight; it raises ArtifactError or ConfigError for a path that is missing or damaged,
+for what is not decoded here, and for any other denoiser than that of ``checkpoint``. ``write(checkpoint, assignment,
+folder)`` writes the denoiser that an assignment makes, in fp16 what is not quantized and one tensor in memory at a
+time, and returns the path that ``read`` opens; it raises ResourceError when the disk is full. Where the facts name
+other ``networks``, both take them too, of a checkpoint that has them in the denoiser's place. To add a format, write
+``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
 
 Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
 that is only partly understood is refused with the names that are not. The facts of a format say which layers of an
@@ -40,8 +42,7 @@ NAMES = (
 AS_ASSIGNED, STATIC, PER_ROW, FP16 = "as the recipe says", "static", "per row", "fp16"  # how inputs are computed
 IN_BLOCKS = "in blocks, while the network runs"
 OWN_INPUTS = (PER_ROW, FP16)  # in the consumer's own way, whatever the recipe says
-SDXL = frozenset({"sdxl"})
-UNETS = SDXL | {"sd15", "sd21"}
+UNETS = frozenset({"sdxl", "sd15", "sd21"})
 DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it loads nothing quantized
 
 

@@ -10,10 +10,9 @@ rounding error points nowhere near it. The road not taken is a knob, which would
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from math import prod
 
 import torch
-from torch import Tensor
 
 from sd_quant.checkpoints.lora import AdaptedTensor, adapted_in, factors_of
 from sd_quant.errors import ConfigError
@@ -21,7 +20,7 @@ from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.folding import plain_weight
-from sd_quant.interchange.inputs import Multiplied
+from sd_quant.interchange.inputs import multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 
 NAMED = 3  # layers that a refusal names
@@ -94,7 +93,7 @@ def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
     if layer.inputs is None:
         return replace(layer, weight=AdaptedTensor(layer.weight, adapted.updates))
     up, down = factors_of(adapted)
-    down = down / factor_of(layer)
+    down = down / prod(multipliers_of(layer.inputs), start=torch.ones(()))
     branch = (lazy(up), lazy(down))
     if layer.branch is not None:
         ours, theirs = branch, layer.branch
@@ -107,11 +106,3 @@ def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
 def beside(first, second, axis: int) -> LazyTensor:
     """Two factors as one, joined along the axis of their ranks."""
     return lazy(torch.cat([first.read().float(), second.read()], axis))
-
-
-def factor_of(layer: QuantizedLayer) -> Tensor:
-    """The product of all factors that a layer's inputs are multiplied by before they are rounded: [in] or []."""
-    factor, inputs = torch.ones(()), cast(object, layer.inputs)
-    while isinstance(inputs, Multiplied):
-        factor, inputs = factor * inputs.factor.float(), inputs.then
-    return factor

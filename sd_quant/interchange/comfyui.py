@@ -19,7 +19,6 @@ The roads not taken: guessing formats from names of scales, because two tools gi
 ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -29,15 +28,14 @@ import torch
 
 from sd_quant.checkpoints.nemo_state import to_nemo
 from sd_quant.errors import ArtifactError
-from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import read_header, without_duplicates
+from sd_quant.files.safetensors import read_header, read_object
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, size_of
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole
-from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole
+from sd_quant.interchange.single_files import Coded, placed
 from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part
@@ -162,11 +160,7 @@ def is_marked(tensors: Collection[str], metadata: Collection[str]) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Locates the denoiser of ``checkpoint`` in a safetensors file for ComfyUI; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, marks a layer in two ways or in
-    one that is not known here, or holds any other denoiser.
-    """
+    """The denoiser in a safetensors file for ComfyUI. One that marks a layer in two ways is refused."""
     tensors, metadata = read_header(whole_file(path))
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}
@@ -185,8 +179,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     unplaced = [f"{layer}.weight, marked" for layer in marks if f"{layer}.weight" not in rest]
     size, how = size_of(found.values()), sampling_marks(tensors)
     denoiser = QuantizedDenoiser(path, FACTS.name, FACTS.consumer, layers, parameters, size, how)
-    check_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
-    return denoiser
+    return checked_whole(denoiser, checkpoint, [*unknown, *unplaced, *others])
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
@@ -245,12 +238,12 @@ def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
             f"{path}: {name[:200]!r} is {tensor.dtype} {list(tensor.shape)}; expected JSON in at most {MAX_MARK} "
             "bytes, so fetch the file again"
         )
-    return as_object(path, name, bytes(tensor.read().tolist()))
+    return read_object(f"{path}: {name[:200]!r}", bytes(tensor.read().tolist()))
 
 
 def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> Marks:
     """The denoiser's marks in the header; those of other networks are left out."""
-    header = as_object(path, METADATA, metadata[METADATA])
+    header = read_object(f"{path}: {METADATA}", metadata[METADATA])
     if (version := header.get("format_version", VERSION)) != VERSION:
         raise ArtifactError(
             f"{path}: {METADATA} has the format_version {ascii(version)[:100]}, expected {VERSION!r}, whose marks are "
@@ -269,18 +262,10 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
     return {name.removeprefix(PREFIX): mark for name, mark in layers.items() if name.startswith(PREFIX)}
 
 
-def as_object(path: Path, name: str, text: Any) -> Mapping[str, Any]:
-    with refusing(f"{path}: {name[:200]!r} is not JSON", ValueError, TypeError, RecursionError):
-        found = json.loads(text, object_pairs_hook=without_duplicates)
-    if not isinstance(found, Mapping):
-        raise ArtifactError(f"{path}: {name[:200]!r} is no object of JSON; fetch the file again")
-    return found
-
-
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
-) -> tuple[dict[str, Marked], set[str]]:
-    """Each marked layer, and the names of its tensors, without the weight's, and of marks."""
+) -> tuple[dict[str, Coded], set[str]]:
+    """Each marked layer that has a weight, and the names of its tensors, without the weight's, and of marks."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -296,7 +281,12 @@ def marked_tensors(
         elif (new := new_names.get(end, end)) in known and (not old or end in new_names):
             found[layer][new] = tensor
             used.add(name)
-    return {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}, used
+    marked = {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}
+    return {
+        layer: Coded(each.own, each.unpacked(), each.method.layout.multiple, each.layer)
+        for layer, each in marked.items()
+        if "weight" in each.own
+    }, used
 
 
 # Writing
@@ -305,10 +295,7 @@ def marked_tensors(
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns.
-
-    One tensor of the file is in memory at a time. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
-from sd_quant.interchange.inputs import Multiplied, smoothed
+from sd_quant.interchange.inputs import Inputs, Multiplied, smoothed
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_of, denoiser_part, empty_call, empty_denoiser
 from sd_quant.names.diffusers import TIED
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
-
-
-class Inputs(Protocol):
-    """Rounds a layer's input [..., in] or [N, in, H, W] as its consumer does; see ``inputs``."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def __str__(self) -> str:
-        """For a table: ``int8, one scale``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,9 @@ def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
     return replace(denoiser, layers=layers, rounded={})
 
 
-def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()) -> None:
+def checked_whole(
+    denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()
+) -> QuantizedDenoiser:
     """Raises ArtifactError unless ``denoiser`` is the whole denoiser of ``checkpoint`` and nothing else.
 
     ``unknown`` are names in the file that its reader does not understand. The message has ten names of what is missing,
@@ -117,6 +108,7 @@ def check_whole(denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Co
             f"{denoiser.path} ({denoiser.maker}) does not hold the {part} of the full-precision "
             f"model, {len(expected)} tensors ({told}); give a quantization of that very model"
         )
+    return denoiser
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:

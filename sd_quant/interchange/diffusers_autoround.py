@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.checks import listing
@@ -43,22 +43,10 @@ from sd_quant.files.tensors import Readable
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.layouts import HALF_FIRST, INT32, NUMBERS, TURNED, ZEROS, Layout, Packing, Piece
-from sd_quant.interchange.stored import (
-    LayerTensors,
-    by_diffusers,
-    by_layer,
-    checked_config,
-    configs_by_layer,
-    maker_of,
-    quantization_config,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import Folder, LayerTensors, told, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import BOUNDED, between
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
@@ -101,28 +89,18 @@ class Scheme:
     data_type: str = "int"
     act_bits: int | None = None  # of inputs
 
-    @property
-    def quantizes(self) -> bool:
-        return self.bits <= 8
-
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32. No weight is read.
-
-    Raises ArtifactError or ConfigError for a damaged folder, a config that is none or does not fit the tensors, a way
-    that is not decoded here, and for any other denoiser than that of ``checkpoint``.
-    """
-    config = quantization_config(path) or {}
-    packing = PACKINGS.get(name) if isinstance(name := config.get("packing_format", GPTQ), str) else None
+    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32."""
+    folder = Folder(path, checkpoint)
+    packing = PACKINGS.get(name) if isinstance(name := folder.config.get("packing_format", GPTQ), str) else None
     if packing is None:
         raise ConfigError(
             f"{path}: quantization_config.packing_format is {told(name)}, expected one of {', '.join(PACKINGS)}; "
             "export integers of weights alone"
         )
-    tensors = stored_tensors(path, checkpoint)
-    linears = {name: shape for name, shape in weight_shapes(checkpoint).items() if len(shape) == 2}
-    found, others = by_layer(path, tensors, linears, PIECES)
-    schemes = {layer: scheme for layer, scheme in schemes_of(path, config, linears, found) if scheme.quantizes}
+    found, others = folder.by_layer(PIECES)
+    schemes = {layer: scheme for layer, scheme in schemes_of(folder, found) if scheme.bits <= 8}
     differ = [*(f"{name} only stored" for name in found if name not in schemes),
               *(f"{name} only said" for name in schemes if name not in found)]  # fmt: skip
     if differ:
@@ -130,32 +108,33 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             f"{path}: config and weights quantize other layers ({len(differ)}: {listing(differ, 5)}); fetch both "
             "again, together"
         )
-    layers = {name: stored_layer(own, linears[name], schemes[name], packing) for name, own in found.items()}
-    maker = maker_of(MAKER, config.get("autoround_version"))
-    runtime = by_diffusers(path, checkpoint, PACKAGE, torch.float16)  # which refuses fp32
-    return whole(path, FACTS.name, maker, checkpoint, layers, tensors, others, runtime=runtime)
+    layers = {name: stored_layer(own, folder.shapes[name], schemes[name], packing) for name, own in found.items()}
+    runtime = folder.opened_by(PACKAGE, torch.float16)  # which refuses fp32
+    return folder.whole(FACTS.name, folder.maker(MAKER, "autoround_version"), layers, others, runtime=runtime)
 
 
 # The config
 
 
-def schemes_of(
-    path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]], found: Mapping[str, LayerTensors]
-) -> Iterator[tuple[str, Scheme]]:
+def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Scheme]]:
     """Each linear that the config names, with how it is stored; without a list of blocks, those that are ``found``.
 
     Raises ConfigError for an entry of another type, or one that is not decoded here.
     """
-    if strange := [name for name in OTHER_WAYS if config.get(name)]:
+    linears = [name for name, shape in folder.shapes.items() if len(shape) == 2]
+    if strange := [name for name in OTHER_WAYS if folder.config.get(name)]:
         raise ConfigError(
-            f"{path}: quantization_config has {listing(strange)}, not decoded here; export it without, and list layers "
-            "in extra_config"
+            f"{folder.path}: quantization_config has {listing(strange)}, not decoded here; export it without, and list "
+            "layers in extra_config"
         )
-    usual, exceptions, blocks = (
-        scheme_of(path, config, Scheme()),
-        exceptions_of(path, config, linears),
-        blocks_of(path, config),
-    )
+    usual, blocks = scheme_of(folder, folder.config, Scheme()), blocks_of(folder)
+    exceptions = folder.exceptions("extra_config")
+    for name in exceptions:
+        if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
+            raise ConfigError(
+                f"{folder.path}: quantization_config names layers by the regular expression {name[:200]!r}, and only "
+                f"names, . and up to {MOST_STARS} times .* are read here; save it with the layers' names"
+            )
     inside = [name for name in linears if (name in found if blocks is None else name.startswith(blocks))]
     own: dict[str, Mapping[str, object]] = {name: given for name, given in exceptions.items() if name in linears}
     for pattern, given in exceptions.items():
@@ -164,47 +143,29 @@ def schemes_of(
             matched = [name for name in inside if expression.search(name)]
             own = dict.fromkeys(matched or [name for name in linears if expression.search(name)], given) | own
     for name in dict.fromkeys([*inside, *own]):
-        yield name, scheme_of(path, own.get(name, {}), usual)
+        yield name, scheme_of(folder, own.get(name, {}), usual)
 
 
-def scheme_of(path: Path, given: Mapping[str, object], usual: Scheme) -> Scheme:
+def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Scheme:
     """``given`` over what is ``usual``, as which null counts."""
     stated = {name: value for name, value in given.items() if value is not None}
-    return checked_config(path, stated, usual, MAKER)
+    return folder.checked(stated, usual)
 
 
-def exceptions_of(
-    path: Path, config: Mapping[str, object], linears: Mapping[str, tuple[int, ...]]
-) -> Mapping[str, Mapping[str, object]]:
-    """``extra_config``: entries by names of layers, or by patterns. Raises ConfigError for anything else."""
-    found = configs_by_layer(path, config, "extra_config", MAKER)
-    for name in found:
-        if name not in linears and (PATTERN.fullmatch(name) is None or name.count("*") > MOST_STARS):
-            raise ConfigError(
-                f"{path}: quantization_config names layers by the regular expression {name[:200]!r}, and only names, "
-                f". and up to {MOST_STARS} times .* are read here; save it with the layers' names"
-            )
-    return found
-
-
-def blocks_of(path: Path, config: Mapping[str, object]) -> tuple[str, ...] | None:
+def blocks_of(folder: Folder) -> tuple[str, ...] | None:
     """The beginnings of the names of layers that are quantized unless ``extra_config`` says otherwise; None: not said.
 
     Raises ConfigError for anything but text, a list of texts, or a list of such lists.
     """
-    given = next((config[name] for name in BLOCKS if config.get(name) is not None), None)
+    given = next((folder.config[name] for name in BLOCKS if folder.config.get(name) is not None), None)
     if given is None:
         return None
-    parts = given.split(",") if isinstance(given, str) else given
-    names = (
-        [name for part in parts for name in (part if isinstance(part, list) else [part])]
-        if isinstance(parts, list)
-        else [None]
-    )
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [None]
+    names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
     if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
-            f"{path}: quantization_config names blocks by {BOUNDED.repr(given)}, expected names of modules; give a "
-            "folder that AutoRound has saved"
+            f"{folder.path}: quantization_config names blocks by {BOUNDED.repr(given)}, expected names of modules; "
+            "give a folder that AutoRound has saved"
         )
     return tuple(names)
 
@@ -291,13 +252,9 @@ def in_order(numbers: Tensor) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
-
-    What is not quantized is fp16, scales too. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
-    config = config_of(quantized(assignment), empty_denoiser(checkpoint))
-    return write_folder(checkpoint, folder, tensors, config)
+    return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
@@ -313,16 +270,13 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
     return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)
 
 
-def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
-    """The ``quantization_config`` of a ``denoiser`` with these quantized layers."""
+def config_of(layers: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> dict:
+    """The ``quantization_config`` of a denoiser with these quantized layers; ``shapes`` are those of all weights."""
     schemes = {name: (FORMATS[layer.format].bits, FORMATS[layer.format].block or -1) for name, layer in layers.items()}
     (bits, group), _ = Counter(schemes.values()).most_common(1)[0]
     blocks = tuple(dict.fromkeys(name.partition(".")[0] for name in layers))
-    others = [
-        name
-        for name, module in denoiser.named_modules()
-        if isinstance(module, nn.Linear) and name not in layers and name.startswith(blocks)
-    ]
+    linears = [name for name, shape in shapes.items() if len(shape) == 2]
+    others = [name for name in linears if name not in layers and name.startswith(blocks)]
     exceptions = {name: {"bits": 16} for name in others} | {
         name: {"bits": own, "group_size": size} for name, (own, size) in schemes.items() if (own, size) != (bits, group)
     }

@@ -16,7 +16,6 @@ The road not taken is diffusers' own two quantizers: they take no codes that wer
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
@@ -26,10 +25,10 @@ from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
-from sd_quant.interchange.single_files import placed
+from sd_quant.interchange.single_files import Coded, placed
 from sd_quant.interchange.stored import FP8, LayerTensors, Shape, by_layer, header_of
 from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
@@ -70,66 +69,48 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser of ``checkpoint`` in a file of Black Forest Labs' layout; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, a layer's tensors are not those
-    of one of the two kinds, or it holds any other denoiser.
-    """
+    """The denoiser in a file of Black Forest Labs' layout."""
     names, unknown = denoiser_tensors(stored := read_header(whole_file(path))[0])
     found = {name: stored[full] for name, full in names.items()}
     scaled = scaled_layers(path, found)
     beside = {f"{layer}.{end}" for layer, each in scaled.items() for end in each.own.tensors if end != "weight"}
     weights = {name: tensor for name, tensor in found.items() if name not in beside}
     layers, parameters, others = placed(path, checkpoint, weights, scaled, FACTS.consumer)
-    if not layers:
-        raise ArtifactError(f"{path} holds no quantized layer of the full-precision model; check the path")
     size, marks = size_of(found.values()), sampling_marks(stored)
     denoiser = QuantizedDenoiser(path, FACTS.name, "Black Forest Labs' layout", layers, parameters, size, marks)
-    check_whole(denoiser, checkpoint, [*unknown, *others])
-    return denoiser
+    return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """The tensors of a linear that has a scale."""
+def scaled_linear(own: LayerTensors) -> Coded:
+    """A linear that has a scale."""
+    layout = NVFP4 if COMMON in own else ROWS
+    unpacked = layout.unpacked(own.checked("weight", None, [E4M3, UINT8]).shape)
+    layout.check(own, unpacked)
 
-    own: LayerTensors
-
-    @property
-    def layout(self) -> Layout:
-        return NVFP4 if COMMON in self.own else ROWS
-
-    def unpacked(self) -> Shape:
-        return self.layout.unpacked(self.own.checked("weight", None, [E4M3, UINT8]).shape)
-
-    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
+    def layer(shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
         inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
-        if self.layout is NVFP4:
-            inputs = Nvfp4(self.own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
-        return self.layout.layer(self.own, shape, self.own.size(), inputs, parts=parts)
+        if layout is NVFP4:
+            inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
+        return layout.layer(own, shape, own.size(), inputs, parts=parts)
+
+    return Coded(own, unpacked, layout.multiple, layer)
 
 
-def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Scaled]:
+def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Coded]:
     """The layers that have a scale. Raises ArtifactError where a tensor is missing, or is of another shape or dtype."""
     owners = {name.rpartition(".")[0] for name in tensors}
     found, _ = by_layer(path, tensors, owners, (SCALE, COMMON, OF_INPUTS))
     without = {layer: own for layer, own in found.items() if SCALE not in own}
     if alone := [f"{layer}.{end}" for layer, own in without.items() for end in own.tensors if end != "weight"]:
         raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
-    scaled = {layer: Scaled(own) for layer, own in found.items()}
-    for each in scaled.values():
-        each.layout.check(each.own, each.unpacked())
-    return scaled
+    return {layer: scaled_linear(own) for layer, own in found.items()}
 
 
 # Writing
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config.
-
-    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config."""
     path = folder / f"{denoiser_part(checkpoint).component}.safetensors"
     return write_file(path, with_coded_weights(checkpoint, assignment, tensors_of))
 

@@ -13,7 +13,6 @@ The road not taken is the table that a four-bit file holds: bitsandbytes' kernel
 a file with another table is refused, because nobody computes with it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,21 +26,11 @@ from torch import Tensor, nn
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.checks import listing
-from sd_quant.files.safetensors import without_duplicates
+from sd_quant.files.safetensors import read_object
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.stored import (
-    DTYPES,
-    LayerTensors,
-    Shape,
-    by_layer,
-    quantization_config,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import DTYPES, Folder, LayerTensors, Shape, told
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FACTS = ForeignFormat(
@@ -106,42 +95,36 @@ class OutlierColumns:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight.
-
-    Raises ArtifactError for anything that is not the whole denoiser as bitsandbytes stores it.
-    """
-    inputs = OutlierColumns(threshold(path))
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, (*FOUR_BITS, *EIGHT_BITS))
-    if convolutions := [layer for layer in found if len(shapes[layer]) != 2]:
+    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight."""
+    folder = Folder(path, checkpoint)
+    inputs, (found, others) = OutlierColumns(threshold(folder)), folder.by_layer((*FOUR_BITS, *EIGHT_BITS))
+    if convolutions := [layer for layer in found if len(folder.shapes[layer]) != 2]:
         raise ArtifactError(f"{path}: {listing(convolutions)} are convolutions, expected linears alone; fetch it again")
     layers = {
-        name: eight_bits(stored, shapes[name], inputs)
+        name: eight_bits(stored, folder.shapes[name], inputs)
         if any(end in stored for end in EIGHT_BITS)
-        else four_bits(stored, shapes[name])
+        else four_bits(stored, folder.shapes[name])
         for name, stored in found.items()
     }
-    denoiser = whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, others)
+    denoiser = folder.whole(FACTS.name, FACTS.method, layers, others)
     if find_spec(FACTS.method) is None:
         return denoiser
     return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, inputs.threshold))
 
 
-def threshold(path: Path) -> float:
+def threshold(folder: Folder) -> float:
     """LLM.int8's threshold in the config. Raises ArtifactError for one that is none, and for weights kept in fp16."""
-    config = quantization_config(path)
-    if config is None:
-        raise ArtifactError(f"{path} has no config of bitsandbytes; expected a folder that diffusers saved")
-    given = config.get("llm_int8_threshold", 6.0)
+    given = folder.config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
-            f"{path}: llm_int8_threshold in its config is {listing([told(given)])}, expected a number from 0 on; fetch "
-            "the folder again"
+            f"{folder.path}: llm_int8_threshold in its config is {listing([told(given)])}, expected a number from 0 "
+            "on; fetch the folder again"
         )
-    if config.get("load_in_8bit") is True and config.get("llm_int8_has_fp16_weight", False) is not False:
+    eight = folder.config.get("load_in_8bit") is True
+    if eight and folder.config.get("llm_int8_has_fp16_weight", False) is not False:
         raise ArtifactError(
-            f"{path}: its config has llm_int8_has_fp16_weight, which stores weights that are not quantized yet; save "
-            "it again without"
+            f"{folder.path}: its config has llm_int8_has_fp16_weight, which stores weights that are not quantized yet; "
+            "save it again without"
         )
     return float(given)
 
@@ -177,15 +160,13 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
     size = max(stored.tensors[end].shape, default=0)
     packed = stored.checked(end, [(min(size, MOST_JSON),)], [torch.uint8])
     what = f"{stored.path}: {stored.name(end)} is no quant_state of a weight {list(shape)}"
-    with refusing(what, ValueError, RecursionError):
-        content = json.loads(bytes(packed.read().tolist()), object_pairs_hook=without_duplicates)
+    content = read_object(what, bytes(packed.read().tolist()))
+    with refusing(what, ValueError):
         return checked_state(content, kinds[0], shape)
 
 
-def checked_state(content: object, kind: str, shape: Shape) -> State:
+def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
     """Raises ValueError for what bitsandbytes does not write."""
-    if not isinstance(content, Mapping):
-        raise ValueError("no object")
     plain = {"quant_type", "blocksize", "dtype", "shape"}
     nested = {"nested_blocksize", "nested_dtype", "nested_offset"}
     if content.keys() not in (plain, plain | nested):

@@ -16,9 +16,7 @@ code that runs (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
 Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only: no recipe of ours has it.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,21 +24,10 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.nunchaku_linears import (
-    BLOCKS,
-    bias_of,
-    common_format,
-    common_rank,
-    linears_of,
-    stored_w4a4,
-    w4a4_layer,
-    w4a4_tensors,
-    w4a16_layer,
-    written,
-)
-from sd_quant.interchange.stored import quantization_config, shown, stored_tensors, told, weight_shapes, whole
-from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_folder
+from sd_quant.interchange.stored import Folder, shown, told
+from sd_quant.interchange.weights import Assignment, high_precision, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -64,57 +51,43 @@ W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it.
-
-    Raises ArtifactError for a damaged folder, a config that its tensors contradict, and any other denoiser than that of
-    ``checkpoint``.
-    """
-    targets = targets_of(path)
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    linears = linears_of(path, tensors)
+    """The denoiser in ``path`` as nunchaku's kernels compute it. A config that its tensors contradict is refused."""
+    folder = Folder(path, checkpoint)
+    targets, shapes = targets_of(folder), folder.shapes
+    linears = svdquant.linears_of(path, folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
-    rest: dict[str, Readable] = dict(tensors)
-    for name, target in targets.items():
+    rest: dict[str, Readable] = dict(folder.tensors)
+    for name, (kind, precision, rank) in targets.items():
         if name not in linears or len(shapes.get(name, ())) != 2:
             raise ArtifactError(
-                f"{path} lists {shown(name)} as a target of {target.kind}, which is no quantized linear of the model; "
+                f"{path} lists {shown(name)} as a target of {kind}, which is no quantized linear of the model; "
                 "give a quantization of that very model"
             )
         rows, columns = shapes[name]
         for end in linears[name].tensors:
             rest.pop(f"{name}.{end}")
-        if target.kind == W4A16:
-            layers[name] = w4a16_layer(linears[name], rows, columns)
+        if kind == W4A16:
+            layers[name] = svdquant.w4a16_layer(linears[name], rows, columns)
             bias: Readable | None = linears[name].tensors.get("bias")
         else:
-            stored = stored_w4a4(linears[name], rows, columns)
-            if (stored.format, stored.rank) != (target.precision, target.rank):
+            stored = svdquant.stored_w4a4(linears[name], rows, columns)
+            if (stored.format, stored.rank) != (precision, rank):
                 raise ArtifactError(
-                    f"{path} has {shown(name)} as {target.precision} with rank {told(target.rank)} in its config and "
+                    f"{path} has {shown(name)} as {precision} with rank {told(rank)} in its config and "
                     f"{stored.format} with rank {stored.rank} in its weights; fetch both again, together"
                 )
-            layers[name] = w4a4_layer([stored], slice(None))
-            bias = bias_of([stored], slice(None))
+            layers[name], bias = svdquant.w4a4_layer([stored], slice(None))
         rest |= {} if bias is None else {f"{name}.bias": bias}
-    return whole(path, FACTS.name, FACTS.method, checkpoint, layers, tensors, rest)
+    return folder.whole(FACTS.name, FACTS.method, layers, rest)
 
 
-@dataclass(frozen=True)
-class Target:
-    """How the config says that a linear is stored."""
-
-    kind: str
-    precision: str
-    rank: int | None
-
-
-def targets_of(path: Path) -> dict[str, Target]:
-    """The linears that the config lists, by name. Raises ArtifactError for a config that is not diffusers'."""
-    config, found = quantization_config(path) or {}, dict[str, Target]()
+def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
+    """Kind, precision and rank of the linears that the config lists. Raises ArtifactError unless it is diffusers'."""
+    found: dict[str, tuple[str, str, int | None]] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
-    with refusing(f"{path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
-        for kind, known in ((W4A4, BLOCKS), (W4A16, {"int4": BLOCKS["int4"]})):
-            section: Any = config.get(kind)
+    with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
+        for kind, known in ((W4A4, svdquant.BLOCKS), (W4A16, {"int4": svdquant.BLOCKS["int4"]})):
+            section = folder.config.get(kind)
             if section is None:
                 continue
             precision, rank, names = section["precision"], section["rank"] if kind == W4A4 else None, section["targets"]
@@ -125,7 +98,7 @@ def targets_of(path: Path) -> dict[str, Target]:
             for name in names:
                 if name in found:
                     raise ValueError(f"{shown(name)} is listed twice")
-                found[name] = Target(kind, precision, rank)
+                found[name] = kind, precision, rank
     return found
 
 
@@ -133,23 +106,21 @@ def targets_of(path: Path) -> dict[str, Target]:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config.
 
-    Raises ConfigError for layers in two formats, because the config holds one, and ResourceError when the disk is full.
+    Raises ConfigError for layers in two formats, because the config holds one.
     """
     weights = high_precision(checkpoint, assignment)
-    linears = {
-        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
-    }
-    precision, rank = common_format(FACTS.name, linears), common_rank(linears.values())
+    linears, precision = svdquant.written(FACTS.name, checkpoint, assignment, weights)
+    rank = svdquant.common_rank(linears.values())
     tensors: dict[str, Readable] = {
         name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] not in linears
     }
     for name, linear in linears.items():
-        own: dict[str, Readable] = dict(w4a4_tensors(linear, rank, torch.float16))
+        own: dict[str, Readable] = dict(svdquant.w4a4_tensors(linear, rank, torch.float16))
         if precision == "nvfp4":
             own["wtscale"] = lazy(torch.ones(1, dtype=torch.float16))
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
-    section = {"precision": precision, "group_size": BLOCKS[precision], "rank": rank, "targets": list(linears)}
+    section = {"precision": precision, "group_size": svdquant.BLOCKS[precision], "rank": rank, "targets": list(linears)}
     quantization = {"quant_method": FACTS.method, "compute_dtype": "float16", W4A4: section}
     return write_folder(checkpoint, folder, tensors, quantization)

@@ -28,22 +28,7 @@ from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    LayerTensors,
-    Shape,
-    by_layer,
-    denoiser_folder,
-    holds,
-    quantization_config,
-    quantized_by,
-    shown,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, holds, quantized_by, shown, told
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FACTS = ForeignFormat(
@@ -81,26 +66,23 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
-
-    Raises ArtifactError for anything that is not the whole denoiser as quanto stores it with inputs as they are.
-    """
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, (DATA, PACKED, SCALE, SHIFT))
-    kinds = kinds_of(path, found)
-    layers = {name: stored_layer(stored, shapes[name], KINDS[kinds[name]]) for name, stored in found.items()}
+    """The denoiser in a folder, a pipeline's or its own, with inputs as they are."""
+    folder = Folder(path, checkpoint)
+    found, others = folder.by_layer((DATA, PACKED, SCALE, SHIFT))
+    kinds = kinds_of(folder, found)
+    layers = {name: stored_layer(stored, folder.shapes[name], KINDS[kinds[name]]) for name, stored in found.items()}
     ignored = {f"{name}.{end}" for name in layers for end in UNUSED}
-    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others, ignored)
+    denoiser = folder.whole(FACTS.name, MAKER, layers, others, ignored=ignored)
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         return denoiser
     return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, kinds))
 
 
-def kinds_of(path: Path, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
+def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
     """The name in KINDS of each layer. Raises ArtifactError where it is not said, or inputs are quantized too."""
-    config = quantization_config(path) if quantized_by(path, MAKER) else None
-    if config is None:
-        said = from_map(path)
+    path, config = folder.path, folder.config
+    if config.get("quant_method") != MAKER:
+        said = from_map(folder.place)
         differ = [*(name for name in layers if name not in said), *(name for name in said if name not in layers)]
         if differ:
             raise ArtifactError(
@@ -119,11 +101,8 @@ def kinds_of(path: Path, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
     return dict.fromkeys(layers, DIFFUSERS[given])
 
 
-def from_map(path: Path) -> dict[str, str]:
+def from_map(folder: Path) -> dict[str, str]:
     """The names in KINDS that quanto's own map has, by layer. Raises ArtifactError."""
-    folder = denoiser_folder(path)
-    if folder is None:
-        raise ArtifactError(f"{path} has no config of a denoiser; expected a folder that diffusers or quanto saved")
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}
@@ -135,7 +114,7 @@ def from_map(path: Path) -> dict[str, str]:
         )
     if quantized := [name for name, entry in entries.items() if entry.get("activations", "none") != "none"]:
         raise ArtifactError(
-            f"{path}: quanto quantizes inputs and outputs of layers ({len(quantized)}: {listing(quantized)}), whose "
+            f"{folder}: quanto quantizes inputs and outputs of layers ({len(quantized)}: {listing(quantized)}), whose "
             "codes pass from layer to layer and are not judged here; give a quantization of weights alone"
         )
     return {name: kind for name, kind in weights.items() if kind != "none"}

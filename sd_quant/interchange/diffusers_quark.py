@@ -31,28 +31,14 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.diffusers_autoround import AWQ_ORDER
 from sd_quant.interchange.inputs import Affine, StaticFloat8
-from sd_quant.interchange.layouts import in_e2m1
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    LayerTensors,
-    Shape,
-    by_diffusers,
-    by_layer,
-    quantization_config,
-    shown,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.layouts import NUMBERS, TURNED, TWO_IN_A_BYTE, UINT8, ZEROS, Layout, Packing, Piece
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, by_layer, shown, told, whole
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.formats.blocks import per_number
 
 FACTS = ForeignFormat(
     "diffusers_quark", reads="a folder of a diffusers model that AMD Quark has exported", method="quark"
@@ -61,11 +47,15 @@ SCALE, ZERO, INPUT, INPUT_ZERO = (
     f"{read}_quantizer.{what}" for read in ("weight", "input") for what in ("scale", "zero_point")
 )
 DOWN, UP, FACTOR = "correction.l1.weight", "correction.l2.weight", "smooth_factor"
-WORD, MX_BLOCK = 8, 32  # numbers of four bits in an int32; numbers with one scale
+MAKER, WORD = "AMD Quark", 8  # numbers of four bits in an int32
 KINDS = {  # by Quark's name: ours, and what packed weights are stored in
     "fp8_e4m3": (FP8, torch.float8_e4m3fn), "int8": ("int8", torch.int8), "int4": ("int4", torch.int32),
     "uint4": ("int4 with zero points", torch.int32), "fp4": ("mxfp4", torch.uint8),
 }  # fmt: skip
+MXFP4 = Layout("mxfp4", "1 for 32 numbers", (
+    Piece("weight", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+    Piece(SCALE, "N K/32", (UINT8,), packing=Packing(lambda stored, shape: torch.exp2(stored.float() - 127))),
+), MAKER, columns=32)  # fmt: skip
 OF_INPUTS = ("fp8_e4m3", "int8")
 SCALES = (*FLOAT_SCALES, torch.uint8)  # as which MXFP4's exponents are stored
 MOST_EXCEPTIONS = 1000
@@ -74,13 +64,9 @@ Exceptions = Sequence[tuple[re.Pattern, object]]
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
-
-    Raises ArtifactError for quantized outputs, biases and dynamic inputs, and for anything that is not the whole
-    denoiser.
-    """
-    config, shapes = quantization_config(path) or {}, weight_shapes(checkpoint)
-    tensors = with_plain_names(path, stored_tensors(path, checkpoint), shapes)
+    """The denoiser in a folder, a pipeline's or its own. Quantized outputs, biases and dynamic inputs are refused."""
+    folder = Folder(path, checkpoint)
+    config, shapes, tensors = folder.config, folder.shapes, with_plain_names(path, folder.tensors, folder.shapes)
     found, others = by_layer(path, tensors, shapes, (SCALE, ZERO, INPUT, INPUT_ZERO, DOWN, UP, FACTOR))
     exceptions, reorder = exceptions_in(path, config), entry(config, "export", "pack_method") != "order"
     layers, parameters = dict[str, QuantizedLayer](), dict[str, Readable](others)
@@ -92,8 +78,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         else:  # decomposed, and in high precision
             own.checked("weight", [shapes[name]], FLOATS)
             parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
-    denoiser = whole(path, FACTS.name, "AMD Quark", checkpoint, layers, tensors, parameters)
-    theirs = by_diffusers(path, checkpoint, FACTS.method)
+    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, parameters)
+    theirs = folder.opened_by(FACTS.method)
     return replace(denoiser, runtime=None if theirs is None else partial(with_their_layers, theirs))
 
 
@@ -164,7 +150,7 @@ def stored_layer(own: LayerTensors, shape: Shape, weight: str, read: str | None,
     """A layer with a weight of ``shape``. Raises ArtifactError for tensors that do not fit it."""
     decode, count = decoder(own, shape, weight, reorder), prod(own.checked(SCALE, None, SCALES).shape)
     scales = {1: "1 for all", shape[0]: "1 for a row"}.get(count, f"1 for {prod(shape) // max(count, 1)} numbers")
-    size = size_of(tensor for end, tensor in own.tensors.items() if not end.startswith("input"))
+    size = own.size(but=(INPUT, INPUT_ZERO))
     if read is None:
         own.refuse([INPUT, INPUT_ZERO], "scales of inputs that its config leaves alone")
         return QuantizedLayer(KINDS[weight][0], scales, size, with_branch(own, shape, decode))
@@ -199,45 +185,39 @@ def with_branch(own: LayerTensors, shape: Shape, decode: Callable[[], Tensor]) -
 
 def decoder(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Callable[[], Tensor]:
     """Return a function that decodes the weight to fp32, without the low-rank branch."""
-    packed, rows, columns = KINDS[name][1], shape[0], prod(shape[1:])
-    if own.checked("weight", None, (*FLOATS, packed)).dtype in FLOATS:
+    if own.checked("weight", None, (*FLOATS, KINDS[name][1])).dtype in FLOATS:
         own.checked("weight", [shape], FLOATS)
         return lambda: own.finite("weight").float()
-    if packed == torch.uint8:
-        own.checked("weight", [(rows, columns // 2)], (packed,))
-        own.checked(SCALE, [(rows, columns // MX_BLOCK)], (torch.uint8,))
-        return lambda: (
-            in_e2m1(own.tensors["weight"].read())
-            * per_number(torch.exp2(own.tensors[SCALE].read().float() - 127), columns)
-        )
-    if packed == torch.int32:
-        groups = max(1, *own.checked(SCALE, None, FLOAT_SCALES).shape[:1])
-        for end, fitting in (("weight", (columns, rows // WORD)), (ZERO, (groups, rows // WORD))):
-            own.checked(end, [fitting], (packed,))
-        own.checked(SCALE, [(next(each for each in range(groups, 0, -1) if columns % each == 0), rows)], FLOAT_SCALES)
-        return partial(from_words, own, columns // groups, reorder, name == "int4")
-    own.checked("weight", [shape], (packed,))
-    own.checked(SCALE, [(), (1,), (rows,)], FLOAT_SCALES)
+    layout = layout_of(own, shape, name, reorder)
+    weight = layout.layer(own, shape, 0, None).weight
 
-    def from_codes() -> Tensor:
-        if ZERO in own and bool(own.tensors[ZERO].read().any()):
+    def decoded() -> Tensor:
+        if ZERO in own and len(layout.pieces) == 2 and bool(own.tensors[ZERO].read().any()):
             raise ArtifactError(f"{own.path}: {own.name(ZERO)} has zero points, expected zeros of a symmetric weight")
-        scale = own.finite(SCALE).float().reshape(-1, *(1 for _ in shape[1:]))
-        return own.tensors["weight"].read().float() * scale
+        return weight.read()
 
-    return from_codes
+    return decoded
 
 
-def from_words(own: LayerTensors, group: int, reorder: bool, signed: bool) -> Tensor:
-    """The weight [N, K] of codes that are packed along N."""
-    order = AWQ_ORDER if reorder else list(range(WORD))
+def layout_of(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Layout:
+    kind, packed = KINDS[name]
+    if packed == torch.uint8:
+        return MXFP4
+    if packed != torch.int32:
+        return Layout(kind, "", (Piece("weight", "N K", (packed,), NUMBERS), Piece(SCALE, "|1|N", FLOAT_SCALES)))
+    groups = max((1, *own.checked(SCALE, None, FLOAT_SCALES).shape[:1]))
+    words = Packing(partial(from_words, AWQ_ORDER if reorder else list(range(WORD)), name == "int4"))
+    return Layout(kind, "1 for {group} numbers", (
+        Piece("weight", f"K N/{WORD}", (packed,), NUMBERS, packing=words),
+        Piece(ZERO, f"K/g N/{WORD}", (packed,), ZEROS, packing=words),
+        Piece(SCALE, "K/g N", FLOAT_SCALES, packing=TURNED),
+    ), MAKER).in_groups(max(1, shape[1] // groups))  # fmt: skip
 
-    def unpacked(end: str) -> Tensor:  # [K or K / g, N / 8] to [N, K or K / g]
-        numbers = (own.tensors[end].read()[..., None] >> torch.arange(0, 32, 4) & 15)[..., order].flatten(1).T
-        return torch.where(numbers > 7, numbers - 16, numbers) if signed else numbers
 
-    spread = partial(torch.repeat_interleave, repeats=group, dim=1)
-    return (unpacked("weight") - spread(unpacked(ZERO))).float() * spread(own.finite(SCALE).float().T)
+def from_words(order: list[int], signed: bool, stored: Tensor, shape: Shape) -> Tensor:
+    """Numbers [N, K or K / g] of words [K or K / g, N / 8]."""
+    numbers = (stored[..., None] >> torch.arange(0, 32, 4) & 15)[..., order].flatten(1).T[: shape[0]]
+    return torch.where(numbers > 7, numbers - 16, numbers) if signed else numbers
 
 
 def with_their_layers(theirs: Callable[[], nn.Module]) -> nn.Module:

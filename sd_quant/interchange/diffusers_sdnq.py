@@ -29,7 +29,7 @@ same; and SDNQ's own quantizer chooses other scales.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -37,28 +37,18 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
-from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
+from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
 from sd_quant.interchange.inputs import LARGEST_FP8, ManyRows, Rotated, RowFloat8, RowInteger, RowUnsigned, in_groups
 from sd_quant.interchange.layouts import FP32, NUMBERS, UINT8, Layout, Packing, Piece
-from sd_quant.interchange.stored import (
-    FP8,
-    LayerTensors,
-    by_diffusers,
-    checked_config,
-    configs_by_layer,
-    maker_of,
-    quantization_config,
-    stored_tensors,
-    weight_shapes,
-)
+from sd_quant.interchange.stored import FP8, Folder, LayerTensors, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.knobs import between
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import pack_nibbles
@@ -135,7 +125,6 @@ class Numbers:
     name: str
     bits: int
     stored: torch.dtype
-    packed: bool
     unsigned: bool  # and so with a zero point
     integer: bool
     decode: Callable[[Tensor], Tensor]  # codes as they are stored, unpacked, to fp32
@@ -145,40 +134,31 @@ class Numbers:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as SDNQ dequantizes it, fp32.
-
-    Raises ArtifactError or ConfigError for a damaged folder, a config that is none, an option that cannot be decoded
-    here, and for any other denoiser than that of ``checkpoint``.
-    """
-    given = quantization_config(path) or {}
-    config = checked_config(path, given, Config(), MAKER)
-    exceptions = configs_by_layer(path, given, "modules_quant_config", MAKER)
-    stored = stored_tensors(path, checkpoint)
-    total = size_of(stored.values())
+    """The denoiser in ``path`` as SDNQ dequantizes it, fp32."""
+    folder = Folder(path, checkpoint)
+    config, exceptions = folder.checked(folder.config, Config()), folder.exceptions("modules_quant_config")
+    stored = dict(folder.tensors)
     layers: dict[str, QuantizedLayer] = {}
     ranks = cache(partial(input_ranks, checkpoint))
-    for name, shape in weight_shapes(checkpoint).items():
+    for name, shape in folder.shapes.items():
         if f"{name}.scale" in stored and f"{name}.weight" in stored:
             pieces = {piece: stored.pop(key) for piece in PIECES if (key := f"{name}.{piece}") in stored}
-            own = of_layer(path, config, exceptions, name)
+            own = of_layer(folder, config, exceptions, name)
             layers[name] = quantized_layer(LayerTensors(path, name, pieces), shape, own, ranks)
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, maker_of(MAKER, given.get("sdnq_version")), layers, stored, total,
-        runtime=by_diffusers(path, checkpoint, FACTS.method, torch.float32, **ENVIRONMENT),
-    )  # fmt: skip
-    check_whole(denoiser, checkpoint)
-    return denoiser
+    maker, size = folder.maker(MAKER, "sdnq_version"), size_of(folder.tensors.values())
+    runtime = folder.opened_by(FACTS.method, torch.float32, **ENVIRONMENT)
+    return checked_whole(QuantizedDenoiser(path, FACTS.name, maker, layers, stored, size, runtime=runtime), checkpoint)
 
 
 # The config
 
 
-def of_layer(path: Path, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
+def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
     """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
-    name = f"{layer}.weight"
+    name, path = f"{layer}.weight", folder.path
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
-        config = checked_config(path, given, config, MAKER)
+        config = folder.checked(given, config)
     for wanted, patterns in numbers_by_layer.items():
         if any(matches(path, pattern, name) for pattern in patterns):
             config = replace(config, weights_dtype=at_least_as_wide(path, wanted, config.weights_dtype))
@@ -242,12 +222,12 @@ def numbers(path: Path, name: str) -> Numbers:
 def numbers_named(name: str) -> Numbers | None:
     if name in UNPACKED:
         largest = torch.finfo(UNPACKED[name]).max if UNPACKED[name].is_floating_point else 0.0
-        return Numbers(name, 8, UNPACKED[name], False, False, name == "int8", Tensor.float, True, largest, name == FP8)
+        return Numbers(name, 8, UNPACKED[name], False, name == "int8", Tensor.float, True, largest, name == FP8)
     if integer := re.fullmatch(r"(u?)int([2-8])", name):
         bits, unsigned = int(integer[2]), bool(integer[1])
         smallest = 0 if unsigned else -(2 ** (bits - 1))
         return Numbers(
-            name, bits, torch.uint8, bits < 8, unsigned, True, lambda codes: codes.float().add_(smallest),
+            name, bits, torch.uint8, unsigned, True, lambda codes: codes.float().add_(smallest),
             turns=bits == 8,
         )  # fmt: skip
     if small := re.fullmatch(r"float([2-8])_e([1-5])m([0-7])fn(u?)(_sdnq)?", name):
@@ -256,7 +236,7 @@ def numbers_named(name: str) -> Numbers | None:
             unsigned = bool(small[4])
             values = small_floats(exponent, mantissa, unsigned)
             return Numbers(
-                name, bits, torch.uint8, bits < 8, unsigned, False, lambda codes: values[codes.int()],
+                name, bits, torch.uint8, unsigned, False, lambda codes: values[codes.int()],
                 largest=float(values.max()), in_fp8=torch.equal(values.to(torch.float8_e4m3fn).float(), values),
             )  # fmt: skip
     return None
@@ -412,7 +392,7 @@ class Stored:
     def weight(self, again: Inputs | None) -> Tensor:
         """The weight in fp32, in SDNQ's order of operations, quantized ``again`` before a branch is added."""
         weight, scale = self.pieces["weight"].read(), self.read("scale")
-        weight = self.kind.decode(unpack(weight, self.kind.bits).view(self.codes) if self.kind.packed else weight)
+        weight = self.kind.decode(unpack(weight, self.kind.bits).view(self.codes) if self.kind.bits < 8 else weight)
         weight = torch.addcmul(self.read("zero_point"), weight, scale) if self.kind.unsigned else weight.mul_(scale)
         weight = (weight.t() if self.turned else weight).reshape(self.shape)
         weight = weight if again is None else again(weight)
@@ -431,7 +411,7 @@ def problems(stored: Stored) -> Iterator[str]:
         yield f"codes of {pieces['weight'].dtype}"
     if stored.codes is None:
         yield f"scales {list(scale)}"
-    fits = 8 * prod(codes) == kind.bits * prod(stored.shape) if kind.packed else stored.codes in (None, codes)
+    fits = 8 * prod(codes) == kind.bits * prod(stored.shape) if kind.bits < 8 else stored.codes in (None, codes)
     if not fits:
         yield f"codes {list(codes)}"
     if ("zero_point" in pieces) != kind.unsigned:
@@ -495,14 +475,12 @@ WRITTEN_CONFIG = {
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config.
 
-    What is not quantized is fp16, a branch ``svd_up`` [out, rank] and ``svd_down`` [rank, in] too. Raises ResourceError
-    when the disk is full.
+    A branch is fp16 too: ``svd_up`` [out, rank] and ``svd_down`` [rank, in].
     """
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
-    config = config_of(quantized(assignment), empty_denoiser(checkpoint))
-    return write_folder(checkpoint, folder, tensors, config)
+    return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
@@ -529,20 +507,14 @@ def layout_of(layer: LayerAssignment) -> Layout:
     ))  # fmt: skip
 
 
-def config_of(layers: Assignment, denoiser: nn.Module) -> dict:
-    """The ``quantization_config`` of a ``denoiser`` with these quantized layers."""
+def config_of(layers: Assignment, names: Iterable[str]) -> dict:
+    """The ``quantization_config`` of a denoiser with these quantized layers among those of all ``names``."""
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
-    common = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)
-    default = dict(common[0][0]) if common else {}
-    others = [
-        name
-        for name, module in denoiser.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and name not in layers
-    ]
+    default = dict(Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0])
     return {
         **WRITTEN_CONFIG,
         **default,
-        "modules_to_not_convert": [f"{name}.weight" for name in others],
+        "modules_to_not_convert": [f"{name}.weight" for name in names if name not in layers],
         "modules_quant_config": {f"{name}.weight": kind for name, kind in kinds.items() if kind != default},
     }
 

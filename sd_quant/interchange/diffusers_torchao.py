@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.safetensors import FORMAT, read_header, without_duplicates
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, check_whole, input_ranks
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import (
     E4M3,
@@ -59,20 +59,10 @@ from sd_quant.interchange.layouts import (
     Piece,
     has_static_input,
 )
-from sd_quant.interchange.stored import (
-    DTYPES,
-    FLOAT_SCALES,
-    FP8,
-    LayerTensors,
-    Shape,
-    by_diffusers,
-    denoiser_folder,
-    plain,
-    stored_tensors,
-)
+from sd_quant.interchange.stored import DTYPES, FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, plain
 from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 
 FACTS = ForeignFormat(
@@ -148,15 +138,12 @@ class Computed:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as torchao computes it.
-
-    Raises ArtifactError for a damaged folder, one of pickles, a class or a field that cannot be decoded here, and for
-    any other denoiser than that of ``checkpoint``.
-    """
-    refuse_pickles(path)
-    stored = stored_tensors(path, checkpoint)
+    """The denoiser in ``path`` as torchao computes it."""
+    folder = Folder(path, checkpoint)
+    refuse_pickles(folder.place)
+    stored = dict(folder.tensors)
     descriptions = descriptions_of(path, stored.values())
-    modules = dict(empty_denoiser(checkpoint).named_modules())
+    linears = {name: shape for name, shape in folder.shapes.items() if len(shape) == 2}
     layers: dict[str, QuantizedLayer] = {}
     computes = True
     parameters: dict[str, Readable] = {}
@@ -170,26 +157,21 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         if missing := [key for key in keys.values() if key not in stored]:
             raise ArtifactError(f"{path} holds no {missing[0][:200]!r}, a piece of {name[:200]!r}; fetch it again")
         pieces = LayerTensors(path, layer, {piece: stored.pop(key) for piece, key in keys.items()})
-        module = modules.get(layer)
-        if not isinstance(module, nn.Linear) or ending != "weight":
+        if layer not in linears or ending != "weight":
             raise ArtifactError(
                 f"{path} has {name[:200]!r} as a {description.kind[:100]}, expected none but weights of the model's "
                 "linears; give a quantization of that very model"
             )
-        layers[layer], computed = quantized_layer(description, pieces, tuple(module.weight.shape))
+        layers[layer], computed = quantized_layer(description, pieces, linears[layer])
         computes = computes and computed
-    denoiser = QuantizedDenoiser(
-        path, FACTS.name, FACTS.method, layers, parameters,
-        size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values()),
-        runtime=by_diffusers(path, checkpoint, FACTS.method) if computes else None,
-    )  # fmt: skip
-    check_whole(denoiser, checkpoint, unknown=list(stored))
-    return denoiser
+    size = size_of(parameters.values()) + sum(layer.stored_bytes for layer in layers.values())
+    runtime = folder.opened_by(FACTS.method) if computes else None
+    found = QuantizedDenoiser(path, FACTS.name, FACTS.method, layers, parameters, size, runtime=runtime)
+    return checked_whole(found, checkpoint, unknown=list(stored))
 
 
-def refuse_pickles(path: Path) -> None:
+def refuse_pickles(folder: Path) -> None:
     """Raises ArtifactError for a folder from before torchao could write safetensors."""
-    folder = denoiser_folder(path) or path
     names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".bin") for name in names) and not any(".safetensors" in name for name in names):
         raise ArtifactError(
@@ -474,8 +456,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
     Per quantized layer there are codes int8 or E4M3 [out, in], scales fp32 [out, 1], the input's scale fp32 [1, ...]
-    if it has a static one and, where the layer multiplies, its factors fp32 [in]; all other weights are fp16.
-    Raises ResourceError when the disk is full.
+    if it has a static one and, where the layer multiplies, its factors fp32 [in].
     """
     layers = quantized(assignment)
     ranks = input_ranks(checkpoint) if any(has_static_input(layer) for layer in layers.values()) else {}
@@ -519,15 +500,17 @@ def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
         "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
     }
     if layer.format == "fp8":
+        kind = "Float8Tensor"
         fields |= {"mm_config": PRODUCT, "act_quant_kwargs": INPUTS_BY_ROW, "kernel_preference": KERNEL}
-        return {"_type": "Float8Tensor", "_data": fields, "_tensor_data_names": pieces}
-    if layer.activation_format is None:
-        fields |= {"act_quant_kwargs": None, "reduce_range": False}
-        return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}
-    inputs = {
-        "granularity": BY_ROW if layer.per_token else BY_TENSOR,
-        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
-        "reduce_range": False,
-    }
-    fields |= {"act_quant_kwargs": {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs}, "reduce_range": False}
-    return {"_type": "Int8Tensor", "_data": fields, "_tensor_data_names": pieces}
+    else:
+        kind, inputs = (
+            "Int8Tensor",
+            {
+                "granularity": BY_ROW if layer.per_token else BY_TENSOR,
+                "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+                "reduce_range": False,
+            },
+        )
+        options = {"_type": "QuantizeTensorToInt8Kwargs", "_data": inputs}
+        fields |= {"act_quant_kwargs": options if layer.activation_format else None, "reduce_range": False}
+    return {"_type": kind, "_data": fields, "_tensor_data_names": pieces}

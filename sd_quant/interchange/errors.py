@@ -81,12 +81,11 @@ def layer_errors(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: LayerErrors(weights.get(name), ratio(*squares[name].tolist())) for name in layers}
-
-
-def ratio(error: float, reference: float) -> float | None:
-    """The ratio of two norms, given their squares."""
-    return finite((error / reference) ** 0.5) if reference else None
+    sums = {name: each.tolist() for name, each in squares.items()}
+    return {
+        name: LayerErrors(weights.get(name), finite((error / reference) ** 0.5) if reference else None)
+        for name, (error, reference) in sums.items()
+    }
 
 
 @contextmanager

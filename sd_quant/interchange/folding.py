@@ -10,14 +10,13 @@ The road not taken is to ask the file: no format says what was folded.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.inputs import Multiplied
+from sd_quant.interchange.inputs import Multiplied, multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 
@@ -102,8 +101,7 @@ def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor 
 
 def plain_weight(layer: QuantizedLayer) -> Tensor:
     """The weight for inputs that are not multiplied: its columns times the factors of the inputs."""
-    weight, inputs = layer.weight.read().float(), cast(object, layer.inputs)
-    while isinstance(inputs, Multiplied):
-        weight = weight * inputs.factor.float().view(1, -1, *(1,) * (weight.ndim - 2))
-        inputs = inputs.then
+    weight = layer.weight.read().float()
+    for factor in multipliers_of(layer.inputs):
+        weight = weight * factor.view(1, -1, *(1,) * (weight.ndim - 2))
     return weight

@@ -23,8 +23,9 @@ The roads not taken are the package's ``GGUFReader``, which maps the file and be
 which chooses other scales and knows no K-quants.
 """
 
+import re
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -44,12 +45,11 @@ from sd_quant.files.safetensors import MAX_DIMENSIONS, MAX_HEADER, MAX_SIDE
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, read_bytes, strides
 from sd_quant.files.tensors import size_of as bytes_of
 from sd_quant.interchange import FP16, UNETS, ForeignFormat
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole, needed
 from sd_quant.interchange.stored import finite
 from sd_quant.interchange.weights import Assignment, JoinedLayers, by_authors_names, codes_and_scales
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows, denoiser_tensors, joined, places_in, rows_of, sampling_marks
-from sd_quant.names.t5 import llama_name
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -88,6 +88,19 @@ FACTS = ForeignFormat(
     marks=True,
 )
 MAGIC, T5 = b"GGUF", "T5EncoderModel"
+T5_ENDS = {  # llama.cpp's names of T5's encoder, of the gated kind that pipelines have (version 1.1)
+    "layer.0.SelfAttention.q": "attn_q",
+    "layer.0.SelfAttention.k": "attn_k",
+    "layer.0.SelfAttention.v": "attn_v",
+    "layer.0.SelfAttention.o": "attn_o",
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+    "layer.0.layer_norm": "attn_norm",
+    "layer.1.DenseReluDense.wi_0": "ffn_gate",
+    "layer.1.DenseReluDense.wi_1": "ffn_up",
+    "layer.1.DenseReluDense.wo": "ffn_down",
+    "layer.1.layer_norm": "ffn_norm",
+}
+T5_OTHERS = {"shared.weight": "token_embd.weight", "encoder.final_layer_norm.weight": "enc.output_norm.weight"}
 VERSIONS = (2, 3)
 MAX_TENSORS = 50_000  # Flux has 780, a whole SDXL 2,500
 MAX_ENTRIES = 50_000  # of the metadata: a shape for each tensor at most, and some more
@@ -176,14 +189,13 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Locates the denoiser of ``checkpoint`` in a GGUF file; no weight is read.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged, holds a type that is not known
-    here, or any other denoiser.
-    """
+    """The denoiser in a GGUF file."""
     tensors, version = read_header(whole_file(path))
     network = empty_denoiser(checkpoint)
-    names, unknown = t5_tensors(network, tensors) if is_t5(network) else denoiser_tensors(tensors)
+    names, unknown = denoiser_tensors(tensors)
+    if is_t5(network):
+        names = {name: stored for name in needed(network) if (stored := llama_name(name)) in tensors}
+        unknown = [stored for stored in tensors if stored not in names.values()]
     modules = dict(network.named_modules())
     found = without_kernels({name: tensors[full] for name, full in names.items()}, modules)
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
@@ -193,39 +205,29 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
                for rows in of_one]
         for name, of_one in places.items()
     }  # fmt: skip
-    quantized = {
-        name: [each for each in of_one if isinstance(each, Blocks)]
-        for name, of_one in parts.items()
-        if name.endswith(".weight") and isinstance(modules[name.removesuffix(".weight")], nn.Linear | nn.Conv2d)
-    }
-    layers = {
-        name.removesuffix(".weight"): stored_layer(of_one, joined(parts[name]))
-        for name, of_one in quantized.items()
-        if of_one
-    }
-    denoiser = QuantizedDenoiser(
-        path,
-        FACTS.name,
-        f"GGUF {version}",
-        layers,
-        {name: joined(of_one) for name, of_one in parts.items() if name.removesuffix(".weight") not in layers},
-        sum(map(size_of, found.values())),
-        sampling_marks(tensors),
-        # diffusers asks for ggml's package too
-        runtime=partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None,
-    )
-    check_whole(denoiser, checkpoint, [*unknown, *others])
-    return denoiser
+    layers: dict[str, QuantizedLayer] = {}
+    for name, of_one in parts.items():
+        layer, blocks = name.removesuffix(".weight"), [each for each in of_one if isinstance(each, Blocks)]
+        if blocks and isinstance(modules.get(layer), nn.Linear | nn.Conv2d):
+            layers[layer] = stored_layer(blocks, joined(of_one))
+    parameters = {name: joined(each) for name, each in parts.items() if name.removesuffix(".weight") not in layers}
+    size, marks, maker = sum(map(size_of, found.values())), sampling_marks(tensors), f"GGUF {version}"
+    # diffusers asks for ggml's package too
+    runtime = partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None
+    denoiser = QuantizedDenoiser(path, FACTS.name, maker, layers, parameters, size, marks, runtime=runtime)
+    return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
 
 def is_t5(network: nn.Module) -> bool:
     return type(network).__name__ == T5
 
 
-def t5_tensors(network: nn.Module, tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """The names of T5's tensors with what they are in a file of llama.cpp's, and names in it that are unknown."""
-    found = {name: stored for name in needed(network) if (stored := llama_name(name)) in tensors}
-    return found, [stored for stored in tensors if stored not in found.values()]
+def llama_name(name: str) -> str:
+    """Returns llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; a name that it has not, unchanged."""
+    block = re.fullmatch(r"encoder\.block\.(\d+)\.(.+)\.weight", name)
+    if block is None or block[2] not in T5_ENDS:
+        return T5_OTHERS.get(name, name)
+    return f"enc.blk.{block[1]}.{T5_ENDS[block[2]]}.weight"
 
 
 def stored_layer(parts: Sequence[Blocks], weight: Readable) -> QuantizedLayer:
@@ -288,8 +290,11 @@ def read_header(member: Member) -> tuple[Tensors, int]:
             end = each.start + size_of(each)
         if end > member.size:
             raise ValueError(f"{end} bytes described, {member.size} present")
-        for name, shape in original_shapes(entries).items():
-            if name in tensors:
+        for entry, shape in entries.items():
+            name = entry.removeprefix(ORIGINAL_SHAPE)
+            if name != entry and (not isinstance(shape, tuple) or min(shape, default=1) < 0):
+                raise ValueError(f"{entry[:200]!r} is no shape")
+            if name != entry and name in tensors:
                 tensors[name] = _reshaped(tensors[name], shape)
     return tensors, version
 
@@ -361,17 +366,6 @@ class Header:
         else:
             self.taken(count * struct.calcsize(SCALARS[inner]))
         return None
-
-
-def original_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes, as in torch, of tensors that are stored in another. Raises ValueError for what is none."""
-    found = {}
-    for name, shape in metadata.items():
-        if name.startswith(ORIGINAL_SHAPE):
-            if not isinstance(shape, tuple) or min(shape, default=1) < 0:
-                raise ValueError(f"{name[:200]!r} is no shape")
-            found[name.removeprefix(ORIGINAL_SHAPE)] = shape
-    return found
 
 
 def _located(member: Member, name: str, shape: tuple[int, ...], number: int, start: int) -> StoredTensor | Blocks:
@@ -448,10 +442,7 @@ ARCHITECTURES = {
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser to ``<part>.gguf`` in ``folder``, one tensor in memory at a time.
-
-    Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser to ``<part>.gguf`` in ``folder``."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}

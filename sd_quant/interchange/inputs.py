@@ -1,10 +1,11 @@
-"""Rounding of inputs as other tools' layers do it before they multiply: the numbers that the codes stand for.
+"""Inputs of inputs as other tools' layers do it before they multiply: the numbers that the codes stand for.
 
 Each is the formula of the library that computes so, which the format's module names. Scales are computed in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,16 @@ from sd_quant.quantization.formats import e2m1, int4, nvfp4
 from sd_quant.quantization.rotation import rotation_matrix
 
 LARGEST_FP8 = 448.0  # of E4M3
-Rounding = Callable[[Tensor], Tensor]
+
+
+class Inputs(Protocol):
+    """Rounds a layer's input [..., in] or [N, in, H, W] as its consumer does."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def __str__(self) -> str:
+        """For a table: ``int8, one scale``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Multiplied:
 
     factor: Tensor
     convolution: bool
-    then: Rounding | None = None
+    then: Inputs | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         factor = self.factor.to(x)
@@ -34,7 +44,14 @@ class Multiplied:
         return f"smoothed, {self.then or 'high precision'}"
 
 
-def smoothed(inputs: Rounding | None, x: Tensor) -> Tensor:
+def multipliers_of(inputs: Inputs | None) -> Iterator[Tensor]:
+    """Yields the factors [in] that inputs are multiplied by before they are rounded."""
+    while isinstance(inputs, Multiplied):
+        yield inputs.factor.float()
+        inputs = inputs.then
+
+
+def smoothed(inputs: Inputs | None, x: Tensor) -> Tensor:
     """``x`` as ``inputs`` rounds it, before it does."""
     return x if not isinstance(inputs, Multiplied) else smoothed(inputs.then, replace(inputs, then=None)(x))
 
@@ -43,7 +60,7 @@ def smoothed(inputs: Rounding | None, x: Tensor) -> Tensor:
 class Columns:
     """The columns of inputs [..., in], ``widths`` of them, each rounded in its own way."""
 
-    parts: tuple[Rounding, ...]
+    parts: tuple[Inputs, ...]
     widths: tuple[int, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,7 +75,7 @@ class Columns:
 class ManyRows:
     """Rounded where inputs [..., in] have at least ``least`` rows; fewer stay as they are."""
 
-    then: Rounding
+    then: Inputs
     least: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -72,7 +89,7 @@ class ManyRows:
 class Rotated:
     """Each ``group`` of inputs [..., in] is multiplied by a symmetric orthogonal matrix, rounded, and rotated back."""
 
-    then: Rounding
+    then: Inputs
     group: int
     matrix: Callable[[int], Tensor] = rotation_matrix
 

@@ -21,7 +21,6 @@ from sd_quant.interchange.stored import FP8, told
 from sd_quant.quantization.formats import e2m1
 
 NVFP4 = "nvfp4"
-FLOATS = {(4, 3): FP8, (2, 1): NVFP4}
 NVFP4_BLOCKS = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
 NVFP4_RANGE = e2m1.LARGEST * LARGEST_FP8  # of all numbers, where its global scale is 1
 SMALLEST = 2.0**-24  # of a range that ModelOpt divides by

@@ -30,7 +30,7 @@ road not taken is to decompose the stacked weights anew: their codes were chosen
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -43,27 +43,10 @@ from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
+from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.nunchaku_linears import (
-    BLOCKS,
-    SHIFT,
-    Written,
-    bias_of,
-    common_format,
-    common_rank,
-    in_chunks,
-    interleaved,
-    linears_of,
-    smooth_of,
-    stored_w4a4,
-    w4a4_layer,
-    w4a4_tensors,
-    w4a16_layer,
-    w4a16_tensors,
-    written,
-)
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
-from sd_quant.interchange.weights import Assignment, high_precision, quantized, write_file
+from sd_quant.interchange.weights import Assignment, high_precision, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
 
@@ -155,29 +138,25 @@ def old_name(key: str) -> str:
     return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a linear of diffusers is: in rows of one that is fused with ``members``, or side by side in several."""
+def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Where a linear of diffusers is: in the rows of one that holds all members, or side by side in several linears.
 
-    names: tuple[str, ...]
-    members: tuple[str, ...]
-
-
-def place_of(name: str) -> Place:
+    Returns the linears' names, and the members.
+    """
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):
-            return Place((f"{head}.{fused}",), tuple(f"{head}.{member}" for member in members))
+            return (f"{head}.{fused}",), tuple(f"{head}.{member}" for member in members)
     if name.startswith(SINGLE):
         stored = {"proj_mlp": ("mlp_fc1",), "proj_out": ("attn.to_out", "mlp_fc2")}
         if last in stored:
-            return Place(tuple(f"{head}.{each}" for each in stored[last]), (name,))
-    return Place((name,), (name,))
+            return tuple(f"{head}.{each}" for each in stored[last]), (name,)
+    return (name,), (name,)
 
 
 def shift_of(name: str) -> float:
     """Of the inputs of a linear by the file's new name."""
-    return SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
+    return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
 # Reading
@@ -190,28 +169,24 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it.
-
-    Raises ConfigError when ``path`` does not exist, ArtifactError for a damaged file, another class of nunchaku's than
-    that of ``checkpoint``, and any other denoiser.
-    """
+    """The denoiser in ``path`` as nunchaku's kernels compute it."""
     found, metadata = read_header(whole_file(path))
     kind = check_class(path, metadata.get("model_class"), checkpoint)
     tensors = cast(dict[str, StoredTensor], renamed(path, found, new_name))
-    linears, shapes = linears_of(path, tensors), weight_shapes(checkpoint)
+    linears, shapes = svdquant.linears_of(path, tensors), weight_shapes(checkpoint)
     layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}
     used: set[str] = set()
     for name in shapes:
-        place = place_of(name)
-        if len(shapes[name]) != 2 or not all(stored in linears for stored in place.names):
+        names, members = place_of(name)
+        if len(shapes[name]) != 2 or not all(stored in linears for stored in names):
             continue
-        used.update(place.names)
-        own = [linears[stored] for stored in place.names]
+        used.update(names)
+        own = [linears[stored] for stored in names]
         layers[name], bias = (
             modulation(own[0], *shapes[name])
             if name.endswith(MODULATIONS) and "wzeros" in own[0]
-            else placed(own, name, place, shapes)
+            else placed(own, name, members, shapes)
         )
         parameters |= {} if bias is None else {f"{name}.bias": bias}
     taken = {f"{stored}.{end}" for stored in used for end in linears[stored].tensors}
@@ -230,27 +205,30 @@ def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
 
 
 def placed(
-    own: Sequence[LayerTensors], name: str, place: Place, shapes: Mapping[str, Shape]
+    own: Sequence[LayerTensors], name: str, members: Sequence[str], shapes: Mapping[str, Shape]
 ) -> tuple[QuantizedLayer, LazyTensor | None]:
     """A linear of W4A4 and its bias."""
     rows, columns = shapes[name]
-    heights = [shapes[member][0] for member in place.members]
-    start = sum(heights[: place.members.index(name)])
+    heights = [shapes[member][0] for member in members]
+    start = sum(heights[: members.index(name)])
     widths = [columns] if len(own) == 1 else [rows, columns - rows]
     parts = [
-        stored_w4a4(each, sum(heights), width, shift_of(each.layer)) for each, width in zip(own, widths, strict=True)
+        svdquant.stored_w4a4(each, sum(heights), width, shift_of(each.layer))
+        for each, width in zip(own, widths, strict=True)
     ]
-    return w4a4_layer(parts, slice(start, start + rows)), bias_of(parts, slice(start, start + rows))
+    return svdquant.w4a4_layer(parts, slice(start, start + rows))
 
 
 def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
     """A modulation of W4A16 and its bias."""
     chunks = max(1, rows // columns)
-    layer = w4a16_layer(own, rows, columns, chunks)
+    layer = svdquant.w4a16_layer(own, rows, columns, chunks)
     if "bias" not in own:
         return layer, None
     own.checked("bias", [(rows,)], FLOAT_SCALES)
-    return layer, LazyTensor((rows,), torch.float32, lambda: shifted(in_chunks(own.finite("bias"), chunks), chunks, -1))
+    return layer, LazyTensor(
+        (rows,), torch.float32, lambda: shifted(svdquant.in_chunks(own.finite("bias"), chunks), chunks, -1)
+    )
 
 
 def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
@@ -264,28 +242,26 @@ def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are; one tensor is in memory at a time.
+    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are.
 
-    Raises ConfigError for layers in two formats and ResourceError when the disk is full.
+    Raises ConfigError for layers in two formats.
     """
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
-    rows = {
-        name: written(checkpoint, layer, weights.get(f"{name}.bias")) for name, layer in quantized(assignment).items()
-    }
-    linears: dict[str, Written] = {}
+    rows, fmt = svdquant.written(FACTS.name, checkpoint, assignment, weights)
+    linears: dict[str, svdquant.Written] = {}
     for name in rows:
-        place = place_of(name)
-        if len(place.names) == 2:
+        names, members = place_of(name)
+        if len(names) == 2:
             hidden = rows[name].rows
-            of_attention, of_mlp = place.names
+            of_attention, of_mlp = names
             zeros = lazy(torch.zeros(hidden))
             linears[of_attention] = replace(columns_of(rows[name], slice(0, hidden)), bias=zeros)
             linears[of_mlp] = columns_of(rows[name], slice(hidden, None))
         else:
-            linears[place.names[0]] = joined([rows[member] for member in place.members])
-    fmt, rank = common_format(FACTS.name, rows), common_rank(linears.values())
+            linears[names[0]] = joined([rows[member] for member in members])
+    rank = svdquant.common_rank(linears.values())
     tensors: dict[str, Readable] = {}
     for key, tensor in weights.items():
         owner, _, end = key.rpartition(".")
@@ -295,7 +271,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
         elif owner not in rows:
             tensors[key] = in_dtype(tensor, dtype) if tensor.dtype.is_floating_point else tensor
     for name, linear in linears.items():
-        own = w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
+        own = svdquant.w4a4_tensors(with_shift(linear, shift_of(name), dtype), rank, dtype)
         own["smooth_factor_orig"] = own["smooth_factor"]
         tensors |= {f"{name}.{end}": each for end, each in own.items()}
     precision = {"int4": "int4", "nvfp4": "fp4"}[fmt]
@@ -312,7 +288,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:
     """The entry of the metadata."""
     int4 = fmt == "int4"
-    common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": BLOCKS[fmt]}
+    common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": svdquant.BLOCKS[fmt]}
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}
     activation = common | {"scale_dtype": None if int4 else "fp8_e4m3_nan"}
     return {"method": "svdquant", "rank": rank, "weight": weight, "activation": activation}
@@ -321,15 +297,17 @@ def quantization_config(fmt: str, rank: int) -> dict[str, object]:
 def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:
     """The tensors of a modulation's weight, or of its bias."""
     if end == "weight":
-        return {f"{owner}.{name}": each for name, each in w4a16_tensors(tensor, chunks, dtype).items()}
+        return {f"{owner}.{name}": each for name, each in svdquant.w4a16_tensors(tensor, chunks, dtype).items()}
     read = tensor.read
     shape = tuple(tensor.shape)
     return {
-        f"{owner}.{end}": LazyTensor(shape, dtype, lambda: interleaved(shifted(read(), chunks, 1), chunks).to(dtype))
+        f"{owner}.{end}": LazyTensor(
+            shape, dtype, lambda: svdquant.interleaved(shifted(read(), chunks, 1), chunks).to(dtype)
+        )
     }
 
 
-def with_shift(linear: Written, shift: float, dtype: torch.dtype) -> Written:
+def with_shift(linear: svdquant.Written, shift: float, dtype: torch.dtype) -> svdquant.Written:
     """The linear with a bias that takes back what the kernel adds to its inputs of INT4."""
     if not shift or linear.format != "int4" or linear.bias is None:
         return linear
@@ -337,14 +315,14 @@ def with_shift(linear: Written, shift: float, dtype: torch.dtype) -> Written:
 
     def read() -> Tensor:
         codes, scales, _ = linear.read()
-        smooth = smooth_of(linear, dtype).float()
+        smooth = svdquant.smooth_of(linear, dtype).float()
         weight = FORMATS[linear.format].dequantize(codes, scales.to(dtype).float())
         return bias.read().float() - weight @ (shift / smooth)
 
     return replace(linear, bias=LazyTensor((linear.rows,), torch.float32, read))
 
 
-def joined(linears: Sequence[Written]) -> Written:
+def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
     """One linear of the rows of several that read one input, smoothed by one vector."""
     first = linears[0]
     if len(linears) == 1:
@@ -372,9 +350,9 @@ def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.block_diag(*ups), torch.cat(downs)
 
 
-def columns_of(linear: Written, columns: slice) -> Written:
+def columns_of(linear: svdquant.Written, columns: slice) -> svdquant.Written:
     """The linear of some columns, whole blocks of them."""
-    block = BLOCKS[linear.format]
+    block = svdquant.BLOCKS[linear.format]
     blocks = slice(columns.start // block, None if columns.stop is None else columns.stop // block)
 
     def read() -> tuple[Tensor, ...]:

@@ -22,19 +22,20 @@ All but W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy, size_of
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
 from sd_quant.interchange import nunchaku_tiles as tiles
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
+from sd_quant.interchange.layouts import ADDED, NUMBERS, Layout, Packing, Piece
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape
-from sd_quant.interchange.weights import codes_and_scales
+from sd_quant.interchange.weights import Assignment, codes_and_scales, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
@@ -149,8 +150,8 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
     return Stored(tensors, rows, columns, fmt, rank, shift if fmt == "int4" else 0.0)
 
 
-def w4a4_layer(parts: Sequence[Stored], rows: slice) -> QuantizedLayer:
-    """The layer whose weight is these ``rows`` of ``parts`` side by side."""
+def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, LazyTensor | None]:
+    """The layer whose weight is these ``rows`` of ``parts`` side by side, and its bias; None where no part has one."""
     first, widths = parts[0], tuple(part.columns for part in parts)
     count, columns, rank = len(range(*rows.indices(first.rows))), sum(widths), sum(part.rank for part in parts)
 
@@ -161,26 +162,28 @@ def w4a4_layer(parts: Sequence[Stored], rows: slice) -> QuantizedLayer:
     rounding: Inputs = roundings[0] if len(parts) == 1 else Columns(roundings, widths)
     up = LazyTensor((count, rank), torch.float32, lambda: torch.cat([part.up()[rows] for part in parts], 1))
     down = LazyTensor((rank, columns), torch.float32, lambda: torch.block_diag(*(part.down() for part in parts)))
-    return QuantizedLayer(
+    layer = QuantizedLayer(
         format=f"svdquant {first.format}",
         scales=f"1 for {BLOCKS[first.format]} numbers",
-        stored_bytes=sum(bytes_without_bias(part.tensors) for part in parts) * count // first.rows,
+        stored_bytes=sum(part.tensors.size(but=["bias"]) for part in parts) * count // first.rows,
         weight=first.tensors.decoded((count, columns), weight),
         inputs=rounding if bool((factor == 1).all()) else Multiplied(factor, False, rounding),
         branch=(up, down),
     )
-
-
-def bytes_without_bias(tensors: LayerTensors) -> int:
-    return size_of(tensor for end, tensor in tensors.tensors.items() if end != "bias")
-
-
-def bias_of(parts: Sequence[Stored], rows: slice) -> LazyTensor | None:
-    """The bias of the layer of ``w4a4_layer``; None where no part has one."""
     if not any("bias" in part.tensors for part in parts):
-        return None
-    count = len(range(*rows.indices(parts[0].rows)))
-    return LazyTensor((count,), torch.float32, lambda: torch.stack([part.bias()[rows] for part in parts]).sum(0))
+        return layer, None
+    biases = LazyTensor((count,), torch.float32, lambda: torch.stack([part.bias()[rows] for part in parts]).sum(0))
+    return layer, biases
+
+
+GROUPS = Packing(lambda stored, shape: stored.T[:, : shape[1]])  # some pad them
+W4A16 = Layout("awq int4", f"1 for {int4.BLOCK} numbers", (
+    Piece("qweight", "N/4 K/2", (torch.int32,), NUMBERS, packing=Packing(
+        lambda stored, shape: tiles.unpacked(tiles.awq_codes(*shape), stored)
+    )),
+    Piece("wscales", "K/64 N|K/64^16 N", FLOAT_SCALES, packing=GROUPS),
+    Piece("wzeros", "K/64 N|K/64^16 N", FLOAT_SCALES, ADDED, packing=GROUPS),
+), "nunchaku's loader", columns=int4.BLOCK)  # fmt: skip
 
 
 def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1) -> QuantizedLayer:
@@ -188,25 +191,14 @@ def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1)
 
     Raises ArtifactError for ``tensors`` that make up no such linear.
     """
-    block, groups = int4.BLOCK, columns // int4.BLOCK
-    if columns % block or rows % (4 * chunks):
+    if rows % (4 * chunks):
         raise ArtifactError(
-            f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected blocks of {block} "
-            "inputs and rows by fours; give a quantization of the very model it is compared with"
+            f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected rows by fours; "
+            "give a quantization of the very model it is compared with"
         )
-    tensors.checked("qweight", [(rows // 4, columns // 2)], [torch.int32])
-    for end in ("wscales", "wzeros"):
-        tensors.checked(end, [(groups, rows), (up_to(groups, 16), rows)], FLOAT_SCALES)  # some pad groups
     tensors.refuse(set(ENDS) - {"qweight", "wscales", "wzeros", "bias"}, "which W4A16 has not")
-
-    def weight() -> Tensor:
-        codes = tiles.unpacked(tiles.awq_codes(rows, columns), tensors.tensors["qweight"].read()).float()
-        scale, zero = (per_number(tensors.finite(end)[:groups].float().T, columns) for end in ("wscales", "wzeros"))
-        return in_chunks(torch.addcmul(zero, codes, scale), chunks)
-
-    return QuantizedLayer(
-        "awq int4", f"1 for {block} numbers", bytes_without_bias(tensors), tensors.decoded((rows, columns), weight)
-    )
+    layout = replace(W4A16, formula=lambda own, found, shape: in_chunks(own.product(found, shape), chunks))
+    return layout.layer(tensors, (rows, columns), tensors.size(but=["bias"]), None)
 
 
 def in_chunks(interleaved: Tensor, chunks: int) -> Tensor:
@@ -238,8 +230,7 @@ class Written:
         return 0 if self.branch is None else len(self.branch[1])
 
 
-def written(checkpoint: Checkpoint, layer: LayerAssignment, bias: Readable | None) -> Written:
-    """A linear of an assignment."""
+def written_linear(checkpoint: Checkpoint, layer: LayerAssignment, bias: Readable | None) -> Written:
     rows, columns = layer.weight_shape
 
     def read() -> tuple[Tensor, ...]:
@@ -338,10 +329,17 @@ def common_rank(linears: Collection[Written]) -> int:
     return up_to(max(1, *(linear.rank for linear in linears)), tiles.RANK)
 
 
-def common_format(target: str, linears: Mapping[str, Written]) -> str:
-    """The one format of all linears. Raises ConfigError where they have two."""
-    formats = {linear.format: name for name, linear in linears.items()}
+def written(
+    target: str, checkpoint: Checkpoint, assignment: Assignment, weights: Mapping[str, Readable]
+) -> tuple[dict[str, Written], str]:
+    """The quantized linears of an assignment, whose biases are among ``weights``, and their one format.
+
+    Raises ConfigError where they have two.
+    """
+    layers = quantized(assignment)
+    formats = {layer.format: name for name, layer in layers.items()}
     if len(formats) > 1:
         told = " and ".join(f"{name} in {fmt}" for fmt, name in formats.items())
         raise ConfigError(f"{target} holds one format for all layers, and the run has {told}; hand over a run with one")
-    return next(iter(formats))
+    linears = {name: written_linear(checkpoint, row, weights.get(f"{name}.bias")) for name, row in layers.items()}
+    return linears, next(iter(formats))

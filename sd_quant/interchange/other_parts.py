@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sd_quant.files.tensors import size_of
 from sd_quant.interchange import READERS, ForeignFormat, format_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, check_whole
+from sd_quant.interchange.denoiser import QuantizedDenoiser, checked_whole
 from sd_quant.interchange.holding import held, not_held
 from sd_quant.interchange.stored import CONFIG, quantization_config, stored_tensors
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, empty_modules
@@ -66,8 +66,7 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
     if parts and not any(each.recognizes(path) for each in READERS.values()):
         tensors = stored_tensors(path, checkpoint)
         plain = QuantizedDenoiser(path, "diffusers", "nobody", {}, tensors, size_of(tensors.values()))
-        check_whole(plain, checkpoint)
-        return {denoiser: plain, **parts}
+        return {denoiser: checked_whole(plain, checkpoint), **parts}
     return {denoiser: format_of(path).module.read(path, checkpoint), **parts}
 
 

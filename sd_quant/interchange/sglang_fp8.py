@@ -18,27 +18,16 @@ DeepGEMM on SM100 quantizes weights again, to scales that are powers of two, and
 simulated. The road not taken is powers of two from the start, which it would take as they are: that is another recipe.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
-from sd_quant.errors import ArtifactError
-from sd_quant.files.checks import listing
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat, Server
 from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.interchange.inputs import BlockFloat8
 from sd_quant.interchange.layouts import E4M3, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    by_layer,
-    check_config,
-    ignored_names,
-    quantization_config,
-    stored_tensors,
-    told,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, weight_shapes
+from sd_quant.interchange.vllm_int8 import ignored_in, read_served
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -68,11 +57,11 @@ FACTS = ForeignFormat(
         )
     },
 )
-SCALE, BLOCK = "weight_scale_inv", 128
+BLOCK = 128
 LAYOUT = Layout(
     FP8,
     f"1 for {BLOCK} x {BLOCK}",
-    (Piece("weight", "N K", (E4M3,), NUMBERS), Piece(SCALE, f"N/{BLOCK} K/{BLOCK}", FLOAT_SCALES)),
+    (Piece("weight", "N K", (E4M3,), NUMBERS), Piece("weight_scale_inv", f"N/{BLOCK} K/{BLOCK}", FLOAT_SCALES)),
     consumer=FACTS.consumer,
     rows=BLOCK,
     columns=BLOCK,
@@ -85,33 +74,10 @@ OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
-
-    Raises ArtifactError for a config that is not of FP8 in blocks of 128 x 128 with inputs scaled as it runs, a layer
-    that is quantized and ignored, and anything that is not the whole denoiser.
-    """
-    ignored = ignored_in(path, quantization_config(path) or {})
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, (SCALE,))
-    if both := [name for name in found if skips(ignored, name)]:
-        raise ArtifactError(
-            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so SGLang would "
-            "take their codes for weights; make the folder again"
-        )
-    layers = {name: LAYOUT.layer(own, shapes[name], own.size(), BlockFloat8(BLOCK)) for name, own in found.items()}
-    return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
-
-
-def ignored_in(path: Path, config: Mapping[str, object]) -> list[str]:
-    """The names of layers that are not quantized. Raises ArtifactError for a config that is not decoded here."""
-    check_config(path, config, WRITTEN, f"FP8 in blocks of {BLOCK} x {BLOCK}")
-    known = (*WRITTEN, IGNORED, ALSO_IGNORED)
-    if unknown := [key for key, value in config.items() if key not in known and (key, value) not in OTHERS.items()]:
-        raise ArtifactError(
-            f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
-            "decoded here; give a folder without"
-        )
-    return ignored_names(path, config, IGNORED, ALSO_IGNORED)
+    """The denoiser in a folder, a pipeline's or its own."""
+    folder = Folder(path, checkpoint)
+    ignored = ignored_in(folder, WRITTEN, OTHERS, IGNORED, ALSO_IGNORED)
+    return read_served(folder, FACTS, LAYOUT, BlockFloat8(BLOCK), partial(skips, ignored))
 
 
 def skips(ignored: Collection[str], name: str) -> bool:
@@ -123,10 +89,7 @@ def skips(ignored: Collection[str], name: str) -> bool:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
-
-    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     kept = [name for name in weight_shapes(checkpoint) if name not in layers]
     # A name whose words are in a quantized one's is of no linear that SGLang would quantize: those have all words

@@ -3,34 +3,28 @@
 The road not taken is a converter of names, which would have to know what codes are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, StoredTensor
 from sd_quant.interchange.denoiser import QuantizedLayer, needed
-from sd_quant.interchange.layouts import Layout
-from sd_quant.interchange.stored import Shape, shown
+from sd_quant.interchange.stored import LayerTensors, Shape, shown
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import Rows, joined, places_in, rows_of
 
 
-class Coded(Protocol):
+@dataclass(frozen=True)
+class Coded:
     """A linear in a file whose weight is codes."""
 
-    @property
-    def layout(self) -> Layout: ...
-
-    def unpacked(self) -> Shape:
-        """The shape of the weight's numbers, of which bytes may hold several."""
-        ...
-
-    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        """The linear with a weight of this ``shape``, in ``parts`` of the stored one; bytes are prorated by rows."""
-        ...
+    own: LayerTensors
+    unpacked: Shape  # of the weight's numbers, of which bytes may hold several
+    multiple: int  # to which both sides of these are padded
+    layer: Callable[[Shape, Sequence[Rows]], QuantizedLayer]  # with a weight of a shape, in parts of the stored one
 
 
 def placed(
@@ -45,8 +39,8 @@ def placed(
     modules = dict(network.named_modules())
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     codes = {f"{layer}.weight": each for layer, each in coded.items()}
-    numbers = {name: codes[name].unpacked() if name in codes else each.shape for name, each in tensors.items()}
-    multiples = {name: each.layout.multiple for name, each in codes.items()}
+    numbers = {name: codes[name].unpacked if name in codes else each.shape for name, each in tensors.items()}
+    multiples = {name: each.multiple for name, each in codes.items()}
     places, unknown = places_in(path, network, shapes, numbers, multiples)
     layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, check_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole, needed
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.diffusers import DENOISERS, TIED
@@ -79,9 +80,9 @@ class LayerTensors:
             )
         return number
 
-    def size(self, begins: str = "") -> int:
-        """Bytes of the tensors whose ends begin so."""
-        return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins))
+    def size(self, begins: str = "", but: Collection[str] = ()) -> int:
+        """Bytes of the tensors whose ends begin so, and are none of ``but``."""
+        return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins) and end not in but)
 
     def refuse(self, ends: Collection[str], reason: str) -> None:
         """Raises ArtifactError if the layer has any tensor with one of these ends."""
@@ -152,7 +153,7 @@ def whole(
     """The denoiser of these layers, checked to be whole, with ``more`` of its fields.
 
     ``tensors`` are all of the file, ``others`` those that are in no layer, ``ignored`` names among these that carry
-    nothing. Raises ArtifactError when no layer is quantized, and what ``check_whole`` raises.
+    nothing. Raises ArtifactError when no layer is quantized, and what ``checked_whole`` raises.
     """
     if not layers:
         raise ArtifactError(
@@ -162,8 +163,7 @@ def whole(
     parameters = {name: tensor for name, tensor in others.items() if name in expected}
     unknown = [name for name in others if name not in expected and name not in ignored]
     denoiser = QuantizedDenoiser(path, name, maker, layers, parameters, size_of(tensors.values()), **more)
-    check_whole(denoiser, checkpoint, unknown)
-    return denoiser
+    return checked_whole(denoiser, checkpoint, unknown)
 
 
 def shown(name: str) -> str:
@@ -221,45 +221,6 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
-def maker_of(name: str, version: object) -> str:
-    """The tool with the version that a config states, as far as that is one."""
-    return f"{name} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else name
-
-
-def checked_config(path: Path, given: Mapping[str, object], usual: Config, maker: str) -> Config:
-    """The entries of a config that the dataclass of ``usual`` has; what ``given`` lacks is as usual.
-
-    Raises ConfigError for one of another type, or out of range.
-    """
-    known = vars(usual)
-    config = known | {name: given[name] for name in known if name in given}
-    try:
-        check_schema(type(usual), config, "quantization_config.")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; give a folder that {maker} has saved") from error
-    return type(usual)(**config)
-
-
-def configs_by_layer(
-    path: Path, given: Mapping[str, object], key: str, maker: str
-) -> Mapping[str, Mapping[str, object]]:
-    """The entry ``key`` of a config: further ones by names or patterns. Raises ConfigError for anything else."""
-    found = given.get(key) or {}
-    if not isinstance(found, Mapping) or not all(isinstance(config, Mapping) for config in found.values()):
-        raise ConfigError(
-            f"{path}: quantization_config.{key} is {BOUNDED.repr(found)}, expected configs by layers' names; give a "
-            f"folder that {maker} has saved"
-        )
-    return found
-
-
-def check_config(path: Path, config: Mapping[str, object], written: Mapping[str, object], what: str) -> None:
-    """Raises ArtifactError unless ``config`` has all of ``written``, which is that of ``what``."""
-    if differing := [key for key, value in written.items() if config.get(key) != value]:
-        lacks = ", ".join(f"{key} {written[key]}" for key in differing)
-        raise ArtifactError(f"{path}: its config lacks {lacks}, expected of {what}; make the folder again")
-
-
 def ignored_names(path: Path, config: Mapping[str, object], *keys: str) -> list[str]:
     """The names of layers that are not quantized, in the first of the ``keys`` that has any.
 
@@ -291,30 +252,92 @@ def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor
     return {name: tensor for name, tensor in stored.items() if not name.endswith(MADE)}
 
 
-def by_diffusers(
-    path: Path, checkpoint: Checkpoint, package: str, dtype: torch.dtype = torch.float32, **environment: str
-) -> Callable[[], nn.Module] | None:
-    """Opens the denoiser as diffusers and ``package`` do, in ``dtype``; None where that is not installed.
+@dataclass(frozen=True)
+class Folder:
+    """A folder of diffusers with the denoiser of ``checkpoint``, a pipeline's or its own. No weight is read."""
 
-    The class is the one that the pipeline's family has, whatever the config names. ``environment`` is what ``package``
-    reads when it is imported; what is set already stays.
-    """
-    if find_spec(package) is None:
-        return None
+    path: Path
+    checkpoint: Checkpoint
 
-    def load() -> nn.Module:
-        import diffusers
+    @property
+    def place(self) -> Path:
+        """Of the denoiser's config and weights."""
+        return denoiser_folder(self.path)
 
-        for name, value in environment.items():
-            os.environ.setdefault(name, value)
-        folder = denoiser_folder(path)
-        kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
-        found = read_json(folder, CONFIG).get("_class_name")
-        if found != kind:
-            raise ArtifactError(f"{folder / CONFIG} is of a {str(found)[:100]!r}, expected {kind}; give that one's")
-        network = getattr(diffusers, kind).from_pretrained(
-            folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True
-        )
-        return network.eval()
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The ``quantization_config``; empty where there is none."""
+        return quantization_config(self.path) or {}
 
-    return load
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return stored_tensors(self.path, self.checkpoint)
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        return weight_shapes(self.checkpoint)
+
+    def by_layer(self, marks: Collection[str]) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
+        return by_layer(self.path, self.tensors, self.shapes, marks)
+
+    def whole(
+        self, name: str, maker: str, layers: Mapping[str, QuantizedLayer], others: Mapping[str, Readable], **more: Any
+    ) -> QuantizedDenoiser:
+        return whole(self.path, name, maker, self.checkpoint, layers, self.tensors, others, **more)
+
+    def maker(self, name: str, entry: str) -> str:
+        """The tool with the version that an entry of the config states, as far as that is one."""
+        version = self.config.get(entry)
+        return f"{name} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else name
+
+    def checked(self, given: Mapping[str, object], usual: Config) -> Config:
+        """The entries of a config that the dataclass of ``usual`` has; what ``given`` lacks is as usual.
+
+        Raises ConfigError for one of another type, or out of range.
+        """
+        known = vars(usual)
+        config = known | {name: given[name] for name in known if name in given}
+        try:
+            check_schema(type(usual), config, "quantization_config.")
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}; give a folder that its tool has saved") from error
+        return type(usual)(**config)
+
+    def exceptions(self, key: str) -> Mapping[str, Mapping[str, object]]:
+        """The entry ``key`` of the config: further ones by names or patterns. Raises ConfigError for anything else."""
+        found = self.config.get(key) or {}
+        if not isinstance(found, Mapping) or not all(isinstance(config, Mapping) for config in found.values()):
+            raise ConfigError(
+                f"{self.path}: quantization_config.{key} is {BOUNDED.repr(found)}, expected configs by layers' names; "
+                "give a folder that its tool has saved"
+            )
+        return found
+
+    def opened_by(
+        self, package: str, dtype: torch.dtype = torch.float32, **environment: str
+    ) -> Callable[[], nn.Module] | None:
+        """Opens the denoiser as diffusers and ``package`` do, in ``dtype``; None where that is not installed.
+
+        The class is the one that the pipeline's family has, whatever the config names. ``environment`` is what
+        ``package`` reads when it is imported; what is set already stays.
+        """
+        if find_spec(package) is None:
+            return None
+
+        def load() -> nn.Module:
+            import diffusers
+
+            for name, value in environment.items():
+                os.environ.setdefault(name, value)
+            kind = self.checkpoint.family.NETWORKS[denoiser_part(self.checkpoint).component]
+            found = read_json(self.place, CONFIG).get("_class_name")
+            if found != kind:
+                raise ArtifactError(
+                    f"{self.place / CONFIG} is of a {str(found)[:100]!r}, expected {kind}; give that one's"
+                )
+            network = getattr(diffusers, kind).from_pretrained(
+                self.place, torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            )
+            return network.eval()
+
+        return load

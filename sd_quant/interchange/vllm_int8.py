@@ -17,24 +17,16 @@ a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose source was read and
 The road not taken is one scale for query, key and value together, which would survive that: it is another weight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import listing
 from sd_quant.interchange import PER_ROW, ForeignFormat, Server
-from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import (
-    by_layer,
-    check_config,
-    ignored_names,
-    quantization_config,
-    stored_tensors,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import Folder, ignored_names, told, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -56,11 +48,11 @@ FACTS = ForeignFormat(
     layers=("single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out"),
     families=frozenset({"flux"}),
 )
-SCALE, IGNORED = "weight_scale", "ignored_layers"
+IGNORED = "ignored_layers"
 LAYOUT = Layout(
     "int8",
     "1 for a row",
-    (Piece("weight", "N K", (INT8,), NUMBERS), Piece(SCALE, "N _", (FP32,))),
+    (Piece("weight", "N K", (INT8,), NUMBERS), Piece("weight_scale", "N _", (FP32,))),
     consumer=FACTS.consumer,
 )
 WRITTEN = {"quant_method": FACTS.method, "is_checkpoint_int8_serialized": True, "activation_scheme": "dynamic"}
@@ -71,42 +63,51 @@ STACKED = {  # what the server makes of linears, by the ends of their names
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. No weight is read.
+    """The denoiser in a folder, a pipeline's or its own."""
+    folder = Folder(path, checkpoint)
+    return read_served(folder, FACTS, LAYOUT, RowInteger(), ignored_in(folder, WRITTEN, {}, IGNORED).__contains__)
 
-    Raises ArtifactError for a config that vLLM-Omni does not take, a layer that is quantized and ignored, and anything
-    that is not the whole denoiser.
+
+def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
+    """The names of layers that are not quantized in the config of a folder, in the first of the ``lists`` that has any.
+
+    Raises ArtifactError unless the config has all that is ``written`` beside, and nothing more but for ``others``.
     """
-    ignored = ignored_in(path, quantization_config(path) or {})
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, (SCALE,))
-    if both := [name for name in found if name in ignored]:
+    path, config = folder.path, folder.config
+    if differing := [key for key, value in written.items() if config.get(key) != value]:
+        lacks = ", ".join(f"{key} {written[key]}" for key in differing)
+        raise ArtifactError(f"{path}: its config lacks {lacks}, which its server expects; make the folder again")
+    known = (*written, *lists)
+    if unknown := [key for key, value in config.items() if key not in known and (key, value) not in others.items()]:
         raise ArtifactError(
-            f"{path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), which vLLM-Omni "
-            "cannot place; make the folder again"
+            f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
+            "decoded here; give a folder without"
         )
-    layers = {name: LAYOUT.layer(own, shapes[name], own.size(), RowInteger()) for name, own in found.items()}
-    return whole(path, FACTS.name, FACTS.consumer, checkpoint, layers, tensors, others)
+    return ignored_names(path, config, *lists)
 
 
-def ignored_in(path: Path, config: Mapping[str, object]) -> frozenset[str]:
-    """The names in ``ignored_layers``. Raises ArtifactError unless the config is one of a stored, dynamic INT8."""
-    check_config(path, config, WRITTEN, "INT8 that vLLM-Omni reads from a file")
-    names = ignored_names(path, config, IGNORED)
-    if unknown := [key for key in config if key not in (*WRITTEN, IGNORED)]:
+def read_served(
+    folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
+) -> QuantizedDenoiser:
+    """The denoiser in a folder whose quantized linears are all of one ``layout``. No weight is read.
+
+    Raises ArtifactError for a layer that has scales and that the server ``skips``, and for any other denoiser.
+    """
+    found, others = folder.by_layer([piece.end for piece in layout.pieces if piece.holds != NUMBERS])
+    if both := [name for name in found if skips(name)]:
         raise ArtifactError(
-            f"{path}: its config has {listing(unknown, 3)}, which vLLM-Omni's int8 does not take; make the folder again"
+            f"{folder.path} has scales for layers that its config ignores ({len(both)}: {listing(both, 3)}), so "
+            f"{facts.consumer} would not load them; make the folder again"
         )
-    return frozenset(names)
+    layers = {name: layout.layer(own, folder.shapes[name], own.size(), inputs) for name, own in found.items()}
+    return folder.whole(facts.name, facts.consumer, layers, others)
 
 
 # Writing
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
-
-    One tensor is in memory at a time; what is not quantized is fp16. Raises ResourceError when the disk is full.
-    """
+    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}

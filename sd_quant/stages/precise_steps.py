@@ -93,9 +93,10 @@ def with_precise_steps(
             checkpoint, unquantized, recipe, prompts, sampling, found, step_time, controls, forced
         ),
     )  # fmt: skip
+    but = f", but {chosen['reason']}" if chosen["reason"] else ""
     LOG.info(
         "precise steps %s: the final latents' error on %d other prompts is %.1f dB lower%s",
-        chosen["tried"], chosen["prompts"], chosen["gain_db"][0], f", but {chosen['reason']}" if chosen["reason"] else "",
+        chosen["tried"], chosen["prompts"], chosen["gain_db"][0], but,
     )  # fmt: skip
     return replace(infer, schedule=chosen["schedule"], precise_steps=None), chosen
 

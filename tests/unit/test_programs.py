@@ -56,13 +56,10 @@ def test_a_call_without_an_output_or_whose_unrounded_form_is_off_fails(case, tmp
     assert judged(ROW, SOUND, case, PROGRAM).verdict == "FAILED"
 
 
-def test_a_program_without_its_checkout_is_not_run_and_says_what_to_do(case, monkeypatch, tmp_path):
+def test_a_program_without_its_checkout_and_a_script_that_dies_leave_rows_that_say_so(case, monkeypatch, tmp_path):
     monkeypatch.delenv("PROGRAMS", raising=False)
     (row,) = opened_by(replace(PROGRAM, source="Tool"), [case], tmp_path)
     assert row.verdict == "not run" and "set PROGRAMS to a folder that has a checkout Tool" in row.far
-
-
-def test_a_script_that_dies_leaves_rows_that_say_so(case, monkeypatch, tmp_path):
     monkeypatch.setattr("tests.programs.check.HERE", tmp_path)
     (tmp_path / "a_program.py").write_text("raise SystemExit('no luck')")
     (row,) = opened_by(PROGRAM, [case], tmp_path)

@@ -24,7 +24,6 @@ CASES = [
     ("comfyui", "sd3", "nvfp4", PLAIN | {"activation": None}),
     ("comfyui", "flux", "mxfp8", PLAIN | {"rounding": "gptq"}),
     ("comfyui", "pixart", "mxfp8", PLAIN),
-    ("comfyui", "flux", "int8", {**ROTATED, "rotation": 256}),
     ("comfyui", "flux", "nvfp4", {"scale_search": True, **PLAIN}),
     ("comfyui", "sdxl", "int4", {"activation": None, "alpha": None}),
     ("comfyui", "flux", "int4_per_row", INT4_ROWS | {"rounding": "gptq", "scale_search": True}),
@@ -47,24 +46,19 @@ CASES = [
     ("diffusers_torchao", "sdxl", "fp8", PLAIN | {"per_channel": False}),  # with static inputs, which are by row here
     ("diffusers_bfl", "flux", "fp8", PER_ROW_FP8),
     ("diffusers_bfl", "sd3", "fp8", PLAIN | {"per_channel": False}),
-    ("diffusers_bfl", "sdxl", "nvfp4", PLAIN),
     ("diffusers_bfl", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
     ("diffusers_nunchaku_lite", "flux", "int4", {"rank": 0.1}),
     ("diffusers_nunchaku_lite", "sd21", "int4", {"rank": 0.1, "smoothing": "modelopt"}),
     ("diffusers_nunchaku_lite", "flux", "nvfp4", {"rank": 0.1}),
-    ("diffusers_nunchaku_lite", "sdxl_wide", "int4", {"rank": 0.1}),
     ("vllm_int8", "flux", "int8", PLAIN | {"per_token": True}),
     ("vllm_int8", "flux", "int8", {"per_channel": False}),  # smoothed, where that is folded
     ("sglang_fp8", "flux", "fp8_128x128", PLAIN | {"activation": "fp8_128"}),
-    ("sglang_fp8", "flux", "fp8_128x128", PLAIN | {"activation": "fp8_128", "rounding": "gptq"}),
     ("nunchaku", "sdxl_wide", "int4", {"rank": 0.1}),
     ("nunchaku", "sdxl_wide", "nvfp4", {"alpha": None, "smoothing": "none"}),
     ("nunchaku", "flux", "int4", {"rank": 0.1}),
     ("nunchaku", "flux", "nvfp4", {"rank": 0.1}),
     ("gguf", "sdxl", "int8", {"activation": None, "per_channel": False}),
     ("gguf", "sd21", "int4", {"activation": None, "alpha": None}),
-    ("gguf", "sd3", "int8", {"activation": None}),
-    ("gguf", "flux", "int4", {"activation": None, "alpha": None}),
     *(
         ("gguf", family, fmt, {"activation": None, "alpha": None, "scale_search": True, "rounding": "gptq"})
         for family, fmt in (("sdxl", "q4_k"), ("sd3", "q5_k"), ("flux", "q6_k"), ("sd21", "q4_1"))

@@ -1,7 +1,6 @@
-"""Recipes, and rows of the small UNet."""
+"""Recipes, what targets write of tiny checkpoints, and auto-round's packers."""
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,9 +9,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sd_quant.models.unet import attentions, shared_inputs
-from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
@@ -25,23 +21,6 @@ def recipe_of(name: str, activation: str | None = "same", **options: object) -> 
     conv = pair if FORMATS[name].static_scale else Pair("int8", None)
     knobs = {"alpha": 0.8, "smoothing": "folded", "per_channel": name == "int8"} | options
     return Recipe(3.0, collect_method="min-max", enable=Enable(conv, pair, None), **knobs)
-
-
-@pytest.fixture(scope="session")
-def assign(calibrated) -> Callable[..., dict[str, LayerAssignment]]:
-    """Rows of the small UNet with one format for weights and inputs; further arguments are the recipe's."""
-    unet = calibrated.part().unet
-
-    def make(weight: str, activation: str | None, **options: object) -> dict[str, LayerAssignment]:
-        pair = Pair(weight, activation)
-        knobs = {"quant_level": 3.0, "alpha": 0.8, "smoothing": "folded", "collect_method": "min-max"} | options
-        recipe = Recipe(enable=Enable(pair if activation != "nvfp4" else Pair(weight, None), pair, None), **knobs)
-        return derive(
-            calibrated.roles, lambda name: unet.get_submodule(name).weight, calibrated.statistics.layers, recipe,
-            shared_inputs(calibrated.roles), attentions=attentions(unet),
-        )  # fmt: skip
-
-    return make
 
 
 @pytest.fixture(scope="session")

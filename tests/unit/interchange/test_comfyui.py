@@ -15,9 +15,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
 from sd_quant.interchange.comfyui import read, recognizes
-from sd_quant.interchange.comfyui_marks import INT8 as ROWS
-from sd_quant.interchange.comfyui_marks import METHODS, Marked, Mxfp8
-from sd_quant.interchange.inputs import Nvfp4, Rotated, StaticFloat8
+from sd_quant.interchange.comfyui_marks import METHODS, Marked
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
@@ -98,14 +96,6 @@ def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path, 
     stored = sum(each.nbytes for name, each in tensors.items() if name.rpartition(".")[0] in weights and
                  name.rpartition(".")[2].startswith("weight"))  # fmt: skip
     assert 0 <= stored - sum(layer.stored_bytes for layer in candidate.layers.values()) < 3 * len(candidate.layers)
-
-
-@pytest.mark.parametrize(
-    "inputs", [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(ROWS, 4), StaticFloat8(0.1)], ids=str
-)
-def test_inputs_of_zeros_stay_zeros(inputs):
-    """comfy-kitchen's NVFP4 divides them by a scale of 0."""
-    assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
 
 
 @consumer
@@ -219,7 +209,7 @@ def rotating(group: object) -> Tensor:
         ("fp8", {"comfy_quant": mark_of({"format": ["fp8"]})}, "formats that are not read here"),
         ("fp8", {"comfy_quant": mark_of({"format": "float8_e4m3fn", "convrot": True})}, "entries that are not known"),
         ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, "is not JSON"),
-        ("fp8", {"comfy_quant": mark_of(b"[1]")}, "is no object"),
+        ("fp8", {"comfy_quant": mark_of(b"[1]")}, "holds a list; expected an object"),
         ("fp8", {"comfy_quant": torch.zeros(9000, dtype=torch.uint8)}, "expected JSON in at most 4096 bytes"),
         ("fp8", {"comfy_quant": None}, "1 unknown: .*weight_scale|2 unknown"),
         ("fp8", {"comfy_quant": mark_of({"format": "int8_tensorwise"})}, "1 unknown: .*input_scale|in float8_e4m3fn"),

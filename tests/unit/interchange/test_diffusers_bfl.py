@@ -14,13 +14,12 @@ from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.names.authors import PREFIX, Rows
 
 from ..tiny import changed
+from .cases import PER_ROW_FP8, PLAIN
 from .single_files import in_authors_rows
 
 pytestmark = pytest.mark.commit
 
 BFL = "diffusers_bfl"
-PLAIN = {"smoothing": "none", "alpha": None}
-FP8 = PLAIN | {"per_channel": True, "per_token": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def written(written_once):
 
 @pytest.fixture(scope="module")
 def flux(written):
-    return written("flux", "fp8", FP8)
+    return written("flux", "fp8", PER_ROW_FP8)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def with_authors_names(case, file: Path, folder: Path, prefix: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("family, prefix", [("flux", ""), ("sd3", PREFIX), ("sd21", PREFIX)])
 def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, prefix):
-    case, file = written(family, "fp8", FP8)
+    case, file = written(family, "fp8", PER_ROW_FP8)
     read = case.read(file, BFL)
     authors = case.read(with_authors_names(case, file, tmp_path, prefix), BFL)
     assert authors.layers.keys() == read.layers.keys()

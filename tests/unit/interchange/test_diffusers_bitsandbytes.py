@@ -7,7 +7,8 @@ import torch
 from diffusers import BitsAndBytesConfig
 
 from sd_quant.errors import ArtifactError
-from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns, checked_state, read, threshold
+from sd_quant.interchange.diffusers_bitsandbytes import checked_state, read, threshold
+from sd_quant.interchange.stored import Folder
 
 from ..tiny import changed
 
@@ -103,11 +104,7 @@ def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
 def test_a_config_that_names_no_threshold_has_diffusers_own(tmp_path):
     config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert threshold(tmp_path) == BitsAndBytesConfig(load_in_8bit=True).llm_int8_threshold
-
-
-def test_inputs_of_zeros_stay_zeros():
-    assert torch.equal(OutlierColumns(2.0)(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
+    assert threshold(Folder(tmp_path, None)) == BitsAndBytesConfig(load_in_8bit=True).llm_int8_threshold
 
 
 @consumer

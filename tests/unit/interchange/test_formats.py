@@ -33,39 +33,25 @@ def test_another_folder_and_another_target_are_refused(tmp_path, targets, words)
         job_of(HandOverJob, compose("hand_over", [f"run={tmp_path}", f"to=[{targets}]"]))
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_every_target_has_a_writer(name):
-    assert name in NAMES
-    told = TARGETS[name].loading
-    assert TARGETS[name].servers or not isinstance(told, str) or "{folder" in told
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs, words",
+    "knobs, target, words",
     [
-        (["quantize=mxfp4", "hand_over=[comfyui]"],
-         "hand_over is comfyui, expected a target that holds weights in mxfp4 (openvino, onnx)"),
-        (["quantize=svdquant_w4a16", "hand_over=[diffusers_nunchaku_lite]"], "hand_over is diffusers_nunchaku_lite, "
-         "expected a target that holds int4 with inputs in high precision (comfyui, "),
-        (["quantize=svdquant_w4a16", "hand_over=[openvino,gguf]"], "hand_over is gguf, expected a target that holds a "
-         "low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, diffusers_nunchaku_lite, nunchaku)"),
-        (["quantize=rotated_w4a4", "hand_over=[diffusers_sdnq]"], "hand_over is diffusers_sdnq, expected a target that "
-         "holds rotated weights in int4, or quantize.rotation=0 (openvino, onnx)"),
-        (["model=flux", "model.path=x", "quantize=int8_dynamic", "hand_over=[diffusers_modelopt]"], "hand_over is "
-         "diffusers_modelopt, expected a target that holds inputs of int8 that are scaled per token, or "
-         "quantize.per_token=false (comfyui, diffusers_torchao, diffusers_sdnq, diffusers_autoround, gguf, openvino, "
-         "onnx, vllm_int8)"),
-        (["model=pixart", "model.path=x", "hand_over=[gguf]"], "hand_over is gguf, expected a target that holds pixart "
-         "(comfyui, diffusers_modelopt, diffusers_torchao, diffusers_sdnq, diffusers_autoround, "
-         "diffusers_nunchaku_lite)"),
+        (["quantize=mxfp4"], "comfyui", "weights in mxfp4 (openvino, onnx)"),
+        (["quantize=svdquant_w4a16"], "diffusers_nunchaku_lite", "int4 with inputs in high precision (comfyui, "),
+        (["quantize=svdquant_w4a16"], "gguf", "a low-rank branch, or quantize.rank=0 (diffusers_sdnq, openvino, onnx, "
+         "diffusers_nunchaku_lite, nunchaku)"),
+        (["quantize=rotated_w4a4"], "diffusers_sdnq", "rotated weights in int4, or quantize.rotation=0 (openvino, "),
+        (["model=flux", "model.path=x", "quantize=int8_dynamic"], "diffusers_modelopt", "inputs of int8 that are "
+         "scaled per token, or quantize.per_token=false (comfyui, "),
+        (["model=pixart", "model.path=x"], "gguf", "pixart (comfyui, "),
     ],
 )  # fmt: skip
-def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, words):
+def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, target, words):
     with composing("quantize"), pytest.raises(ConfigError) as refusal:
-        composed = OmegaConf.to_container(compose("quantize", knobs), resolve=True)
+        composed = OmegaConf.to_container(compose("quantize", [*knobs, f"hand_over=[{target}]"]), resolve=True)
         read(QuantizeJob, {name: value for name, value in composed.items() if name not in SHORTHANDS})
-    assert str(refusal.value).startswith(words)
+    assert str(refusal.value).startswith(f"hand_over is {target}, expected a target that holds {words}")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +59,6 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, w
     [
         ("diffusers_torchao", "torchao", "0.17.0", True),
         ("diffusers_torchao", "torchao", "0.18.0", False),
-        ("diffusers_sdnq", "sdnq", "0.2.1", True),
         ("comfyui", "torchao", "0.17.0", False),
     ],
 )
@@ -125,6 +110,8 @@ def test_the_facts_are_those_of_the_module_and_it_has_the_functions(name):
     facts, module = FORMATS[name], FORMATS[name].module
     assert facts == (with_graphs(module.FACTS) if module.FACTS.runtime else module.FACTS) and facts.name == name
     assert (name in READERS) == hasattr(module, "read") == (hasattr(module, "recognizes") or bool(facts.method))
+    assert (name in TARGETS) == hasattr(module, "write")
+    assert name not in TARGETS or facts.servers or not isinstance(facts.loading, str) or "{folder" in facts.loading
 
 
 @pytest.mark.parametrize(

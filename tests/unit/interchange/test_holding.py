@@ -15,6 +15,9 @@ from sd_quant.quantization.formats import nvfp4
 from sd_quant.stages.hand_over import lost
 from tests.presets import recipe_of
 
+from .cases import PLAIN
+from .conftest import recipe_of as recipe_with
+
 pytestmark = pytest.mark.commit
 
 COMFYUI, MODELOPT = TARGETS["comfyui"], TARGETS["diffusers_modelopt"]
@@ -25,25 +28,22 @@ ROW = LayerAssignment(
 )
 
 
-PLAIN = {"smoothing": "none", "alpha": None}
-
-
 @pytest.mark.parametrize(
     "fmt, options, target, words",
     [
         ("int8", {}, replace(COMFYUI, formats={"fp8": STATIC}),
-         r"comfyui holds fp8 and none of the layers in int8, [\w.]+, [\w.]+ and 64 more \(comfyui holds no weights in "
-         r"int8\); hand over to another \(diffusers_modelopt holds 66, .*\), or a run with another quantize= preset"),
+         r"comfyui holds fp8 and none of the layers in int8, [\w.]+, [\w.]+ and 104 more \(comfyui holds no weights in "
+         r"int8\); hand over to another \(diffusers_modelopt holds 106, .*\), or a run with another quantize= preset"),
         ("fp8", {"per_channel": True}, COMFYUI, "none of the layers in fp8"),
         ("nvfp4", {**PLAIN, "rank": 4}, COMFYUI, "layers have a low-rank branch, which comfyui cannot hold"),
         ("int8", {**PLAIN, "per_token": True, "rotation": 16}, TARGETS["diffusers_torchao"],
-         r"and none .* quantize\.rotation=0 rotates none; .* another \(openvino holds 66, onnx .*, comfyui holds 48,"),
+         r"and none .* quantize\.rotation=0 rotates none; .* another \(openvino holds 106, onnx .*, comfyui holds 88,"),
     ],
     ids=["format", "scale", "branch", "rotation"],
 )  # fmt: skip
-def test_what_a_target_cannot_hold_at_all_is_refused(assign, fmt, options, target, words):
+def test_what_a_target_cannot_hold_at_all_is_refused(tiny, fmt, options, target, words):
     with pytest.raises(ConfigError, match=words):
-        adapted(assign(fmt, fmt, **options), target)
+        adapted(tiny("sdxl").derived(recipe_with(fmt, **options)), target)
 
 
 LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
@@ -59,43 +59,29 @@ SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is no
     [
         ("diffusers_torchao", {"format": "int4"}, "holds no weights in int4"),
         ("diffusers_torchao", IN_FP8 | {"weight_shape": (64, 56)}, "in fp8 whose sides are multiples of 16"),
-        ("diffusers_torchao", IN_FP8 | {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs"),
         ("comfyui", IN_FP8 | {"activation_format": None}, "wants a scale of the inputs of fp8"),
         ("diffusers_torchao", {"activation_format": "fp8"}, "and the recipe leaves them in fp8"),
         ("diffusers_torchao", {"weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int8"),
         ("diffusers_torchao", {"activation_zero_point": 3}, "holds no inputs that are shifted"),
         ("diffusers_sdnq", {"pre_quant_scale": torch.ones(64)}, "cannot multiply the inputs of int8"),
-        ("diffusers_sdnq", {"format": "int4", "weight_shape": (64, 64, 3, 3)}, "holds no convolutions in int4"),
         ("gguf", {"weight_shape": (64, 48)}, "whose inputs are a multiple of 32"),
         ("comfyui", IN_FP8 | {"activation_format": "fp8"}, "holds only one scale for a weight in fp8"),
         ("comfyui", {"format": "nvfp4", "name": "a.attentions.0.attn2.to_k"}, "reads the model's kind off the shape"),
+        ("comfyui", {"format": "mxfp8", "name": "proj_out"}, "reads the model's kind off the shape"),
         ("onnx", {"format": "nvfp4"}, "has no kernel for nvfp4's FP4 numbers"),
         ("openvino", {"activation_format": "nvfp4"}, "whose scales are computed in blocks"),
         ("diffusers_modelopt", {"per_token": True}, "no inputs of int8 that are scaled per token; quantize.per_"),
-        ("comfyui", IN_FP8 | {"per_token": True, "weight_axis": None}, "no inputs of fp8 that are scaled per"),
         ("comfyui", IN_ROWS | {"activation_format": "int4_per_row"}, "rotates the inputs of int4_per_row"),
         ("comfyui", IN_ROWS | {"weight_shape": (64, 80), "rotation": 16}, "whose sides are multiples of 64"),
-        ("gguf", {"format": "q4_k", "weight_shape": (64, 64, 1, 1)}, "holds no convolutions in q4_k"),
         ("comfyui", {"format": "nvfp4", "rotation": 16}, "comfyui holds no rotated weights in nvfp4; quantize.rotat"),
-        *((target, {"rotation": 16, "per_token": True}, "no rotated weights in int8; quantize.rotation=0 rot")
-          for target in ("diffusers_modelopt", "diffusers_torchao", "diffusers_sdnq", "gguf")),
         ("modelopt_export", {"activation_format": None, "activation_amax": None}, "wants a scale of the inputs of"),
         ("modelopt_export", IN_FP8 | {"activation_format": "fp8", "weight_axis": 0}, "only one scale for a weight in"),
         ("modelopt_export", {"per_token": True}, "no inputs of nvfp4 that are scaled per token"),
-        ("modelopt_export", {"weight_shape": (16, 24)}, "whose inputs are a multiple of 16"),
-        ("modelopt_export", {"weight_shape": (16, 32, 3, 3)}, "holds no convolutions in nvfp4"),
-        ("modelopt_export", {"pre_quant_scale": torch.ones(32)}, "cannot multiply the inputs of nvfp4"),
         (LITE, {"weight_shape": (128, 192)}, "multiples of 128"),
         (LITE, {"weight_shape": (192, 128)}, "multiples of 128"),
         (LITE, {"activation_format": None}, "inputs quantized in int4"),
-        (LITE, {"weight_shape": (128, 128, 3, 3)}, "no convolutions"),
-        (LITE, {"format": "int8", "activation_format": "int8"}, "no weights in int8"),
-        (LITE, {"rotation": 64}, "quantize.rotation=0"),
         ("sglang_fp8", {"activation_format": None}, "inputs quantized in fp8_128, and the recipe leaves them in high"),
         ("sglang_fp8", {"activation_format": "mxfp8"}, "in fp8_128, and the recipe leaves them in mxfp8"),
-        ("sglang_fp8", {"weight_shape": (128, 192)}, "whose inputs are a multiple of 128"),
-        ("sglang_fp8", {"format": "fp8", "activation_format": "fp8"}, "holds no weights in fp8"),
-        ("sglang_fp8", {"pre_quant_scale": torch.ones(128)}, "cannot multiply the inputs of fp8_128x128"),
     ],
 )  # fmt: skip
 def test_what_a_target_cannot_hold_stays_in_high_precision(target, change, words):
@@ -254,8 +240,8 @@ def test_of_a_mix_each_target_holds_what_it_can_and_names_the_rest(calibrated):
         assert lost(made, found) == dict(Counter(found[name].reason for name in labels.keys() - quantized))
 
 
-def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(assign):
-    rows = assign("int8", "int8", **PLAIN, rank=4)
+def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(tiny):
+    rows = tiny("sdxl").derived(recipe_with("int8", **PLAIN, rank=4))
     with pytest.raises(ConfigError, match="layers have a low-rank branch, which diffusers_modelopt cannot hold"):
         adapted(rows, MODELOPT)
     name = next(name for name, row in rows.items() if row.low_rank is not None)

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
-from sd_quant.interchange.comfyui_marks import INT8
-from sd_quant.interchange.inputs import Affine, BlockInteger, Columns, Multiplied, Rotated, smoothed
+from sd_quant.interchange.comfyui_marks import INT8, Mxfp8
+from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns
+from sd_quant.interchange.inputs import (
+    Affine,
+    BlockInteger,
+    Columns,
+    Multiplied,
+    Nvfp4,
+    Rotated,
+    StaticFloat8,
+    smoothed,
+)
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.rotation import rotated
 
@@ -23,6 +33,15 @@ pytestmark = pytest.mark.commit
 )  # fmt: skip
 def test_each_row_has_its_own_scale(inputs, rows, expected):
     torch.testing.assert_close(inputs(torch.tensor(rows)), torch.tensor(expected))
+
+
+ZEROS = [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(INT8, 4), StaticFloat8(0.1), OutlierColumns(2.0)]
+
+
+@pytest.mark.parametrize("inputs", ZEROS, ids=str)
+def test_inputs_of_zeros_stay_zeros(inputs):
+    """comfy-kitchen's NVFP4 divides them by a scale of 0."""
+    assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
 
 
 def test_rows_of_rotated_inputs_are_rotated_back():

@@ -78,7 +78,7 @@ def of_mark(name: str) -> Row:
 
 
 def w4a4(own: LayerTensors) -> QuantizedLayer:
-    return nunchaku_linears.w4a4_layer([nunchaku_linears.stored_w4a4(own, *SHAPE)], slice(None))
+    return nunchaku_linears.w4a4_layer([nunchaku_linears.stored_w4a4(own, *SHAPE)], slice(None))[0]
 
 
 def by_torchao(own: LayerTensors) -> QuantizedLayer:
@@ -128,10 +128,7 @@ ROWS |= {
         | BRANCH,
         optional=["wcscales", "wtscale"],
     ),
-    "nunchaku-awq": Row(
-        lambda own: nunchaku_linears.w4a16_layer(own, *SHAPE),
-        {"qweight": ("N/4 K/2", INT32), "wscales": ("K/64 N", FP16), "wzeros": ("K/64 N", FP16)},
-    ),
+    "nunchaku-awq": of_layout(nunchaku_linears.W4A16, lambda own: nunchaku_linears.w4a16_layer(own, *SHAPE)),
     "torchao": Row(
         by_torchao,
         {"qdata": ("N K", INT8), "scale": ("N 1", FP32), "zero_point": torch.zeros(SHAPE[0], 1, dtype=INT8)},
@@ -142,13 +139,8 @@ ROWS |= {
         {"weight": ("N*128", UINT8), "scale": ("N K/32 1", FP32), "zero_point": ("N K/32 1", FP32)}
         | {"svd_up": ("N 1*4", FP32), "svd_down": ("1*4 K", FP32)},
         given=["weight", "scale"],
-        says={
-            "weight": "codes",
-            "scale": "scale",
-            "zero_point": "zero.point",
-            "svd_up": "branch|svd",
-            "svd_down": "branch|svd",
-        },
+        says={"weight": "codes", "scale": "scale", "zero_point": "zero.point"}
+        | dict.fromkeys(("svd_up", "svd_down"), "branch|svd"),
     ),
     "autoround": Row(
         by_autoround(diffusers_autoround.GPTQ),

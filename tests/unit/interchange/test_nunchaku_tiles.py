@@ -33,21 +33,6 @@ def test_a_number_lies_where_the_formula_says(name):
     assert torch.equal(layout.natural(stored), matrix)
 
 
-def test_codes_are_two_to_a_byte_and_come_back():
-    codes = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    layout = tiles.codes(N, K)
-    stored = tiles.packed(layout, codes)
-    assert stored.dtype == torch.uint8 and len(stored) == N * K // 2
-    assert torch.equal(tiles.unpacked(layout, stored.view(torch.int32)), codes.view(torch.uint8) & 15)
-
-
-def test_vectors_are_scales_of_one_group():
-    vector = torch.randn(N, generator=torch.Generator().manual_seed(0))
-    stored = tiles.vector_in_tiles(vector)
-    assert not torch.equal(stored, vector)
-    assert torch.equal(tiles.vector_from_tiles(stored), vector)
-
-
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).half()
 

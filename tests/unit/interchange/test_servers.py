@@ -174,9 +174,7 @@ ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blo
         (SGLANG, rf"ignores \(1: {SINGLE}.proj_out\), so SGLang", {"ignored_layers": ["proj_out", KEPT]}),
         (SGLANG, r"for layers that its config ignores \(5: ", ALSO),  # q, k, v and two proj_mlp
         (VLLM, "lacks is_checkpoint_int8_serialized True", {"is_checkpoint_int8_serialized": False}),
-        (VLLM, "lacks activation_scheme dynamic", {"activation_scheme": "static"}),
-        (VLLM, "has weight_block_size, which", {"weight_block_size": [1, 2]}),
-        (VLLM, "is no list of names", {"ignored_layers": "proj_mlp"}),
+        (VLLM, r"has weight_block_size a list, which is not decoded", {"weight_block_size": [1, 2]}),
         (VLLM, rf"that its config ignores \(1: {SINGLE}.proj_mlp", {"ignored_layers": [f"{SINGLE}.proj_mlp"]}),
     ],
 )

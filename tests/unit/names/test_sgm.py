@@ -14,8 +14,7 @@ from sd_quant.checkpoints.single_file import open_single_file
 from sd_quant.errors import ArtifactError
 from sd_quant.models.sdxl_nemo import noise_config, scheduler
 from sd_quant.names import nemo as nemo_keys
-from sd_quant.names.nemo import PREFIX, SAME, locations
-from sd_quant.names.sgm import nemo_key, sgm_key, sgm_names
+from sd_quant.names.sgm import nemo_key, sgm_key
 from tests.networks import assert_same
 
 pytestmark = pytest.mark.commit
@@ -159,18 +158,3 @@ ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkp
 ])  # fmt: skip
 def test_files_of_another_kind_are_named_by_what_they_are(written, tiny_config, state, missing, message):
     assert message in refusal(written(state, missing), tiny_config)
-
-
-@pytest.mark.slow
-def test_full_size_keys_are_those_that_sgm_is_read_by(full_size_shapes):
-    names = list(full_size_shapes["unet"])
-    found = sgm_names(names)
-    places = locations("unet", names)
-    assert len(set(found.values())) == len(names) == 1680
-    assert all(nemo_key(SGM + key) == places[name].key for name, key in found.items())
-    assert {place.layout for place in places.values()} == {SAME} and PREFIX["unet"] == f"model.{SGM}"
-    assert found["up_blocks.0.upsamplers.0.conv.weight"] == "output_blocks.2.2.conv.weight"
-    assert found["add_embedding.linear_1.weight"] == "label_emb.0.0.weight"  # both tell ComfyUI-GGUF that this is SDXL
-    norm = "mid_block.attentions.0.transformer_blocks.9.norm3.bias"
-    assert found[norm] == "middle_block.1.transformer_blocks.9.norm3.bias"
-    assert max(map(len, found.values())) <= 127  # ggml's longest name of a tensor
