@@ -17,7 +17,7 @@ from sd_quant.files import sha256, temporary_folder
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
-from sd_quant.inference.samplers import COMPUTED, engine_of_letter
+from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, key_of, samples_per_image
@@ -40,14 +40,15 @@ class CallsOfAnImage:
     whole: int
     half: int = 0  # of the conditional half of a guided batch alone
     precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
+    in_a_step: float = 1.0  # that is computed: some pipelines call for each half, some samplers twice
 
     def share(self, costs: Mapping[str, float], steps: int) -> float:
-        """The time of these calls as a share of ``steps`` whole ones of the recipe.
+        """The time of these calls as a share of the whole ones of ``steps`` of the recipe.
 
         ``costs`` are those of a call of each precise letter, and of HALF a call, in whole ones.
         """
         more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
-        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / steps
+        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def counted(
     calls, samples = sum(by_letter.values()), sum(samples for _, samples in of_letters.values())
     halves = a_call * calls - samples // len(prompts) if a_call == 2 else 0
     precise = {letter: count for letter, count in by_letter.items() if letter != COMPUTED and count}
-    return CallsOfAnImage(calls - halves, halves, precise)
+    schedule = infer.given_schedule or COMPUTED * infer.recipe_steps
+    return CallsOfAnImage(calls - halves, halves, precise, calls / sum(each not in NOT_COMPUTED for each in schedule))
 
 
 def framework_images(

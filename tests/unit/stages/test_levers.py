@@ -29,6 +29,7 @@ def test_the_control_takes_no_less_time(speedup, rest, steps):
 
 def test_half_calls_count_by_their_time():
     assert CallsOfAnImage(10, 4).share({compare.HALF: 0.75}, 20) == pytest.approx(13 / 20)
+    assert CallsOfAnImage(20, in_a_step=2.0).share({}, 10) == 1
     precise = CallsOfAnImage(20, precise={"h": 4, "f": 1})
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
 
