@@ -10,9 +10,10 @@ the network: neither says which axes of two tensors agree.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -53,15 +54,21 @@ class Signature:
     decisions: list[Any] = field(default_factory=list)  # numbers that the network's code asked tensors for
     notes: tuple[str, ...] = ()  # sentences about what is not as it was given
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Signature":
-        """Returns the signature of ``to_json`` after a passage through JSON, where tuples become lists."""
-        inputs = {name: tuple(shape) for name, shape in values["inputs"].items()}
-        tuples = {name: tuple(values[name]) for name in ("results", "notes")}
-        return Signature(**(dict(values) | {"inputs": inputs} | tuples))
+def restored(kind: Any, value: Any) -> Any:
+    """Returns the value of this type of which ``asdict`` and JSON, where tuples become lists, have made ``value``."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: restored(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if origin is UnionType and value is not None:
+        return restored(inner[0], value)
+    if origin is dict:
+        return {key: restored(inner[1], each) for key, each in value.items()}
+    if origin in (list, tuple):
+        kinds = inner[:1] * len(value) if origin is list or ... in inner else inner
+        return origin(map(restored, kinds, value))
+    return value
 
 
 def identifier(path: Sequence[object]) -> str:

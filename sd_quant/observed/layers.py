@@ -22,8 +22,8 @@ Linears share an input if they read the same object: equal slices or views of on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -62,30 +62,6 @@ class ObservedLayers:
     reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions, one of ``REASONS`` each
     shared_inputs: list[SharedInput]  # of all linears
     attentions: dict[str, Heads]  # of each attention whose products can be quantized, by its name
-
-
-def as_json(observed: ObservedLayers) -> dict[str, Any]:
-    """Returns what ``from_json`` reads, of dicts, lists, strings and numbers alone."""
-    plain = asdict(observed)
-    for shared in plain["shared_inputs"]:
-        shared["readers"] = list(shared["readers"])
-        shared["modulation"] = None if shared["modulation"] is None else list(shared["modulation"])
-    return plain
-
-
-def from_json(plain: Mapping[str, Any]) -> ObservedLayers:
-    """The inverse of ``as_json``."""
-    inputs = [
-        SharedInput(
-            tuple(each["readers"]),
-            each["producer"],
-            each["text"],
-            None if each["modulation"] is None else (each["modulation"][0], each["modulation"][1]),
-        )
-        for each in plain["shared_inputs"]
-    ]
-    attentions = {name: Heads(each["width"], tuple(each["rotary"])) for name, each in plain["attentions"].items()}
-    return ObservedLayers(dict(plain["roles"]), dict(plain["reasons"]), inputs, attentions)
 
 
 def observed_layers(
@@ -261,24 +237,3 @@ def _is_plain(attention: Any, calls: Sequence[Operation], cross: bool) -> bool:
     options = (*calls[0].operands[3:], *calls[0].options.values()) if one else ()
     plain = not any(each is True or (isinstance(each, Value) and not cross) for each in options)
     return one and plain and norms <= {"RMSNorm", "NoneType"} and type(attention.processor).__name__ in PROCESSORS
-
-
-def differences(
-    roles: Mapping[str, str], inputs: Iterable[SharedInput], observed: ObservedLayers
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields a layer's or an input's first reader's name, what is stated and what was observed, where they differ.
-
-    ``roles`` and ``inputs`` are a family's. Inputs that excluded layers alone read are not compared, since nothing is
-    done with them.
-    """
-    for name, role in roles.items():
-        if observed.roles.get(name) != role:
-            yield name, role, observed.roles.get(name)
-    excluded: Callable[[str], bool] = lambda name: "excluded" in (roles[name], observed.roles[name])  # noqa: E731
-    stated, found = (
-        {each.readers[0]: each for each in some if not all(excluded(name) for name in each.readers)}
-        for some in (inputs, observed.shared_inputs)
-    )
-    for name in dict.fromkeys((*stated, *found)):
-        if stated.get(name) != found.get(name):
-            yield name, stated.get(name), found.get(name)

@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.axes import axis_of
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
-from sd_quant.observed.ladder import LARGE, Rung, climb, part_of
+from sd_quant.observed.ladder import LARGE, climb
 from sd_quant.observed.layers import observed_layers
 from sd_quant.observed.opening import Component, components_of, network_of, open_networks, open_other, read_index
-from sd_quant.observed.watching import Watched, runs_of, watch
+from sd_quant.observed.part import Rung, part_of
+from sd_quant.observed.watching import Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions
 from sd_quant.source import source_digest
 
@@ -120,7 +122,7 @@ def observe(
             LOG.warning("%s is not exported, and computed by torch: %s", name, rung.cause)
         calls = [watched.calls[name][number] for number in one_structure(watched.calls[name])]
         signature = rung.signature or with_outputs(signature_of(calls), watched.answers[name])
-        part = part_of(name, signature, rung, watched.methods[name], build)
+        part = part_of(name, signature, rung, build)
         axes = axes_of(part, watched, calls, name, width, height)
         served = tuple(dict.fromkeys(recorded[number].run for number in rung.serves))
         parts[name] = ObservedPart(name, signature, rung, axes, served)
@@ -130,11 +132,9 @@ def observe(
         )
         for name in watched.denoisers
     }
-    return Observation(
-        kind.__name__,
-        (width, height), tuple(watched.denoisers), watched.samples_per_image, watched.calls_a_step, watched.style,
-        watched.prepared, watched.unequal, watched.fixed, watched.outputs, parts, layers, time.perf_counter() - started,
-    )  # fmt: skip
+    facts = {each.name: getattr(watched, each.name) for each in fields(Facts)}
+    own: dict[str, Any] = {"pipeline": kind.__name__, "size": (width, height), "parts": parts, "layers": layers}
+    return Observation(**facts, **own, seconds=time.perf_counter() - started)
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:

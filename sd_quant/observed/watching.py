@@ -50,22 +50,28 @@ class Log:
     step: int = 0
 
 
-@dataclass(frozen=True)
-class Watched:
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """How a pipeline calls its networks."""
+
+    denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
+    samples_per_image: int  # in one call of a denoiser
+    calls_a_step: int  # of the denoisers
+    style: Style  # in which it takes prompts and noise
+    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
+    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
+    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
+    outputs: str  # the name of the images among its results, one of KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Facts):
     """Calls of the networks of a pipeline."""
 
     calls: dict[str, list[Call]]  # by component, of the runs in which nothing but sizes and texts differ
     answers: dict[str, Any]  # what each returned first
     methods: dict[str, str]  # "forward", or "decode" of an autoencoder
-    denoisers: list[str]  # the components that are called in each step, or in the steps of one half
-    samples_per_image: int  # in a call of the denoiser
-    calls_a_step: int  # of the denoisers
-    style: Style
-    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
-    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
-    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
     sizes: dict[str, tuple[int, int]]  # width and height of each run
-    outputs: str  # a name in KINDS
 
 
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
@@ -235,22 +241,16 @@ def watch(
         for name, call in log.events:
             if name != "step" and log.run != "mixed":
                 calls.setdefault(name, []).append(call)
-    first = next(call for call in calls[denoisers[0]])
-    samples = batch_of(first.arguments)
     return Watched(
-        {name.rpartition(".")[0]: each for name, each in calls.items()},
-        {name: stand.answers[0] for name, stand in stands.items() if stand.answers},
-        {name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
-        [name.rpartition(".")[0] for name in denoisers],
-        samples,
-        max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
-        style,
-        prepared,
-        unequal(style, logs, failures),
-        {name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
-        sizes,
-        outputs,
-    )
+        calls={name.rpartition(".")[0]: each for name, each in calls.items()},
+        answers={name: stand.answers[0] for name, stand in stands.items() if stand.answers},
+        methods={name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
+        denoisers=tuple(name.rpartition(".")[0] for name in denoisers),
+        samples_per_image=batch_of(calls[denoisers[0]][0].arguments),
+        calls_a_step=max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
+        style=style, prepared=prepared, unequal=unequal(style, logs, failures), sizes=sizes, outputs=outputs,
+        fixed={name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
+    )  # fmt: skip
 
 
 def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) -> str | None:

@@ -69,7 +69,7 @@ def shapes(calls: list[Call], name: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
 def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
     found = look("AuraFlowPipeline", empty=empty)
-    assert found.denoisers == ["transformer"] and found.outputs == "images"
+    assert found.denoisers == ("transformer",) and found.outputs == "images"
     assert (found.samples_per_image, found.calls_a_step) == (2, 1)
     assert found.methods == {"text_encoder": "forward", "transformer": "forward", "vae": "decode"}
     assert found.style == Style(batched=True, each=True)
@@ -102,7 +102,7 @@ def test_guidance_by_two_calls_a_step_and_a_videos_frames(look):
 
 def test_a_denoiser_for_each_half_of_the_steps(look):
     found = look("WanPipeline, two denoisers")
-    assert found.denoisers == ["transformer", "transformer_2"] and found.calls_a_step == 2
+    assert found.denoisers == ("transformer", "transformer_2") and found.calls_a_step == 2
     steps = {name: {call.step for call in found.calls[name]} for name in found.denoisers}
     assert steps == {"transformer": {0}, "transformer_2": {1}}
 
@@ -115,7 +115,7 @@ def test_one_generator_for_all_images_is_a_style_and_keeps_images_apart(look):
 
 def test_one_prompt_alone_is_a_style_with_three_runs(look):
     found = look("DreamLitePipeline")
-    assert found.style == Style(batched=False, each=False) and found.denoisers == ["unet"]
+    assert found.style == Style(batched=False, each=False) and found.denoisers == ("unet",)
     assert found.sizes.keys() == {"base", "larger", "prompt"}
     assert found.unequal == "this pipeline takes one prompt at a time" and found.fixed == {}
 
@@ -257,7 +257,7 @@ def usual(self, prompts, width, height):
 
 def test_the_denoiser_is_called_between_the_steps():
     found = watch_own(usual)
-    assert found.denoisers == ["denoiser"] and set(found.calls) == {"denoiser", "encoder"}
+    assert found.denoisers == ("denoiser",) and set(found.calls) == {"denoiser", "encoder"}
     assert found.calls["denoiser"][0].arguments["flag"] is True  # a default that another call may state
 
 
@@ -272,7 +272,7 @@ def test_steps_of_a_copy_of_the_scheduler_count():
         return x
 
     found = watch_own(with_copies)
-    assert found.denoisers == ["denoiser"] and {call.step for call in found.calls["denoiser"]} == {0, 1}
+    assert found.denoisers == ("denoiser",) and {call.step for call in found.calls["denoiser"]} == {0, 1}
     assert Scheduler().step(3) == 3 and Scheduler.step.__qualname__ == "Scheduler.step"
 
 
