@@ -245,18 +245,12 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
 
 def kept_single(signature: Signature) -> tuple[str, ...]:
     """Returns the inputs that keep fp32: one number a sample, positions, and what is computed outside of the graph."""
-    outside = {
-        leaf["tensor"]
-        for trees in signature.outside.values()
-        for tree in trees
-        for _, leaf in leaves(tree)
-        if "tensor" in leaf
-    }
+    given = {leaf.get("tensor") for _, leaf in leaves(signature.arguments)}
     return tuple(
         name
         for name, shape in signature.inputs.items()
         if "float" in signature.dtypes[name]
-        and (name in outside or all(axis == 1 for axis in shape[1:]) or POSITION.search(name))
+        and (name not in given or all(axis == 1 for axis in shape[1:]) or POSITION.search(name))
     )
 
 

@@ -32,7 +32,7 @@ from sd_quant.models.parts import Heads, SharedInput, text_readers
 from sd_quant.models.roles import attention_heads
 from sd_quant.observed.flow import Call, Flow, is_layer
 from sd_quant.observed.producers import producer_of
-from sd_quant.observed.tape import Operation, Tape, Value, noted
+from sd_quant.observed.tape import Operation, Value, noted
 
 NOT_CALLED = "never called"
 ELSEWHERE = "its weight is read outside its own call"
@@ -74,12 +74,7 @@ def observed_layers(
     ``encoder_hidden_states``, ``added_cond_kwargs.text_embeds``.
     Raises NotObservable when the network does not run.
     """
-    return layers_of(network, noted(network, arguments, method), text)
-
-
-def layers_of(network: nn.Module, tape: Tape, text: Collection[str]) -> ObservedLayers:
-    """Returns the same from a tape of ``network``."""
-    flow = Flow(network, tape, tuple(text))
+    flow = Flow(network, noted(network, arguments, method), tuple(text))
     roles, reasons = _roles(flow)
     inputs = _shared_inputs(flow)
     return ObservedLayers(roles, reasons, inputs, _attentions(flow, text_readers(inputs)))

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import Contract, Part
-from sd_quant.observed.calls import AGAIN, Signature, answer_of, arguments_with, as_reals, given_tensors, result_tensors
+from sd_quant.observed.calls import AGAIN, Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
-from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, same
+from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, run, same
 
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
@@ -100,7 +100,6 @@ class ObservedNetwork(nn.Module):
         self.forward = Forward(self, signature.inputs)
 
     def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        call = self.network if self.method == "forward" else getattr(self.network, self.method)
         with ExitStack() as stack:
             if REALS in self.remedies:
                 stack.enter_context(RealNumbers())
@@ -110,7 +109,7 @@ class ObservedNetwork(nn.Module):
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
             if self.signature.decisions and torch.compiler.is_exporting():  # else it decides itself, as quantizers do
                 stack.enter_context(frozen(self.signature.decisions))
-            return result_tensors(call(**arguments_with(self.signature, tensors)))
+            return result_tensors(run(self.network, self.method, rebuilt(self.signature.arguments, tensors)))
 
 
 def inputs_of(
@@ -148,5 +147,5 @@ def part_of(component: str, signature: Signature, rung: Rung, build: Callable[[]
         if dtype.is_floating_point:
             dtypes[name] = torch.float32 if name in rung.single else weights
     contract = Contract(signature.inputs, signature.results, dtypes, weights, None, signature.example)
-    wrap, answer = partial(ObservedNetwork, signature=signature, rung=rung), partial(answer_of, signature)
+    wrap, answer = partial(ObservedNetwork, signature=signature, rung=rung), partial(rebuilt, signature.outputs)
     return Part(component, PREFIX, contract, wrap, answer, partial(inputs_of, signature, outside), method=rung.method)

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import is_panic
 from sd_quant.inference.requests import Run, request, told_steps
-from sd_quant.inference.stand_ins import bound
+from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models.family import Style
-from sd_quant.observed.calls import Call, structure_of
+from sd_quant.observed.calls import Call, structure_of, tensors_in
 from sd_quant.observed.sizes import WithoutNumbers
 from sd_quant.observed.tape import autocast_of_meta
 
@@ -48,6 +48,10 @@ class Log:
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
     step: int = 0
+
+    def next_step(self, result: Any) -> None:
+        self.events.append(("step", None))
+        self.step += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,30 +96,15 @@ def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
     return runs if style.batched else {name: runs[name] for name in ("base", "larger", "prompt")}
 
 
-class Stand(nn.Module):
-    """A network of a pipeline that notes its calls in ``log``. Everything else is the network's own."""
+class Stand(EngineNetwork):
+    """A network of a pipeline that notes the calls of its ``methods`` in ``log``."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, network: nn.Module, methods: Sequence[str], dtype: torch.dtype):
-        super().__init__()
-        self.name, self.dtype, self.network = name, dtype, [network]  # in a list, so that it is no submodule
-        self.methods = methods
-        self.log = Log("")
+    def __init__(self, name: str, network: nn.Module, methods: Sequence[str]):
+        super().__init__(network, dict.fromkeys(methods))  # type: ignore[arg-type]
+        self.name, self.log = name, Log("")
         self.answers: list[Any] = []  # the first one
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("methods", ()):
-            return lambda *args, **kwargs: self.call(name, args, kwargs)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.network[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call("forward", args, kwargs)
-
-    def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         network = self.network[0]
         arguments = bound(getattr(network, method), args, kwargs)
         self.log.events.append((f"{self.name}.{method}", Call(arguments, self.log.run, self.log.step)))
@@ -179,7 +168,6 @@ def watch(
     height: int,
     scale: float,
     arguments: Mapping[str, Any],
-    dtype: torch.dtype = torch.float32,
 ) -> Watched:
     """Runs the pipeline that ``make`` builds of watched networks, five times for two steps.
 
@@ -189,7 +177,7 @@ def watch(
         name: ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
         for name, network in networks.items()
     }
-    stands = {name: Stand(name, network, methods[name], dtype) for name, network in networks.items()}
+    stands = {name: Stand(name, network, methods[name]) for name, network in networks.items()}
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
     logs, failures, sizes, outputs, prepared = dict[str, Log](), dict[str, str](), {}, "images", {}
@@ -201,7 +189,7 @@ def watch(
         for stand in stands.values():
             stand.log = log
         try:
-            with counted_steps(pipe, log):
+            with told_steps(pipe, log.next_step):
                 torch.manual_seed(0)
                 result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
         except SdQuantError:
@@ -291,18 +279,6 @@ def kind_of(pipe: Any, result: Any) -> str:
     )
 
 
-@contextmanager
-def counted_steps(pipe: Any, log: Log) -> Iterator[None]:
-    """In the block every step of the pipeline's scheduler is an event of ``log``."""
-
-    def count(result: Any) -> None:
-        log.events.append(("step", None))
-        log.step += 1
-
-    with told_steps(pipe, count):
-        yield
-
-
 def denoisers_of(log: Log) -> list[str]:
     """Returns what is called between two steps of the scheduler, or last before the first of them."""
     names = [name for name, _ in log.events]
@@ -316,5 +292,4 @@ def denoisers_of(log: Log) -> list[str]:
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
     """Returns the length of the first tensor that has samples."""
-    tensors = [value for value in pytree.tree_leaves(dict(arguments)) if isinstance(value, Tensor) and value.ndim > 1]
-    return len(tensors[0]) if tensors else 1
+    return next((len(tensor) for _, tensor in tensors_in(arguments) if tensor.ndim > 1), 1)
