@@ -155,15 +155,8 @@ def collect(
         if not x.numel():  # an expert to which no token was sent
             return
         if x is not last[0] or kinds[name] != last[2]:
-            magnitude = x.abs()
-            conv = kinds[name] == "conv"
-            last[:] = (
-                x,
-                magnitude.flatten(1).amax(1, keepdim=True)
-                if conv
-                else magnitude.reshape(len(x), -1, x.shape[-1]).amax(1),
-                kinds[name],
-            )
+            width = 1 if kinds[name] == "conv" else x.shape[-1]
+            last[:] = x, x.abs().reshape(len(x), -1, width).amax(1), kinds[name]
         range_of_call, prompts_of_call = last[1], len(position()[1])
         alike = name not in seen or len(seen[name]) == len(range_of_call)
         if len(range_of_call) % prompts_of_call or not alike:  # no axis of samples: the range counts for all prompts
