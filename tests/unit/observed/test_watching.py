@@ -27,7 +27,6 @@ from sd_quant.observed.watching import (
     partial_random,
     runs_of,
     shapes_of_output,
-    unlike,
     watch,
 )
 from sd_quant.places import HOME
@@ -259,6 +258,8 @@ def test_the_denoiser_is_called_between_the_steps():
     found = watch_own(usual)
     assert found.denoisers == ("denoiser",) and set(found.calls) == {"denoiser", "encoder"}
     assert found.calls["denoiser"][0].arguments["flag"] is True  # a default that another call may state
+    decodes_first = [("vae.decode", None), ("step", None), ("a.forward", None), ("step", None)]
+    assert denoisers_of(Log("", decodes_first)) == ["a.forward"]
 
 
 def test_steps_of_a_copy_of_the_scheduler_count():
@@ -350,14 +351,6 @@ def test_texts_of_unequal_length_that_fail_or_change_the_arguments_cannot_be_in_
 # ------------------------------------------------------------------------------------------------------ small functions
 
 
-def test_networks_between_or_last_before_the_steps_denoise():
-    step = ("step", None)
-    events = [("text.forward", None), ("a.forward", None), step, ("a.forward", None), ("b.forward", None), step]
-    assert denoisers_of(Log("", [*events, ("vae.decode", None)])) == ["a.forward", "b.forward"]
-    assert denoisers_of(Log("", [("text.forward", None), ("vae.decode", None)])) == []
-    assert denoisers_of(Log("", [("vae.decode", None), step, ("a.forward", None), step])) == ["a.forward"]
-
-
 def test_arguments_are_named_copied_and_without_generators():
     def method(x, scale=2.0, generator=None, **more): ...
 
@@ -379,11 +372,3 @@ def test_a_tensor_without_numbers_gets_small_ones_of_its_kind():
 def test_the_first_tensor_with_samples_says_how_many():
     assert batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
     assert batch_of({"t": torch.ones(7)}) == 1
-
-
-def test_logs_are_compared_by_the_structure_of_arguments():
-    one = Log("base", [("a.forward", Call({"x": torch.ones(2)}, "base", 0))])
-    same = Log("mixed", [("a.forward", Call({"x": torch.ones(5)}, "mixed", 0))])
-    other = Log("mixed", [("step", None), ("a.forward", Call({"x": [torch.ones(2)]}, "mixed", 0))])
-    assert unlike(one, same) is None
-    assert unlike(one, other) == "a.forward is then called with other arguments"
