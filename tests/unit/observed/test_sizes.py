@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, SdQuantError
-from sd_quant.models.empty import random_weights, reader, with_weights, without_weights
+from sd_quant.models.empty import random_weights, reader, shortened, with_weights, without_weights
 from sd_quant.observed.calls import Call
 from sd_quant.observed.sizes import (
     Outside,
@@ -91,6 +91,10 @@ def test_weights_that_modules_share_stay_shared_and_are_found_by_either_name():
     assert network[0].weight is network[1].weight and network[0].weight.tolist() == [[1, 1], [1, 1]]
     with pytest.raises(ArtifactError, match=r"Sequential has a weight 0.weight that the checkpoint lacks"):
         with_weights(network, reader(network, {}))
+
+
+def test_lists_of_equal_blocks_are_cut():
+    assert len(shortened(empty(), 2).blocks) == 2
 
 
 def test_modules_of_sizes_alone_are_told_from_those_of_numbers_steps_and_weights():
