@@ -154,13 +154,10 @@ class ObservedCheckpoint:
         called = {part.component for part in parts.values()}
         for name, network in networks.items():  # a pipeline may call a layer of one, or read a small table
             with_small_weights(network, self.components[name], math.inf if name not in called else SMALL_WEIGHT)
-        pipe = self.pipe({name: stand_in(name, network) for name, network in networks.items()})
+        components = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
+        components |= {name: stand_in(name, network) for name, network in networks.items()}
+        pipe = pipeline_of_components(self.kind, self.index, components)
         return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
-
-    def pipe(self, networks: Mapping[str, nn.Module]) -> Any:
-        """Returns diffusers' pipeline with these networks, by component."""
-        others = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
-        return pipeline_of_components(self.kind, self.index, {**others, **networks})
 
     def __reduce__(self):
         """Pickles how the folder was opened; another process opens it again."""

@@ -4,7 +4,7 @@
 
 | role     | a layer whose                                                                                             |
 |----------|-----------------------------------------------------------------------------------------------------------|
-| excluded | place is at an edge of the network, or that sees no token, see ``REASONS``                                |
+| excluded | place is at an edge of the network, or that sees no token, see ``_reason``                                |
 | conv     | kind is Conv2d                                                                                            |
 | qkv      | output becomes query, key or value of an attention before another layer reads it                          |
 | ffn      | output reaches another linear through an activation (and gates) alone, or that other linear               |
@@ -47,9 +47,6 @@ SKIP = "projects what a block adds its result to"
 NOT_2D = "not a 2-d convolution"
 GROUPED = "a convolution in groups"
 REPEATED = "called several times in one call of the network"
-REASONS = (
-    NOT_CALLED, ELSEWHERE, DEAD, ONE_ROW, NO_CONTENT, POOLED, LAST, FIRST, OF_TEXT, SKIP, NOT_2D, GROUPED, REPEATED
-)  # fmt: skip
 
 CONVOLUTIONS = nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 # of diffusers' attentions whose products can be quantized
@@ -59,7 +56,7 @@ PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor")
 @dataclass(frozen=True)
 class ObservedLayers:
     roles: dict[str, str]  # of every Linear and Conv2d, in the network's order
-    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions, one of ``REASONS`` each
+    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions
     shared_inputs: list[SharedInput]  # of all linears
     attentions: dict[str, Heads]  # of each attention whose products can be quantized, by its name
 
@@ -99,7 +96,7 @@ def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _reason(flow: Flow, name: str) -> str | None:
-    """Why a layer is excluded, one of ``REASONS``; None for a layer that may be quantized."""
+    """Why a layer is excluded; None for a layer that may be quantized."""
     calls, (layer, attention) = flow.calls.get(name, []), flow.behind
     if getattr(flow.layers[name], "groups", 1) != 1:
         return GROUPED

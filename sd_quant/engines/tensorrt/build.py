@@ -57,8 +57,6 @@ def build_plan(
     graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
     """
     trt, logger, started = runtime_module(library), library_logger(library), time.perf_counter()
-    if optimization_level is not None and optimization_level not in range(6):
-        raise ConfigError(f"optimization_level is {optimization_level}; TensorRT takes 0 (fast build) to 5 (fast plan)")
     targets = _targets(trt, library, compute_capabilities)
     files = onnx_files(onnx_path)
     logger.errors.clear()
