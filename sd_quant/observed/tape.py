@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,15 +142,11 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
     def pop(module: nn.Module, inputs: Any, output: Any) -> None:
         stack.pop()
 
-    hooks = []
-    for name, module in network.named_modules():
-        hooks.append(module.register_forward_pre_hook(push(name), prepend=True))
-        hooks.append(module.register_forward_hook(pop))
-    try:
+    with ExitStack() as hooks:
+        for name, module in network.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(push(name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(pop))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
