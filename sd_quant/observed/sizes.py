@@ -56,11 +56,8 @@ class WithoutNumbers(TorchDispatchMode):
 
 def places(index: Tensor | None) -> Sequence[Tensor | None]:
     """Returns the indices that a mask stands for where its numbers are known; any other index as it is."""
-    return (
-        index.nonzero(as_tuple=True)
-        if index is not None and index.dtype == torch.bool and not index.is_meta
-        else [index]
-    )
+    is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
+    return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
 
 
 class Decisions(TorchFunctionMode):

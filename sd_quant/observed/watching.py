@@ -200,7 +200,7 @@ def watch(
             name, _, method = last_called(log).rpartition(".")
             failures[run.name] = (
                 f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
-                f"{last_called(log)}: {told(error)}"
+                f"{last_called(log)}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
             )
             able = [each for each in PIECEWISE if method == "decode" and hasattr(networks[name], each)]
             if not able or name in prepared:
@@ -257,12 +257,6 @@ def unlike(one: Log, other: Log) -> str | None:
         if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
             return f"{name} is then called with other arguments"
     return None
-
-
-def told(error: BaseException) -> str:
-    """Returns the first line of an exception, and its kind."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def last_called(log: Log) -> str:
