@@ -173,8 +173,7 @@ def fabric_for(accelerator: str, devices: int):
     if on_gpus and devices > gpus:
         raise ResourceError(
             f"calibration on {counted(devices, 'GPU')} was asked for and this machine has {gpus}; lower "
-            f"quantize.devices or set "
-            "quantize.accelerator=cpu"
+            "quantize.devices or set quantize.accelerator=cpu"
         )
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -146,14 +146,10 @@ class Recorder:
 
 
 def look(
-    network: nn.Module,
-    method: str,
-    arguments: Mapping[str, Any],
-    paths: Collection[str],
-    recorder: Recorder | None = None,
+    network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str], into: Recorder | None = None
 ) -> Seen:
     """Returns what a network with weights computes in the modules at ``paths``, and decides."""
-    recorder, modules = recorder or Recorder(), {path: network.get_submodule(path) for path in paths}
+    recorder, modules = into or Recorder(), {path: network.get_submodule(path) for path in paths}
     with torch.no_grad(), Decisions(recorder.decide), replaced_calls(modules, recorder.call):
         run(network, method, arguments)
     return recorder.seen
