@@ -53,7 +53,7 @@ def build_plan(
     next build then need not measure; TensorRT for RTX measures none. ``progress`` is called in the build's thread;
     an exception in it stops the build, as Ctrl-C does.
 
-    Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
+    Raises ConfigError for an unknown target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
     """
     trt, logger, started = runtime_module(library), library_logger(library), time.perf_counter()
