@@ -8,7 +8,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from sd_quant.errors import SdQuantError
 from sd_quant.files.tensors import lazy
 from sd_quant.models import STORED
-from sd_quant.models.parts import Axis, Contract, as_inputs, axes, filled, with_dtypes, wrapped
+from sd_quant.models.parts import Axis, Contract, as_inputs, filled, with_dtypes, wrapped
 from sd_quant.models.sdxl import FAMILY as sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config
 from sd_quant.models.text_encoders import ClipPart
@@ -106,12 +106,6 @@ def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
         if name != "vae":  # of which the decoder alone
             whole = sum(parameter.numel() for parameter in modules[part.component].parameters())
             assert sum(parameter.numel() for parameter in module.parameters()) == whole
-
-
-def test_axes_are_those_of_latents_and_of_tokens_two_latents_wide():
-    found = axes(batch=2, width=128, height=64)
-    pixels = {"image_height": 64, "image_width": 128}
-    assert found == {"batch": 2, "height": 8, "width": 16, "image_tokens": 4 * 8} | pixels
 
 
 def test_shapes_have_the_axes_of_all_families_and_a_contracts_own():

@@ -91,14 +91,6 @@ def test_a_call_that_was_not_observed_is_refused(signature, change, sentence):
     assert sentence in str(error.value)
 
 
-def test_an_argument_that_changes_between_steps_is_refused():
-    def changing(batch: int, rows: int, text: int, step: int) -> dict:
-        return {"x": torch.zeros(batch, rows), "window": [step, 3]}
-
-    with pytest.raises(ArtifactError, match="window is an argument that changes between steps"):
-        signature_of(calls(changing))
-
-
 def test_an_argument_of_an_unknown_kind_is_refused():
     def strange(*sizes: int) -> dict:
         return {"x": torch.zeros(sizes[0]), "cache": object()}
