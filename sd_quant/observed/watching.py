@@ -197,10 +197,11 @@ def watch(
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            name, _, method = last_called(log).rpartition(".")
+            place = log.events[-1][0] if log.events else "the pipeline itself"
+            name, _, method = place.rpartition(".")
             failures[run.name] = (
                 f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
-                f"{last_called(log)}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
+                f"{place}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
             )
             able = [each for each in PIECEWISE if method == "decode" and hasattr(networks[name], each)]
             if not able or name in prepared:
@@ -257,10 +258,6 @@ def unlike(one: Log, other: Log) -> str | None:
         if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
             return f"{name} is then called with other arguments"
     return None
-
-
-def last_called(log: Log) -> str:
-    return log.events[-1][0] if log.events else "the pipeline itself"
 
 
 def kind_of(pipe: Any, result: Any) -> str:
