@@ -33,7 +33,8 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import exported
 from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint, why_refused
-from sd_quant.observed.ladder import Rung, climb
+from sd_quant.observed.ladder import climb
+from sd_quant.observed.part import Rung
 from sd_quant.stages.open_parts import open_torch
 from tests.zoo import CASES, write
 

@@ -67,8 +67,7 @@ def read_statistics(
     doubles its batch. ``here`` is the ``origin`` that a pass on this machine would have, and ``hessians`` what it would
     sum; entries may hold others.
     Raises ConfigError when there is no entry, or none for this number of prompts or steps, or without these Hessians;
-    ArtifactError when an entry
-    is damaged, holds no statistics, or those of another version or another denoiser.
+    ArtifactError when an entry is damaged, holds no statistics, or those of another version or another denoiser.
     """
     opened = [open_entry(file) for file in entries_at(path)]
     origins = {entry.metadata["origin"] for entry in opened}
@@ -217,8 +216,7 @@ def expected_tensors(
     steps: int,
     stored: DtypesAndShapes,
 ) -> DtypesAndShapes:
-    """The tensors of statistics of these layers and calls; a sample may have as many rows as ``stored``, up to its
-    limit."""
+    """The tensors of statistics of these layers and calls. Samples have as many rows as ``stored``, up to a limit."""
 
     def rows(sample: str, most: int) -> int:
         _, shape = stored.get(f"{sample}|priority", (None, ()))

@@ -13,8 +13,8 @@ of Hessians to rounding.
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -173,8 +173,7 @@ def fabric_for(accelerator: str, devices: int):
     if on_gpus and devices > gpus:
         raise ResourceError(
             f"calibration on {counted(devices, 'GPU')} was asked for and this machine has {gpus}; lower "
-            f"quantize.devices or set "
-            "quantize.accelerator=cpu"
+            "quantize.devices or set quantize.accelerator=cpu"
         )
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -207,10 +206,7 @@ def collect_segment(
     unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
     decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
     used = [part for part in model.parts if part not in unused or part == decoder]
-    for part in used:
-        fabric.to_device(model.parts[part])
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}
-    pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
     layers = {name: model.denoiser.get_submodule(name) for name in names}
     batched = denoiser_part(checkpoint).contract.batched
     linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
@@ -218,29 +214,22 @@ def collect_segment(
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
     wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text, whole)
     now: dict = {}
-    batches = len(sampling.batches(mine))
+    denoiser, position = model.parts[checkpoint.family.DENOISER], lambda: (now["step"], now["batch"])
+    collecting = collect(denoiser, layers, mine, sampling.steps_taken, position, wanted, batched, hessians)
+    calls, title = len(sampling.batches(mine)) * sampling.steps_taken, f"prompts {segment.start + 1} to {segment.stop}"
     with (
-        progress(
-            batches * sampling.steps_taken, f"calibrate on prompts {segment.start + 1} to {segment.stop}"
-        ) as advance,
-        collect(
-            model.parts[checkpoint.family.DENOISER],
-            layers,
-            mine,
-            sampling.steps_taken,
-            lambda: (now["step"], now["batch"]),
-            wanted,
-            batched,
-            hessians,
-        ) as statistics,
+        on_device(fabric, model, used),
+        progress(calls, f"calibrate on {title}") as advance,
+        collecting as statistics,
         watch(networks) as peaks,
-    ):  # fmt: skip
+    ):
 
         def on_step(step: int) -> None:
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
             now.update(step=step, counted=now["batch"])
 
+        pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
         made = pipeline(
             prompts,
             sampling,
@@ -252,9 +241,19 @@ def collect_segment(
         for number, latent in zip(mine, made.decoded or (), strict=made.decoded is not None):
             on_latent(number, latent)
     statistics.peaks |= peaks
-    for part in used:
-        model.parts[part].to("cpu")
     return statistics
+
+
+@contextmanager
+def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
+    """Move these parts to the device, and back to the CPU behind the block."""
+    for part in parts:
+        fabric.to_device(model.parts[part])
+    try:
+        yield
+    finally:
+        for part in parts:
+            model.parts[part].to("cpu")
 
 
 def collect_in_processes(fabric, checkpoint: Checkpoint, on_latent: OnLatent, *arguments) -> Statistics:

@@ -16,7 +16,7 @@ they have. Hessians, where a recipe takes any, are summed in place (``quantizati
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from sd_quant.quantization.statistics import (
     Statistics,
     layer_kind,
     lowest,
+    merge,
     width_of,
 )
 
@@ -128,7 +129,7 @@ def collect(
         shape = blocks_of(width_of(layers[first]), hessians.block)
         sums[first] = torch.zeros(shape, device=layers[first].get_parameter("weight").device)
     priorities: dict[str, list[float]] = {name: [] for name in layers}
-    calls: dict[str, list[Sample]] = {}
+    calls: list[Statistics] = []
     seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
     ranges: dict[tuple[str, ...], Tensor] = {}  # layers of one kind, reached in one call -> their ranges side by side
     folds: dict[tuple[str, ...], Tensor] = {}  # of linears, likewise: those of even and of odd prompts
@@ -145,25 +146,20 @@ def collect(
             for name, places in remaining.pop((prompt, step), {}).items():
                 drawn.setdefault(name, []).append((index, places))
         for index, [(priority, _)] in drawn.get("", ()):
+            call = Statistics({}, {})
             for name, value in inputs.items():
                 mine = value[index :: len(batch)] if batched is None or name in batched else value
                 sample = mine[None].float().cpu().clone()  # the caller may reuse the buffer
-                calls.setdefault(name, []).append(Sample(sample, torch.tensor([priority], dtype=torch.float64)))
+                call.calls[name] = Sample(sample, torch.tensor([priority], dtype=torch.float64))
+            calls.append(call)
 
     def observe(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
         x = inputs[0] if inputs else named["input"]
         if not x.numel():  # an expert to which no token was sent
             return
         if x is not last[0] or kinds[name] != last[2]:
-            magnitude = x.abs()
-            conv = kinds[name] == "conv"
-            last[:] = (
-                x,
-                magnitude.flatten(1).amax(1, keepdim=True)
-                if conv
-                else magnitude.reshape(len(x), -1, x.shape[-1]).amax(1),
-                kinds[name],
-            )
+            width = 1 if kinds[name] == "conv" else x.shape[-1]
+            last[:] = x, x.abs().reshape(len(x), -1, width).amax(1), kinds[name]
         range_of_call, prompts_of_call = last[1], len(position()[1])
         alike = name not in seen or len(seen[name]) == len(range_of_call)
         if len(range_of_call) % prompts_of_call or not alike:  # no axis of samples: the range counts for all prompts
@@ -207,15 +203,13 @@ def collect(
         seen.clear()
         last[:] = None, None, None
 
-    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(settle)]
-    for name, layer in layers.items():
-        hooks.append(layer.register_forward_pre_hook(partial(observe, name), with_kwargs=True))
     statistics = Statistics({}, {})
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+        hooks.enter_context(module.register_forward_hook(settle))
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(observe, name), with_kwargs=True))
         yield statistics
-    finally:
-        for hook in hooks:
-            hook.remove()
     called = sorted(steps_called)  # a denoiser may be one of several, each called in some of the steps
     of_folds = by_layer(folds, layers)
     for name, layer_amax in by_layer(ranges, layers).items():
@@ -229,7 +223,7 @@ def collect(
             hessian = sums.pop(readers[0]).cpu()
             for name in statistics.layers.keys() & set(readers):
                 statistics.layers[name].hessian = hessian
-    statistics.calls |= {name: lowest(samples, CALLS) for name, samples in of_one_shape(calls).items()}
+    statistics.calls |= merge(calls).calls
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -240,15 +234,6 @@ def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.M
         for name, part in zip(names, side_by_side.cpu().split(widths, dim=-1), strict=True):
             found[name] = torch.maximum(found[name], part) if name in found else part.clone()
     return found
-
-
-def of_one_shape(calls: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:
-    """The calls whose inputs have the shapes of those in the call of lowest priority: texts may differ in length."""
-    by_call = list(zip(*calls.values(), strict=True))
-    shapes = [[sample.values.shape for sample in samples] for samples in by_call]
-    first = min(range(len(by_call)), key=lambda number: float(by_call[number][0].priority[0]), default=0)
-    kept = [number for number in range(len(by_call)) if shapes[number] == shapes[first]]
-    return {name: [samples[number] for number in kept] for name, samples in calls.items()}
 
 
 def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:

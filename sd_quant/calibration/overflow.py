@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -49,19 +49,15 @@ def watch(networks: Mapping[str, nn.Module]) -> Iterator[dict[str, Peak]]:
     def after(part: str, name: str, module: nn.Module, inputs: tuple, output: object) -> None:
         look((part, f"output of {name}"), output)
 
-    hooks = []
-    for part, network in networks.items():
-        for name, module in network.named_modules():
-            if name and not any(True for _ in module.children()):
-                if "norm" in type(module).__name__.lower():
-                    hooks.append(module.register_forward_pre_hook(partial(before, part, name)))
-                hooks.append(module.register_forward_hook(partial(after, part, name)))
     peaks: dict[str, Peak] = {}
-    try:
+    with ExitStack() as hooks:
+        for part, network in networks.items():
+            for name, module in network.named_modules():
+                if name and not any(True for _ in module.children()):
+                    if "norm" in type(module).__name__.lower():
+                        hooks.enter_context(module.register_forward_pre_hook(partial(before, part, name)))
+                    hooks.enter_context(module.register_forward_hook(partial(after, part, name)))
         yield peaks
-    finally:
-        for hook in hooks:
-            hook.remove()
     for (part, place), value in largest.items():
         if part not in peaks or not float(value) <= peaks[part].largest:
             peaks[part] = Peak(place, float(value))

@@ -11,8 +11,8 @@ that all images share counts once.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.cache import lockable, locked
-from sd_quant.calibration.collection import fabric_for, origin
+from sd_quant.calibration.collection import fabric_for, on_device, origin
 from sd_quant.calibration.hooks import collect, draw
 from sd_quant.calibration.overflow import watch
 from sd_quant.calibration.store import Entries
@@ -149,15 +149,3 @@ def collect_parts(
             if layer.kind == "conv":  # fewer texts may have come
                 layer.amax = layer.amax[: max(1, len(seen[part]))]
     return statistics
-
-
-@contextmanager
-def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
-    """Move these parts to the device, and back to the CPU behind the block."""
-    for part in parts:
-        fabric.to_device(model.parts[part])
-    try:
-        yield
-    finally:
-        for part in parts:
-            model.parts[part].to("cpu")

@@ -33,6 +33,7 @@ from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.models.empty import shared_names
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.names.diffusers import FORMER_CLASSES, plain_name
@@ -448,10 +449,9 @@ def weights_of(
             or same.get(plain_name(rename(name)), rename(name))
         ),
     )
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    for names in by_tensor.values():
+    shared = shared_names(built)
+    by_tensor = dict.fromkeys(shared[name] for name in state)
+    for names in by_tensor:
         kept = next((name for name in names if name in stored), None)
         stored |= {name: stored[kept] for name in names if kept is not None and name not in stored}
     ignored = [re.compile(each) for each in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -462,7 +462,7 @@ def weights_of(
         )
     }  # fmt: skip
     check_tensors(path, stored, {name: tuple(tensor.shape) for name, tensor in state.items()}, ignored_tensors)
-    once = {names[0]: stored[names[0]] for names in by_tensor.values()}
+    once = {names[0]: stored[names[0]] for names in by_tensor}
     return Weights(path, component, {name: stored[name] for name in state}, once)
 
 

@@ -32,7 +32,6 @@ def licence_of(path: Path) -> str | None:
             return None
         named = card.get("license_name") or card.get("license") if isinstance(card, dict) else None
     else:
-        named = (
-            read_header(whole_file(path))[1].get("modelspec.license") if path.suffix.lower() == ".safetensors" else None
-        )
+        metadata = read_header(whole_file(path))[1] if path.suffix.lower() == ".safetensors" else {}
+        named = metadata.get("modelspec.license")
     return one_line(named, LONGEST) if isinstance(named, str) else None

@@ -174,13 +174,11 @@ def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]], family: str =
     for path, strength in loras:
         for update in read_lora(path, strength, names, family):
             updates.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)
-    components = {}
-    for name, weights in checkpoint.components.items():
-        here = {parameter: added for (component, parameter), added in updates.items() if component == name}
-        parameters = dict(weights.parameters)
-        parameters |= {parameter: AdaptedTensor(parameters[parameter], added) for parameter, added in here.items()}
-        changed = replace(weights, parameters=parameters, tensors=parameters, adapted=True)
-        components[name] = changed if here else weights
+    components = dict(checkpoint.components)
+    for (name, parameter), added in updates.items():
+        weights = components[name]
+        changed = {**weights.parameters, parameter: AdaptedTensor(weights.parameters[parameter], added)}
+        components[name] = replace(weights, parameters=changed, tensors=changed, adapted=True)
     return replace(checkpoint, components=components)
 
 

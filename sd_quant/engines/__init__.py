@@ -10,12 +10,12 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.knobs import near
 from sd_quant.quantization.formats import FORMATS, Format
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
     """
     loaders = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
     if name not in loaders:
-        nearest = get_close_matches(name, loaders, n=1) or sorted(loaders)
-        raise ConfigError(f"there is no engine {name!r}; did you mean {', '.join(nearest)}?")
+        raise ConfigError(f"there is no engine {name!r}; {near(name, loaders)}")
     try:
         load = pkgutil.resolve_name(loaders[name])
     except ImportError as error:

@@ -17,6 +17,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import check_downloaded, read_regular
 from sd_quant.text import one_line
 
+HALVES = {onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1}  # of a byte
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 
 
@@ -84,17 +85,12 @@ def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
         return numbers <= 2 * tensor.ByteSize()
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
-        least = -(-numbers * _bits(tensor.data_type) // 8)
+        stored = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize  # raises KeyError for an unknown type
+        least = -(-numbers * (4 if tensor.data_type in HALVES else 8 * stored) // 8)
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", least))
     except (KeyError, TypeError, ValueError):
         return False
     return offset >= 0 and least <= length <= (folder / _location(tensor)).stat().st_size - offset
-
-
-def _bits(data_type: int) -> int:
-    """The bits of one stored number. Raises KeyError for a type that onnx does not know."""
-    halves: tuple[int, ...] = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1)
-    return 4 if data_type in halves else 8 * onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize
 
 
 def _location(tensor: onnx.TensorProto) -> str:

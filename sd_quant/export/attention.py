@@ -80,12 +80,9 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
 def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
     """Let the two products of an attention read fp32, and all but them their outputs rounded to ``dtype``."""
     scores, mixed = products
-    query, key, value = scores.inputs[0], scores.inputs[1], mixed.inputs[1]
     cast = lambda before, each, what, to: insert(graph, before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
-    single = ir.DataType.FLOAT
-    scores.replace_input_with(0, cast(scores, query, "query_in_fp32", single))
-    scores.replace_input_with(1, cast(scores, key, "key_in_fp32", single))
-    mixed.replace_input_with(1, cast(mixed, value, "value_in_fp32", single))
+    for node, index, what in ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value")):
+        node.replace_input_with(index, cast(node, node.inputs[index], f"{what}_in_fp32", ir.DataType.FLOAT))
     read_instead(mixed.outputs[0], lambda before, y: cast(before, y, "output_rounded", dtype))
 
 

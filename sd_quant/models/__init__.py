@@ -25,11 +25,6 @@ FAMILIES = {
 }
 
 
-def stated_dtype(dtypes: Dtypes, part: str) -> str | None:
-    """Returns what is stated for the ``part``; None where nothing is, so that its family decides."""
-    return dtypes if dtypes is None or isinstance(dtypes, str) else dtypes.get(part)
-
-
 def may_be_bf16(dtypes: Dtypes) -> bool:
     """Whether these ``dtypes`` ask for bf16 in any part, or allow it where the checkpoint stores it."""
     stated = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,31 +41,14 @@ class Checkpoint(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class OtherNetwork:
     """A checkpoint with another ``part`` in the denoiser's place, for functions that know the denoiser alone."""
 
-    checkpoint: Checkpoint
-    part: str
-
-    @property
-    def components(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return self.checkpoint.components
-
-    @property
-    def family(self) -> Family:
-        family = copy.copy(self.checkpoint.family)
-        family.DENOISER = self.part
-        return family
-
-    def parts(self) -> dict[str, Part]:
-        return self.checkpoint.parts()
-
-    def build(self) -> dict[str, nn.Module]:
-        return self.checkpoint.build()
-
-    def called(self, stand_in: StandIn) -> PipelineCall:
-        return self.checkpoint.called(stand_in)
+    def __init__(self, checkpoint: Checkpoint, part: str):
+        self.checkpoint, self.part, self.components = checkpoint, part, checkpoint.components
+        self.parts, self.build, self.called = checkpoint.parts, checkpoint.build, checkpoint.called
+        self.family = copy.copy(checkpoint.family)
+        self.family.DENOISER = part
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:

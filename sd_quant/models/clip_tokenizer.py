@@ -14,22 +14,13 @@ CLIP_VOCAB_SIZE = 49408
 CONTEXT_LENGTH = 77
 
 
-def byte_symbols() -> list[str]:
-    """Returns the 256 printable characters that represent bytes, in the order of CLIP's vocabulary.
-
-    From OpenAI's CLIP, simple_tokenizer.py.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
-
-
 def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoftext|>"):
     """Returns a ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
 
     CLIP-L pads with the end marker, OpenCLIP with ``"!"``, which has id 0.
     Raises ValueError when ``vocab_size`` is outside 514..49408.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
     if not 514 <= vocab_size <= CLIP_VOCAB_SIZE:
@@ -37,7 +28,7 @@ def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoft
     packed = resources.files(__package__).joinpath("clip_bpe_merges.txt.gz").read_bytes()
     lines = gzip.decompress(packed).decode("utf-8").split("\n")[1 : vocab_size - 514 + 1]
     merges: Any = [tuple(line.split()) for line in lines]  # the signature asks for lines, the code for pairs
-    symbols = byte_symbols()
+    symbols = sorted(ByteLevel.alphabet())  # the 256 printable characters that represent bytes, in CLIP's order
     words = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(pair) for pair in merges)]
     vocab = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
     return CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad_token, model_max_length=CONTEXT_LENGTH)

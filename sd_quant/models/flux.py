@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Heads, Part, half_contract, vae_part
+from sd_quant.models.parts import Part, half_contract, vae_part
 from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import clip_part, t5_part
 from sd_quant.models.transformer import TransformerPart
@@ -63,6 +63,7 @@ class Flux(Family):
     # What ModelOpt's filter for Flux excludes (its proj_out is LAST), and the modulations that Quark excludes.
     EXCLUDED = ("time_text_embed", "context_embedder", "x_embedder", "norm_out", "norm1.linear", "norm1_context.linear",
                 "norm.linear")  # fmt: skip
+    attentions = staticmethod(attention_heads)  # all; each rotates queries and keys
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         transformer, tokens = configs["transformer"], tokens or self.TOKENS
@@ -87,10 +88,6 @@ class Flux(Family):
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
         roles = super().layer_roles(denoiser)
         return roles | {name: "excluded" for name in roles if name == LAST}
-
-    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
-        """Returns all attentions; each rotates queries and keys."""
-        return attention_heads(denoiser)
 
     def pack(self, pipe, latents: Tensor) -> Tensor:
         """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
-from sd_quant.models import EXPORTED, LATENT_FACTOR, STORED, VAE_ENCODER, Dtypes, stated_dtype
+from sd_quant.models import EXPORTED, LATENT_FACTOR, STORED, VAE_ENCODER, Dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def with_dtypes(parts: dict[str, Part], dtypes: Dtypes, components: Mapping[str,
     """
     found = {}
     for name, part in parts.items():
-        stated, dtype = stated_dtype(dtypes, name), part.contract.weights
+        stated, dtype = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes, part.contract.weights
         if stated == STORED:
             stored = components[part.component].parameters.values()
             bf16 = sum(math.prod(each.shape) for each in stored if each.dtype == torch.bfloat16)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Heads, Part, half_contract, vae_part
+from sd_quant.models.parts import Part, half_contract, vae_part
 from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import t5_part
 
@@ -87,6 +87,7 @@ class PixArt(Family):
     # Neither ModelOpt nor Quark has a list for PixArt. These are the layers that both exclude in other transformers:
     # the embeddings of patches, time and text, and the last projection.
     EXCLUDED = ("pos_embed", "adaln_single", "caption_projection", "proj_out")
+    attentions = staticmethod(attention_heads)  # all
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
         transformer, tokens = configs["transformer"], tokens or self.TOKENS
@@ -107,10 +108,6 @@ class PixArt(Family):
             "vae": vae_part(configs["vae"]["latent_channels"]),
             "text_encoder": t5_part("text_encoder", tokens, masked=True),
         }
-
-    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
-        """Returns all attentions."""
-        return attention_heads(denoiser)
 
     def call_arguments(self, tokens: int | None) -> dict[str, Any]:
         """Returns also that captions stay as they are: they are cleaned where two more packages are installed."""

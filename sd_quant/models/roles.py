@@ -42,15 +42,15 @@ def roles_of(network: nn.Module, excluded: Sequence[str]) -> dict[str, str]:
     return {name: layer_role(name, isinstance(module, nn.Conv2d), excluded) for name, module in layers.items()}
 
 
-def attention_heads(network: nn.Module) -> dict[str, Heads]:
+def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
     """Returns the heads of every ``Attention`` and ``FluxAttention`` of diffusers by name; Flux's are rotary."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.transformers.transformer_flux import FluxAttention
 
     found = {}
-    for name, module in network.named_modules():
+    for name, module in denoiser.named_modules():
         if isinstance(module, Attention | FluxAttention):
-            config: Any = network.config
+            config: Any = denoiser.config
             rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
             found[name] = Heads(module.to_q.out_features // module.heads, rotary)
     return found

@@ -54,11 +54,6 @@ def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInpu
     return [*inputs, *inputs_of_transformer([name for name in linears if name not in seen])]
 
 
-def positions(input_ids: Tensor) -> Tensor:
-    """Returns position ids [1, 77]. CLIP's own buffer would be a constant in the graph."""
-    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-
-
 def padded(hidden: Tensor, tokens: int) -> Tensor:
     """Returns ``hidden`` [B, 77, C], padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
     return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
@@ -77,7 +72,8 @@ class ClipPart(nn.Module):
         self.unread = (last,) if outputs == ("hidden_states",) else ()  # layers that the graph has not
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # CLIP's buffer would be a constant
+        output = self.text_encoder(input_ids, position_ids=places, output_hidden_states=True)
         values = {name: getattr(output, name, None) for name in self.outputs}
         return tuple(
             padded(value[-2], self.tokens) if name == "hidden_states" else value for name, value in values.items()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Heads, SharedInput
+from sd_quant.models.parts import SharedInput
 from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.models.roles import roles_of
 
@@ -68,12 +68,7 @@ class UnetFamily(Family):
     """A family whose denoiser is such a UNet."""
 
     EXCLUDED = EXCLUDED
-
-    def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
-        return shared_inputs(linears)
-
-    def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
-        return attentions(denoiser)
+    shared_inputs, attentions = staticmethod(shared_inputs), staticmethod(attentions)
 
 
 class UnetPart(nn.Module):

@@ -10,9 +10,10 @@ the network: neither says which axes of two tensors agree.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -53,15 +54,21 @@ class Signature:
     decisions: list[Any] = field(default_factory=list)  # numbers that the network's code asked tensors for
     notes: tuple[str, ...] = ()  # sentences about what is not as it was given
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Signature":
-        """Returns the signature of ``to_json`` after a passage through JSON, where tuples become lists."""
-        inputs = {name: tuple(shape) for name, shape in values["inputs"].items()}
-        tuples = {name: tuple(values[name]) for name in ("results", "notes")}
-        return Signature(**(dict(values) | {"inputs": inputs} | tuples))
+def restored(kind: Any, value: Any) -> Any:
+    """Returns the value of this type of which ``asdict`` and JSON, where tuples become lists, have made ``value``."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: restored(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if origin is UnionType and value is not None:
+        return restored(inner[0], value)
+    if origin is dict:
+        return {key: restored(inner[1], each) for key, each in value.items()}
+    if origin in (list, tuple):
+        kinds = inner[:1] * len(value) if origin is list or ... in inner else inner
+        return origin(map(restored, kinds, value))
+    return value
 
 
 def identifier(path: Sequence[object]) -> str:
@@ -162,20 +169,19 @@ def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
     yield path, tree
 
 
-def rebuilt(tree: Tree, value_of: Callable[[Tree], Any]) -> Any:
-    """Returns the nested value of a ``tree`` with ``value_of`` its leaves."""
+def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the nested value of a ``tree`` with these ``tensors``, complex ones as reals, and its constants."""
     if "list" in tree:
-        return [rebuilt(each, value_of) for each in tree["list"]]
+        return [rebuilt(each, tensors) for each in tree["list"]]
     if "tuple" in tree:
-        return tuple(rebuilt(each, value_of) for each in tree["tuple"])
+        return tuple(rebuilt(each, tensors) for each in tree["tuple"])
     if "dict" in tree:
-        values = {key: rebuilt(each, value_of) for key, each in tree["dict"].items()}
+        values = {key: rebuilt(each, tensors) for key, each in tree["dict"].items()}
         return output_class(tree["class"])(**values) if "class" in tree else values
-    return value_of(tree)
-
-
-def constant_of(leaf: Tree) -> Any:
-    return decoded(leaf["constant"])
+    if "constant" in tree:
+        return decoded(tree["constant"])
+    tensor = tensors[tree["tensor"]]
+    return torch.view_as_complex(tensor) if tree.get("complex") else tensor
 
 
 def kind_of(value: Any) -> str:
@@ -327,9 +333,9 @@ def given_tensors(signature: Signature, given: Mapping[str, Any]) -> dict[str, T
                     f"the argument {name} is {shown(value)}, expected a tensor of shape {shape} as observed; {AGAIN}"
                 )
             tensors[name] = value
-        elif value is MISSING or (not leaf.get("sized") and value != constant_of(leaf)) or holds_tensors(value):
+        elif value is MISSING or (not leaf.get("sized") and value != rebuilt(leaf, {})) or holds_tensors(value):
             raise SdQuantError(
-                f"the argument {name} is {shown(value)}, expected {constant_of(leaf)!r:.80} as observed; {AGAIN}"
+                f"the argument {name} is {shown(value)}, expected {rebuilt(leaf, {})!r:.80} as observed; {AGAIN}"
             )
     return tensors
 
@@ -345,21 +351,6 @@ def shown(value: Any) -> str:
     if value is MISSING:
         return "missing"
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-
-
-def arguments_with(signature: Signature, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the nested arguments of a call with these ``tensors`` and the observed constants."""
-
-    def value_of(leaf: Tree) -> Any:
-        return tensor_of(leaf, tensors) if "tensor" in leaf else constant_of(leaf)
-
-    return rebuilt(signature.arguments, value_of)
-
-
-def tensor_of(leaf: Tree, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns a leaf's tensor; a complex one is among the ``tensors`` as reals."""
-    tensor = tensors[leaf["tensor"]]
-    return torch.view_as_complex(tensor) if leaf.get("complex") else tensor
 
 
 def with_outputs(signature: Signature, output: Any) -> Signature:
@@ -384,11 +375,6 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
     if not results:
         raise ArtifactError(f"the network returns a {type(output).__name__} without a tensor; it cannot be exported")
     return replace(signature, outputs=tree, results=tuple(results), notes=tuple(notes))
-
-
-def answer_of(signature: Signature, outputs: Mapping[str, Tensor]) -> Any:
-    """Returns what the network returned, with these tensors."""
-    return rebuilt(signature.outputs, lambda leaf: outputs[leaf["tensor"]] if "tensor" in leaf else constant_of(leaf))
 
 
 def result_tensors(output: Any) -> tuple[Tensor, ...]:

@@ -15,16 +15,15 @@ from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.files.tensors import Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineCall, StandIn, Style
+from sd_quant.models.family import Family, PipelineCall, StandIn
 from sd_quant.models.observed import Observed
 from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
-from sd_quant.observed.calls import Signature
-from sd_quant.observed.ladder import IN_FP32, Rung, part_of
+from sd_quant.observed.calls import Signature, restored
+from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.layers import ObservedLayers
-from sd_quant.observed.layers import as_json as layers_json
-from sd_quant.observed.layers import from_json as layers_from_json
 from sd_quant.observed.opening import Component, network_of, open_other
-from sd_quant.observed.watching import MOVING
+from sd_quant.observed.part import Rung, part_of
+from sd_quant.observed.watching import MOVING, Facts
 
 OBSERVED_JSON = "observed.json"  # the file of an observation, in a run and in the cache
 SMALL_WEIGHT = 65_536  # numbers of a weight that a pipeline may read itself, such as a mean of latents
@@ -41,29 +40,18 @@ class ObservedPart:
     runs: tuple[str, ...]  # of ``watching``, that the graph serves
 
 
-@dataclass(frozen=True)
-class Observation:
+@dataclass(frozen=True, kw_only=True)
+class Observation(Facts):
     """All that was observed of a pipeline; the content of ``observed.json``."""
 
     pipeline: str  # the class
     size: tuple[int, int]  # width and height of the images with which it was observed
-    denoisers: tuple[str, ...]  # parts that are called in the denoising steps, the quantized one first
-    samples_per_image: int  # in one call of a denoiser
-    calls_a_step: int  # of the denoisers
-    style: Style  # in which it takes prompts and noise
-    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
-    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
-    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
-    outputs: str  # the name of the images among its results
     parts: dict[str, ObservedPart]  # by component, the denoisers first
     layers: dict[str, ObservedLayers]  # by denoiser
     seconds: float  # that observing took
 
     def to_json(self) -> dict[str, Any]:
-        parts = {name: {**asdict(part), "signature": part.signature.to_json(), "rung": part.rung.to_json()}
-                 for name, part in self.parts.items()}  # fmt: skip
-        layers = {name: layers_json(each) for name, each in self.layers.items()}
-        return {**asdict(replace(self, layers={}, parts={})), "parts": parts, "layers": layers}
+        return asdict(self)
 
     def that_miss(self, run: str) -> list[str]:
         """Returns the exported parts whose graphs do not serve a run that was made."""
@@ -73,17 +61,7 @@ class Observation:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Observation":
         """Returns the observation of ``to_json`` after a passage through JSON."""
-        parts = {
-            name: ObservedPart(
-                each["component"], Signature.from_json(each["signature"]), Rung.from_json(each["rung"]),
-                {axis: Axis(**size) for axis, size in each["axes"].items()}, tuple(each["runs"]),
-            )
-            for name, each in values["parts"].items()
-        }  # fmt: skip
-        layers = {name: layers_from_json(each) for name, each in values["layers"].items()}
-        own: dict[str, Any] = {name: tuple(values[name]) for name in ("denoisers", "size")}
-        own["style"] = Style(**values["style"])
-        return Observation(**{**values, **own, "parts": parts, "layers": layers})
+        return restored(Observation, values)
 
 
 def why_refused(rung: Rung) -> str | None:
@@ -156,12 +134,10 @@ class ObservedCheckpoint:
         found = {}
         parts = self.observation.parts
         for name, observed in {self.denoiser: parts[self.denoiser], **parts}.items():
-            rung, build = observed.rung, partial(self.build_one, name)
-            part = part_of(observed.component, observed.signature, rung, rung.method, build)
-            contract = replace(part.contract, axes=tuple(observed.axes.items()))
-            found[name] = replace(
-                part, contract=contract, identity=json.dumps(rung.to_json()), refused=why_refused(rung)
-            )
+            part = part_of(name, observed.signature, observed.rung, partial(self.build_one, name))
+            contract, identity = replace(part.contract, axes=tuple(observed.axes.items())), asdict(observed.rung)
+            refused = why_refused(observed.rung)
+            found[name] = replace(part, contract=contract, identity=json.dumps(identity), refused=refused)
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
@@ -178,13 +154,10 @@ class ObservedCheckpoint:
         called = {part.component for part in parts.values()}
         for name, network in networks.items():  # a pipeline may call a layer of one, or read a small table
             with_small_weights(network, self.components[name], math.inf if name not in called else SMALL_WEIGHT)
-        pipe = self.pipe({name: stand_in(name, network) for name, network in networks.items()})
+        components = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
+        components |= {name: stand_in(name, network) for name, network in networks.items()}
+        pipe = pipeline_of_components(self.kind, self.index, components)
         return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
-
-    def pipe(self, networks: Mapping[str, nn.Module]) -> Any:
-        """Returns diffusers' pipeline with these networks, by component."""
-        others = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
-        return pipeline_of_components(self.kind, self.index, {**others, **networks})
 
     def __reduce__(self):
         """Pickles how the folder was opened; another process opens it again."""

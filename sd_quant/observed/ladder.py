@@ -2,9 +2,8 @@
 
     rung = climb(build, calls, weights)  # refuses a network that cannot be exported, and raises nothing for it
     rung.cause                           # None, or the sentence for which it is refused
-    part = part_of(component, rung.signature, rung, method, build)  # a Part as families write it by hand
-    graph = graph_of_part(build, part)   # ONNX, weights as named inputs after the contract's own
-    Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
+    part = part_of(component, rung.signature, rung, build)  # a Part as families write it by hand
+    trace(lambda: part.wrap(build()), part.contract)        # ONNX, weights as named inputs after the contract's own
 
 ``build`` returns the network with its parameters on the meta device and its buffers real, in evaluation mode or not
 (``empty.without_weights``); ``weights`` maps the network's own names of parameters to tensors. The graph's names of
@@ -22,13 +21,12 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
@@ -51,7 +49,7 @@ from sd_quant.observed.calls import (
     with_outputs,
 )
 from sd_quant.observed.pairs import Numbers
-from sd_quant.observed.part import BUFFERS, DECISIONS, INPUTS, KNOWN, PREFIX, REALS, SIZES, observed_part
+from sd_quant.observed.part import BUFFERS, DECISIONS, INPUTS, KNOWN, PREFIX, REALS, SIZES, Rung, Verified, part_of
 from sd_quant.observed.sizes import (
     Seen,
     input_trees,
@@ -73,60 +71,6 @@ IN_FP32 = "weights stay in fp32"  # begins a note
 POSITION = re.compile(r"(^|_)(ids|pos|positions?|rotary|rope|freqs?|cos|sin|coords?|grid)(_|$)")  # names of inputs
 READ_ONNX = tuple(name for name, runtime in RUNTIMES.items() if runtime.file == "onnx")  # runtimes that verify
 Build = Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class Verified:
-    """How a runtime computed the recorded calls."""
-
-    calls: int
-    error: float  # the largest of all outputs' errors, of their norm
-
-    def __str__(self) -> str:
-        return f"{self.calls} calls within {self.error:.1g}"
-
-
-@dataclass(frozen=True)
-class Rung:
-    """The graph that takes a network's place, or why there is none."""
-
-    name: str  # of the rung, or "refused"
-    signature: Signature | None = None
-    method: str = "forward"
-    remedies: tuple[str, ...] = ()  # what is changed in the network while it is traced
-    verified: dict[str, Verified] = field(default_factory=dict)  # by runtime
-    refused: dict[str, str] = field(default_factory=dict)  # runtimes, of a refusal rungs, that do not serve it: causes
-    serves: tuple[int, ...] = ()  # numbers of the recorded calls
-    weights: str = "float32"  # dtype of the exported weights, see ``climb``
-    single: tuple[str, ...] = ()  # inputs that stay in fp32
-    notes: tuple[str, ...] = ()  # sentences
-    cause: str | None = None  # of a refusal
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Rung":
-        tuples = {name: tuple(values[name]) for name in ("remedies", "serves", "single", "notes")}
-        verified = {runtime: Verified(**each) for runtime, each in values["verified"].items()}
-        signature = None if values["signature"] is None else Signature.from_json(values["signature"])
-        return Rung(**(dict(values) | tuples | {"verified": verified, "signature": signature}))
-
-
-def part_of(
-    component: str, signature: Signature, rung: Rung, method: str = "forward", build: Build | None = None
-) -> Part:
-    """Returns the part of a network that ``climb`` found a ``rung`` for.
-
-    ``build`` returns the network without weights, and must be given where ``rung.remedies`` has more than REALS.
-    """
-    weights = getattr(torch, rung.weights)
-    return observed_part(component, signature, method, rung.remedies, weights, rung.single, build)
-
-
-def graph_of_part(build: Build, part: Part) -> ir.Model:
-    """Returns the traced graph of an observed part, as ``export.tracing.trace`` does for a family's."""
-    return trace(lambda: part.wrap(build()), part.contract)
 
 
 @dataclass(frozen=True)
@@ -223,12 +167,11 @@ def climb(
     weights: Mapping[str, Tensor],
     *,
     method: str = "forward",
-    runtimes: Sequence[str] = READ_ONNX,
     dtype: torch.dtype = torch.float16,
     threads: int | None = None,
     large: int = LARGE,
 ) -> Rung:
-    """Returns the first rung of the ladder whose graph serves the ``calls`` in at least one of the ``runtimes``.
+    """Returns the first rung of the ladder whose graph serves the ``calls`` in at least one runtime.
 
     After all rungs for all calls come those for the calls of one batch size, of one image size, of both.
     ``calls`` of another structure than the first call's are not served; ``Rung.serves`` tells which are. ``dtype`` is
@@ -266,14 +209,12 @@ def climb(
                 not_tried[name] = cause_of(error)
                 LOG.debug("%s: %s", name, not_tried[name])
                 continue
-            verified, refused = outcome(chosen, signature, remedies, runtimes, threads)
+            serves = tuple(structure[number] for number in numbers)
+            rung = Rung(name, signature, method, remedies, serves=serves, notes=(*notes, *signature.notes))
+            verified, refused = outcome(chosen, rung, READ_ONNX, threads, TOLERANCE)
             LOG.debug("%s: %s, refused %s", name, verified, refused)
             if verified:
-                serves = tuple(structure[number] for number in numbers)
-                rung = Rung(
-                    name, signature, method, remedies, verified, refused, serves, notes=(*notes, *signature.notes)
-                )
-                return in_dtype(chosen, rung, dtype, threads)
+                return in_dtype(chosen, replace(rung, verified=verified, refused=refused), dtype, threads)
             causes[name] = next(iter(refused.values()))
     causes = causes or not_tried
     plainest, last = next(iter(causes.items())), list(causes.items())[-1]
@@ -291,32 +232,25 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
     """
     if dtype == torch.float32:
         return rung
-    runtime, first, cause = next(iter(rung.verified)), case.of([0]), ""
+    runtime, first, cause, half = next(iter(rung.verified)), case.of([0]), "", str(dtype).removeprefix("torch.")
     for more in ((), (BUFFERS,), (BUFFERS, INPUTS)):
-        remedies = (*rung.remedies, *more)
         for single in dict.fromkeys((kept_single(rung.signature), ())):
-            part = observed_part("", rung.signature, case.method, remedies, dtype, single, case.build)
-            verified, refused = outcome_of(first, part, [runtime], threads, ROUNDED)
+            tried = replace(rung, remedies=(*rung.remedies, *more), weights=half, single=single)
+            verified, refused = outcome(first, tried, [runtime], threads, ROUNDED)
             if verified:
-                return replace(rung, remedies=remedies, weights=str(dtype).removeprefix("torch."), single=single)
+                return tried
             cause = cause or refused[runtime]
     return replace(rung, notes=(*rung.notes, f"{IN_FP32}, because with others the graph fails: {cause}"))
 
 
 def kept_single(signature: Signature) -> tuple[str, ...]:
     """Returns the inputs that keep fp32: one number a sample, positions, and what is computed outside of the graph."""
-    outside = {
-        leaf["tensor"]
-        for trees in signature.outside.values()
-        for tree in trees
-        for _, leaf in leaves(tree)
-        if "tensor" in leaf
-    }
+    given = {leaf.get("tensor") for _, leaf in leaves(signature.arguments)}
     return tuple(
         name
         for name, shape in signature.inputs.items()
         if "float" in signature.dtypes[name]
-        and (name in outside or all(axis == 1 for axis in shape[1:]) or POSITION.search(name))
+        and (name not in given or all(axis == 1 for axis in shape[1:]) or POSITION.search(name))
     )
 
 
@@ -350,20 +284,13 @@ def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], 
 
 
 def outcome(
-    case: Case, signature: Signature, remedies: Sequence[str], runtimes: Sequence[str], threads: int | None
+    case: Case, rung: Rung, runtimes: Sequence[str], threads: int | None, tolerance: float
 ) -> tuple[dict[str, Verified], dict[str, str]]:
     """Returns how each runtime computes all calls, or the cause for which it does not, both by runtime."""
-    part = observed_part("", signature, case.method, remedies, build=case.build)
-    return outcome_of(case, part, runtimes, threads, TOLERANCE)
-
-
-def outcome_of(
-    case: Case, part: Part, runtimes: Sequence[str], threads: int | None, tolerance: float
-) -> tuple[dict[str, Verified], dict[str, str]]:
-    """See ``outcome``; for a part in any dtype."""
+    part = part_of("", rung.signature, rung, case.build)
     try:
         with redirect_stderr(StringIO()):  # torch prints the whole graph of a network that it cannot export
-            graph = graph_of_part(case.build, part)
+            graph = trace(lambda: part.wrap(case.build()), part.contract)
     except Exception as error:  # whatever the code of a network or torch's exporter raises
         return {}, dict.fromkeys(runtimes, f"cannot be traced: {cause_of(error)}")
     verified, refused = {}, {}

@@ -4,7 +4,7 @@
 
 | role     | a layer whose                                                                                             |
 |----------|-----------------------------------------------------------------------------------------------------------|
-| excluded | place is at an edge of the network, or that sees no token, see ``REASONS``                                |
+| excluded | place is at an edge of the network, or that sees no token, see ``_reason``                                |
 | conv     | kind is Conv2d                                                                                            |
 | qkv      | output becomes query, key or value of an attention before another layer reads it                          |
 | ffn      | output reaches another linear through an activation (and gates) alone, or that other linear               |
@@ -22,8 +22,8 @@ Linears share an input if they read the same object: equal slices or views of on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,7 @@ from sd_quant.models.parts import Heads, SharedInput, text_readers
 from sd_quant.models.roles import attention_heads
 from sd_quant.observed.flow import Call, Flow, is_layer
 from sd_quant.observed.producers import producer_of
-from sd_quant.observed.tape import Operation, Tape, Value, noted
+from sd_quant.observed.tape import Operation, Value, noted
 
 NOT_CALLED = "never called"
 ELSEWHERE = "its weight is read outside its own call"
@@ -47,9 +47,6 @@ SKIP = "projects what a block adds its result to"
 NOT_2D = "not a 2-d convolution"
 GROUPED = "a convolution in groups"
 REPEATED = "called several times in one call of the network"
-REASONS = (
-    NOT_CALLED, ELSEWHERE, DEAD, ONE_ROW, NO_CONTENT, POOLED, LAST, FIRST, OF_TEXT, SKIP, NOT_2D, GROUPED, REPEATED
-)  # fmt: skip
 
 CONVOLUTIONS = nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 # of diffusers' attentions whose products can be quantized
@@ -59,33 +56,9 @@ PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor")
 @dataclass(frozen=True)
 class ObservedLayers:
     roles: dict[str, str]  # of every Linear and Conv2d, in the network's order
-    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions, one of ``REASONS`` each
+    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions
     shared_inputs: list[SharedInput]  # of all linears
     attentions: dict[str, Heads]  # of each attention whose products can be quantized, by its name
-
-
-def as_json(observed: ObservedLayers) -> dict[str, Any]:
-    """Returns what ``from_json`` reads, of dicts, lists, strings and numbers alone."""
-    plain = asdict(observed)
-    for shared in plain["shared_inputs"]:
-        shared["readers"] = list(shared["readers"])
-        shared["modulation"] = None if shared["modulation"] is None else list(shared["modulation"])
-    return plain
-
-
-def from_json(plain: Mapping[str, Any]) -> ObservedLayers:
-    """The inverse of ``as_json``."""
-    inputs = [
-        SharedInput(
-            tuple(each["readers"]),
-            each["producer"],
-            each["text"],
-            None if each["modulation"] is None else (each["modulation"][0], each["modulation"][1]),
-        )
-        for each in plain["shared_inputs"]
-    ]
-    attentions = {name: Heads(each["width"], tuple(each["rotary"])) for name, each in plain["attentions"].items()}
-    return ObservedLayers(dict(plain["roles"]), dict(plain["reasons"]), inputs, attentions)
 
 
 def observed_layers(
@@ -98,12 +71,7 @@ def observed_layers(
     ``encoder_hidden_states``, ``added_cond_kwargs.text_embeds``.
     Raises NotObservable when the network does not run.
     """
-    return layers_of(network, noted(network, arguments, method), text)
-
-
-def layers_of(network: nn.Module, tape: Tape, text: Collection[str]) -> ObservedLayers:
-    """Returns the same from a tape of ``network``."""
-    flow = Flow(network, tape, tuple(text))
+    flow = Flow(network, noted(network, arguments, method), tuple(text))
     roles, reasons = _roles(flow)
     inputs = _shared_inputs(flow)
     return ObservedLayers(roles, reasons, inputs, _attentions(flow, text_readers(inputs)))
@@ -128,7 +96,7 @@ def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _reason(flow: Flow, name: str) -> str | None:
-    """Why a layer is excluded, one of ``REASONS``; None for a layer that may be quantized."""
+    """Why a layer is excluded; None for a layer that may be quantized."""
     calls, (layer, attention) = flow.calls.get(name, []), flow.behind
     if getattr(flow.layers[name], "groups", 1) != 1:
         return GROUPED
@@ -261,24 +229,3 @@ def _is_plain(attention: Any, calls: Sequence[Operation], cross: bool) -> bool:
     options = (*calls[0].operands[3:], *calls[0].options.values()) if one else ()
     plain = not any(each is True or (isinstance(each, Value) and not cross) for each in options)
     return one and plain and norms <= {"RMSNorm", "NoneType"} and type(attention.processor).__name__ in PROCESSORS
-
-
-def differences(
-    roles: Mapping[str, str], inputs: Iterable[SharedInput], observed: ObservedLayers
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields a layer's or an input's first reader's name, what is stated and what was observed, where they differ.
-
-    ``roles`` and ``inputs`` are a family's. Inputs that excluded layers alone read are not compared, since nothing is
-    done with them.
-    """
-    for name, role in roles.items():
-        if observed.roles.get(name) != role:
-            yield name, role, observed.roles.get(name)
-    excluded: Callable[[str], bool] = lambda name: "excluded" in (roles[name], observed.roles[name])  # noqa: E731
-    stated, found = (
-        {each.readers[0]: each for each in some if not all(excluded(name) for name in each.readers)}
-        for some in (inputs, observed.shared_inputs)
-    )
-    for name in dict.fromkeys((*stated, *found)):
-        if stated.get(name) != found.get(name):
-            yield name, stated.get(name), found.get(name)

@@ -10,6 +10,8 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,13 @@ from sd_quant.files import write_json
 from sd_quant.files.tensors import Weights
 from sd_quant.models import OBSERVED, Dtypes
 from sd_quant.models.parts import Axis, Part
-from sd_quant.observed.axes import axis_of
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
-from sd_quant.observed.ladder import LARGE, Rung, climb, part_of
+from sd_quant.observed.ladder import LARGE, climb
 from sd_quant.observed.layers import observed_layers
 from sd_quant.observed.opening import Component, components_of, network_of, open_networks, open_other, read_index
-from sd_quant.observed.watching import Watched, runs_of, watch
+from sd_quant.observed.part import Rung, part_of
+from sd_quant.observed.watching import Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions
 from sd_quant.source import source_digest
 
@@ -43,6 +45,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnx-ir
 GRAIN = 64  # pixels, of which every side is a multiple that a large network is observed with
 SMALL = 200_000_000  # parameters; smaller networks compute while they are watched, others have no weights in memory
 MOST_OTHER = 2**30  # bytes of a component that is no network
+OF = ("batch", "width*height", "width", "height", "batch*width*height", "batch*width", "batch*height")
+GRAINS = (1, 4, 8, 16, 32, 64)  # pixels along a side of a latent, or of a token
 
 
 def open_observed(
@@ -120,7 +124,7 @@ def observe(
             LOG.warning("%s is not exported, and computed by torch: %s", name, rung.cause)
         calls = [watched.calls[name][number] for number in one_structure(watched.calls[name])]
         signature = rung.signature or with_outputs(signature_of(calls), watched.answers[name])
-        part = part_of(name, signature, rung, watched.methods[name], build)
+        part = part_of(name, signature, rung, build)
         axes = axes_of(part, watched, calls, name, width, height)
         served = tuple(dict.fromkeys(recorded[number].run for number in rung.serves))
         parts[name] = ObservedPart(name, signature, rung, axes, served)
@@ -130,11 +134,9 @@ def observe(
         )
         for name in watched.denoisers
     }
-    return Observation(
-        kind.__name__,
-        (width, height), tuple(watched.denoisers), watched.samples_per_image, watched.calls_a_step, watched.style,
-        watched.prepared, watched.unequal, watched.fixed, watched.outputs, parts, layers, time.perf_counter() - started,
-    )  # fmt: skip
+    facts = {each.name: getattr(watched, each.name) for each in fields(Facts)}
+    own: dict[str, Any] = {"pipeline": kind.__name__, "size": (width, height), "parts": parts, "layers": layers}
+    return Observation(**facts, **own, seconds=time.perf_counter() - started)
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
@@ -215,3 +217,20 @@ def axes_of(part: Part, watched: Watched, calls: Sequence[Call], name: str, widt
                 if isinstance(axis, str) and len(found.setdefault(axis, [])) < len(runs):
                     found[axis].append(length)
     return {axis: axis_of(sizes, runs) for axis, sizes in found.items()}
+
+
+def axis_of(sizes: Sequence[int], runs: Sequence[Mapping[str, int]]) -> Axis:
+    """Returns the formula of an axis with these ``sizes`` in ``runs`` of a batch, a width and a height.
+
+    Calls are timed, and plans are built, for images that were never made. All axes of diffusers' networks are
+    proportional to the batch, the image's width, height or area, or a product of these, perhaps behind a fixed number
+    of tokens of text. The simplest formula that fits all is taken. Where none fits, the axis has the first size.
+    """
+    bases = {of: [math.prod(run[name] for name in of.split("*")) for run in runs] for of in OF}
+    proportional = [(of, Fraction(sizes[0], base[0])) for of, base in bases.items()]
+    grains = [(of, Fraction(1, grain ** (of.count("width") + of.count("height")))) for of in OF for grain in GRAINS]
+    for of, factor in (*proportional, *grains):
+        offsets = {size - factor * each for each, size in zip(bases[of], sizes, strict=True)}
+        if len(offsets) == 1 < len(set(sizes)) and (offset := offsets.pop()) >= 0 and offset.denominator == 1:
+            return Axis(of, factor.numerator, factor.denominator, int(offset))
+    return Axis("", 0, 1, sizes[0])

@@ -7,6 +7,7 @@ itself, unchanged but for its remedies. The road not taken is a copy of each cla
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import Contract, Part
-from sd_quant.observed.calls import AGAIN, Signature, answer_of, arguments_with, as_reals, given_tensors, result_tensors
+from sd_quant.observed.calls import AGAIN, Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
-from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, same
+from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, run, same
 
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
@@ -29,6 +30,34 @@ KNOWN = "known"  # likewise modules without weights that no weight has a part in
 BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
 INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their weights, which autocast does elsewhere
 DECISIONS = "decisions"  # they are frozen as observed
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How a runtime computed the recorded calls."""
+
+    calls: int
+    error: float  # the largest of all outputs' errors, of their norm
+
+    def __str__(self) -> str:
+        return f"{self.calls} calls within {self.error:.1g}"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The graph that takes a network's place, or why there is none."""
+
+    name: str  # of the rung, or "refused"
+    signature: Signature | None = None
+    method: str = "forward"
+    remedies: tuple[str, ...] = ()  # what is changed in the network while it is traced
+    verified: dict[str, Verified] = field(default_factory=dict)  # by runtime
+    refused: dict[str, str] = field(default_factory=dict)  # runtimes, of a refusal rungs, that do not serve it: causes
+    serves: tuple[int, ...] = ()  # numbers of the recorded calls
+    weights: str = "float32"  # dtype of the exported weights, see ``ladder.climb``
+    single: tuple[str, ...] = ()  # inputs that stay in fp32
+    notes: tuple[str, ...] = ()  # sentences
+    cause: str | None = None  # of a refusal
 
 
 class Forward:
@@ -61,24 +90,16 @@ class InputsAsWeights(TorchFunctionMode):
 class ObservedNetwork(nn.Module):
     """A network with one tensor an input; its outputs are a tuple."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        signature: Signature,
-        method: str,
-        remedies: Collection[str],
-        weights: torch.dtype = torch.float32,
-    ):
+    def __init__(self, network: nn.Module, signature: Signature, rung: Rung):
         super().__init__()
-        self.network = with_real_constants(network) if REALS in remedies else network
-        if BUFFERS in remedies:
-            for buffer in network.buffers():
-                buffer.data = buffer.data.to(weights) if buffer.is_floating_point() else buffer.data
-        self.signature, self.method, self.remedies = signature, method, remedies
+        self.network = with_real_constants(network) if REALS in rung.remedies else network
+        if BUFFERS in rung.remedies:
+            for buffer in filter(Tensor.is_floating_point, network.buffers()):
+                buffer.data = buffer.data.to(getattr(torch, rung.weights))
+        self.signature, self.method, self.remedies = signature, rung.method, rung.remedies
         self.forward = Forward(self, signature.inputs)
 
     def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        call = self.network if self.method == "forward" else getattr(self.network, self.method)
         with ExitStack() as stack:
             if REALS in self.remedies:
                 stack.enter_context(RealNumbers())
@@ -88,19 +109,7 @@ class ObservedNetwork(nn.Module):
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
             if self.signature.decisions and torch.compiler.is_exporting():  # else it decides itself, as quantizers do
                 stack.enter_context(frozen(self.signature.decisions))
-            return result_tensors(call(**arguments_with(self.signature, tensors)))
-
-
-def contract_of(signature: Signature, weights: torch.dtype, single: Collection[str]) -> Contract:
-    """Returns the contract of a signature, in which inputs in floating point are in the dtype of the ``weights``.
-
-    Those in ``single`` are fp32.
-    """
-    dtypes = {name: getattr(torch, dtype) for name, dtype in signature.dtypes.items()}
-    for name, dtype in dtypes.items():
-        if dtype.is_floating_point:
-            dtypes[name] = torch.float32 if name in single else weights
-    return Contract(signature.inputs, signature.results, dtypes, weights, None, signature.example)
+            return result_tensors(run(self.network, self.method, rebuilt(self.signature.arguments, tensors)))
 
 
 def inputs_of(
@@ -123,29 +132,20 @@ def inputs_of(
     return tensors
 
 
-def observed_part(
-    component: str,
-    signature: Signature,
-    method: str = "forward",
-    remedies: Collection[str] = (),
-    weights: torch.dtype = torch.float32,
-    single: Collection[str] = (),
-    build: Callable[[], nn.Module] | None = None,
-) -> Part:
+def part_of(component: str, signature: Signature, rung: Rung, build: Callable[[], nn.Module] | None = None) -> Part:
     """Returns the network of a ``signature`` as a part. Everything in it can be pickled if ``build`` can.
 
-    ``build`` returns the network without weights; it is needed where some inputs are computed outside of the graph.
+    Inputs in floating point are in the dtype of the weights, those in ``rung.single`` in fp32. ``build`` returns the
+    network without weights; it is needed where some inputs are computed outside of the graph.
     """
-    outside = None
+    outside, weights = None, getattr(torch, rung.weights)
     if signature.outside or signature.decisions:
         counts = {path: len(trees) for path, trees in signature.outside.items()}
-        outside = Outside(build, method, counts, len(signature.decisions), KNOWN not in remedies)
-    return Part(
-        component,
-        PREFIX,
-        contract_of(signature, weights, single),
-        partial(ObservedNetwork, signature=signature, method=method, remedies=tuple(remedies), weights=weights),
-        partial(answer_of, signature),
-        partial(inputs_of, signature, outside),
-        method=method,
-    )
+        outside = Outside(build, rung.method, counts, len(signature.decisions), KNOWN not in rung.remedies)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in signature.dtypes.items()}
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            dtypes[name] = torch.float32 if name in rung.single else weights
+    contract = Contract(signature.inputs, signature.results, dtypes, weights, None, signature.example)
+    wrap, answer = partial(ObservedNetwork, signature=signature, rung=rung), partial(rebuilt, signature.outputs)
+    return Part(component, PREFIX, contract, wrap, answer, partial(inputs_of, signature, outside), method=rung.method)

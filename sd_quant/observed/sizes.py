@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.models.empty import META, random_weights, reader, with_weights
-from sd_quant.observed.calls import Call, at, identifier, leaves, rebuilt, tensor_of, tensors_in, tree_of
+from sd_quant.observed.calls import Call, at, encoded, identifier, leaves, rebuilt, tensors_in, tree_of
 from sd_quant.observed.pairs import mapped
 
 ASKED = {"__bool__", "__int__", "__float__", "__index__", "item", "equal", "is_nonzero"}  # numbers of tensors
@@ -56,11 +56,8 @@ class WithoutNumbers(TorchDispatchMode):
 
 def places(index: Tensor | None) -> Sequence[Tensor | None]:
     """Returns the indices that a mask stands for where its numbers are known; any other index as it is."""
-    return (
-        index.nonzero(as_tuple=True)
-        if index is not None and index.dtype == torch.bool and not index.is_meta
-        else [index]
-    )
+    is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
+    return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
 
 
 class Decisions(TorchFunctionMode):
@@ -128,8 +125,9 @@ class Seen:
 class Recorder:
     """Records the outputs of some of a network's modules, and decisions, as it runs."""
 
-    def __init__(self, changed: Callable[[Any], Any] = lambda value: value):
-        self.seen, self.changed, self.inside = Seen(), changed, list[str]()
+    def __init__(self, changed: Callable = lambda value: value, check: Callable[[Seen], object] = lambda seen: None):
+        """``changed`` changes arguments of the modules, ``check`` is called whenever something was recorded."""
+        self.seen, self.changed, self.check, self.inside = Seen(), changed, check, list[str]()
 
     def call(self, path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
         args, kwargs = mapped((args, kwargs), self.changed)
@@ -137,17 +135,21 @@ class Recorder:
         output = own(*args, **kwargs)
         self.inside.pop()
         self.seen.outputs.setdefault(path, []).append(output)
+        self.check(self.seen)
         return output
 
     def decide(self, ask: Callable[[], Any]) -> Any:
         answer = ask()
         self.seen.decided.append((self.inside[0] if self.inside else None, answer))
+        self.check(self.seen)
         return answer
 
 
-def look(network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Sequence[str]) -> Seen:
+def look(
+    network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str], into: Recorder | None = None
+) -> Seen:
     """Returns what a network with weights computes in the modules at ``paths``, and decides."""
-    recorder, modules = Recorder(), {path: network.get_submodule(path) for path in paths}
+    recorder, modules = into or Recorder(), {path: network.get_submodule(path) for path in paths}
     with torch.no_grad(), Decisions(recorder.decide), replaced_calls(modules, recorder.call):
         run(network, method, arguments)
     return recorder.seen
@@ -225,7 +227,7 @@ def input_trees(outputs: Mapping[str, Sequence[Any]]) -> dict[str, list[dict]]:
             if isinstance(value, Tensor):
                 name = identifier((path.replace(".", "_"), number, *inner))
                 return {"tensor": name} | ({"complex": True} if value.is_complex() else {})
-            return {"constant": value}
+            return {"constant": encoded(value, (path, number, *inner))}
 
         return tree_of(output, leaf)
 
@@ -244,7 +246,7 @@ def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Seq
                 value = at(output, inner)
                 if "tensor" in leaf and isinstance(value, Tensor):
                     tensors[leaf["tensor"]] = value
-                elif "tensor" in leaf or value != leaf["constant"]:
+                elif "tensor" in leaf or value != rebuilt(leaf, {}):
                     raise ArtifactError(f"{path} returns {value!r:.80}, which follows the size and is no tensor")
     return tensors
 
@@ -309,30 +311,17 @@ class Outside:
         return self.known[key]
 
     def computed(self, network: nn.Module, arguments: Mapping[str, Any]) -> Seen:
-        recorder, wanted = Recorder(known), sum(self.counts.values())
-        seen = recorder.seen
-
-        def stop_if_enough() -> None:
+        def stop_if_enough(seen: Seen) -> None:
             outputs, decisions = sum(map(len, seen.outputs.values())), len(seen.decisions(self.counts))
-            if outputs >= wanted and decisions >= self.decisions:
+            if outputs >= sum(self.counts.values()) and decisions >= self.decisions:
                 raise Enough
 
-        def call(*of_module: Any) -> Any:
-            output = recorder.call(*of_module)
-            stop_if_enough()
-            return output
-
-        def decide(ask: Callable[[], Any]) -> Any:
-            answer = recorder.decide(ask)
-            stop_if_enough()
-            return answer
-
-        modules = {path: network.get_submodule(path) for path in self.counts}
+        recorder = Recorder(known, stop_if_enough)
         try:
-            with torch.no_grad(), WithoutNumbers(), Decisions(decide), replaced_calls(modules, call):
-                run(network, self.method, arguments)
+            with WithoutNumbers():
+                look(network, self.method, arguments, self.counts, recorder)
         except Enough:
-            return seen
+            return recorder.seen
         except Exception as error:  # whatever a network raises without numbers
             raise SdQuantError(
                 f"{type(network).__name__} needs weights for its positions or decisions ({error}); it is not served"
@@ -357,7 +346,7 @@ def given_outputs(
             raise ArtifactError(f"{path} is called more often than it was observed to be")
         tree = trees[path][calls[path]]
         calls[path] += 1
-        return rebuilt(tree, lambda leaf: tensor_of(leaf, tensors) if "tensor" in leaf else leaf["constant"])
+        return rebuilt(tree, tensors)
 
     with replaced_calls({path: network.get_submodule(path) for path in trees}, call):
         yield

@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sd_quant.errors import SdQuantError
-from sd_quant.observed.sizes import WithoutNumbers
+from sd_quant.observed.calls import children
+from sd_quant.observed.sizes import WithoutNumbers, run
 from sd_quant.text import one_line
 
 # Operations that take a part of a tensor; those with several outputs are noted as one slice for each.
@@ -110,10 +111,9 @@ def _noted(network: nn.Module, arguments: Mapping[str, Any], method: str, device
     mode = _Noting(network)
     with torch.inference_mode(), torch.device(device):
         given = {name: _placed(value, name, device, mode) for name, value in arguments.items()}
-        function = network if method == "forward" else getattr(network, method)
         with _module_names(network, mode.modules), autocast_of_meta(), mode:
             try:
-                answer = function(**given)
+                answer = run(network, method, given)
             except Exception as error:
                 raise NotObservable(_sentence(network, mode.modules, error)) from error
     return mode.tape(answer)
@@ -142,15 +142,11 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
     def pop(module: nn.Module, inputs: Any, output: Any) -> None:
         stack.pop()
 
-    hooks = []
-    for name, module in network.named_modules():
-        hooks.append(module.register_forward_pre_hook(push(name), prepend=True))
-        hooks.append(module.register_forward_hook(pop))
-    try:
+    with ExitStack() as hooks:
+        for name, module in network.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(push(name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(pop))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -229,11 +225,10 @@ class _Noting(TorchDispatchMode):
         if function.namespace == "prim" or kind.startswith("sym_"):  # asks for a device or a shape
             return function(*args, **kwargs)
         operands, options = self.as_values(args), {name: self.as_values(each) for name, each in kwargs.items()}
-        written = [
-            given
-            for argument, given in _given(function._schema.arguments, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Tensor)
-        ]
+        arguments = function._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        changed = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+        written = [value for name, value in given.items() if name in changed and isinstance(value, Tensor)]
         result = function(*args, **kwargs)
         kind = kind.rstrip("_") if written else kind
         self.note(kind, operands, options, list(_leaves((args, tuple(kwargs.values())), Tensor)), written, result)
@@ -316,21 +311,8 @@ def _among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 def _leaves(tree: Any, kind: type) -> Iterator[Any]:
     if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, Mapping):
-        for each in tree.values():
-            yield from _leaves(each, kind)
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            yield from _leaves(each, kind)
-
-
-def _given(arguments: Sequence[Any], args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Each argument of a function's schema that was given, and what was given."""
-    for index, argument in enumerate(arguments):
-        if index < len(args):
-            yield argument, args[index]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+    for _, each in children(tree) or ():
+        yield from _leaves(each, kind)
 
 
 def _parts(

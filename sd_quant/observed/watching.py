@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import is_panic
 from sd_quant.inference.requests import Run, request, told_steps
-from sd_quant.inference.stand_ins import bound
+from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models.family import Style
-from sd_quant.observed.calls import Call, structure_of
+from sd_quant.observed.calls import Call, structure_of, tensors_in
 from sd_quant.observed.sizes import WithoutNumbers
 from sd_quant.observed.tape import autocast_of_meta
 
@@ -49,23 +49,33 @@ class Log:
     events: list[tuple[str, Any]] = field(default_factory=list)
     step: int = 0
 
+    def next_step(self, result: Any) -> None:
+        self.events.append(("step", None))
+        self.step += 1
 
-@dataclass(frozen=True)
-class Watched:
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """How a pipeline calls its networks."""
+
+    denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
+    samples_per_image: int  # in one call of a denoiser
+    calls_a_step: int  # of the denoisers
+    style: Style  # in which it takes prompts and noise
+    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
+    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
+    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
+    outputs: str  # the name of the images among its results, one of KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Facts):
     """Calls of the networks of a pipeline."""
 
     calls: dict[str, list[Call]]  # by component, of the runs in which nothing but sizes and texts differ
     answers: dict[str, Any]  # what each returned first
     methods: dict[str, str]  # "forward", or "decode" of an autoencoder
-    denoisers: list[str]  # the components that are called in each step, or in the steps of one half
-    samples_per_image: int  # in a call of the denoiser
-    calls_a_step: int  # of the denoisers
-    style: Style
-    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
-    unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
-    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
     sizes: dict[str, tuple[int, int]]  # width and height of each run
-    outputs: str  # a name in KINDS
 
 
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
@@ -86,30 +96,15 @@ def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
     return runs if style.batched else {name: runs[name] for name in ("base", "larger", "prompt")}
 
 
-class Stand(nn.Module):
-    """A network of a pipeline that notes its calls in ``log``. Everything else is the network's own."""
+class Stand(EngineNetwork):
+    """A network of a pipeline that notes the calls of its ``methods`` in ``log``."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, network: nn.Module, methods: Sequence[str], dtype: torch.dtype):
-        super().__init__()
-        self.name, self.dtype, self.network = name, dtype, [network]  # in a list, so that it is no submodule
-        self.methods = methods
-        self.log = Log("")
+    def __init__(self, name: str, network: nn.Module, methods: Sequence[str]):
+        super().__init__(network, dict.fromkeys(methods))  # type: ignore[arg-type]
+        self.name, self.log = name, Log("")
         self.answers: list[Any] = []  # the first one
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("methods", ()):
-            return lambda *args, **kwargs: self.call(name, args, kwargs)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.network[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call("forward", args, kwargs)
-
-    def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         network = self.network[0]
         arguments = bound(getattr(network, method), args, kwargs)
         self.log.events.append((f"{self.name}.{method}", Call(arguments, self.log.run, self.log.step)))
@@ -173,7 +168,6 @@ def watch(
     height: int,
     scale: float,
     arguments: Mapping[str, Any],
-    dtype: torch.dtype = torch.float32,
 ) -> Watched:
     """Runs the pipeline that ``make`` builds of watched networks, five times for two steps.
 
@@ -183,7 +177,7 @@ def watch(
         name: ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
         for name, network in networks.items()
     }
-    stands = {name: Stand(name, network, methods[name], dtype) for name, network in networks.items()}
+    stands = {name: Stand(name, network, methods[name]) for name, network in networks.items()}
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
     logs, failures, sizes, outputs, prepared = dict[str, Log](), dict[str, str](), {}, "images", {}
@@ -195,7 +189,7 @@ def watch(
         for stand in stands.values():
             stand.log = log
         try:
-            with counted_steps(pipe, log):
+            with told_steps(pipe, log.next_step):
                 torch.manual_seed(0)
                 result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
         except SdQuantError:
@@ -203,10 +197,11 @@ def watch(
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            name, _, method = last_called(log).rpartition(".")
+            place = log.events[-1][0] if log.events else "the pipeline itself"
+            name, _, method = place.rpartition(".")
             failures[run.name] = (
                 f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
-                f"{last_called(log)}: {told(error)}"
+                f"{place}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
             )
             able = [each for each in PIECEWISE if method == "decode" and hasattr(networks[name], each)]
             if not able or name in prepared:
@@ -235,22 +230,16 @@ def watch(
         for name, call in log.events:
             if name != "step" and log.run != "mixed":
                 calls.setdefault(name, []).append(call)
-    first = next(call for call in calls[denoisers[0]])
-    samples = batch_of(first.arguments)
     return Watched(
-        {name.rpartition(".")[0]: each for name, each in calls.items()},
-        {name: stand.answers[0] for name, stand in stands.items() if stand.answers},
-        {name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
-        [name.rpartition(".")[0] for name in denoisers],
-        samples,
-        max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
-        style,
-        prepared,
-        unequal(style, logs, failures),
-        {name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
-        sizes,
-        outputs,
-    )
+        calls={name.rpartition(".")[0]: each for name, each in calls.items()},
+        answers={name: stand.answers[0] for name, stand in stands.items() if stand.answers},
+        methods={name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
+        denoisers=tuple(name.rpartition(".")[0] for name in denoisers),
+        samples_per_image=batch_of(calls[denoisers[0]][0].arguments),
+        calls_a_step=max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
+        style=style, prepared=prepared, unequal=unequal(style, logs, failures), sizes=sizes, outputs=outputs,
+        fixed={name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
+    )  # fmt: skip
 
 
 def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) -> str | None:
@@ -271,16 +260,6 @@ def unlike(one: Log, other: Log) -> str | None:
     return None
 
 
-def told(error: BaseException) -> str:
-    """Returns the first line of an exception, and its kind."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
-
-
-def last_called(log: Log) -> str:
-    return log.events[-1][0] if log.events else "the pipeline itself"
-
-
 def kind_of(pipe: Any, result: Any) -> str:
     """Returns the name of the images among a result, one of KINDS. Raises ConfigError where there are none."""
     for kind in KINDS:
@@ -289,18 +268,6 @@ def kind_of(pipe: Any, result: Any) -> str:
     raise ConfigError(
         f"{type(pipe).__name__} makes {', '.join(map(str, getattr(result, 'keys', list)()))}, expected images or frames"
     )
-
-
-@contextmanager
-def counted_steps(pipe: Any, log: Log) -> Iterator[None]:
-    """In the block every step of the pipeline's scheduler is an event of ``log``."""
-
-    def count(result: Any) -> None:
-        log.events.append(("step", None))
-        log.step += 1
-
-    with told_steps(pipe, count):
-        yield
 
 
 def denoisers_of(log: Log) -> list[str]:
@@ -316,5 +283,4 @@ def denoisers_of(log: Log) -> list[str]:
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
     """Returns the length of the first tensor that has samples."""
-    tensors = [value for value in pytree.tree_leaves(dict(arguments)) if isinstance(value, Tensor) and value.ndim > 1]
-    return len(tensors[0]) if tensors else 1
+    return next((len(tensor) for _, tensor in tensors_in(arguments) if tensor.ndim > 1), 1)

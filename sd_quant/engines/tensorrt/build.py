@@ -23,7 +23,7 @@ from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.export.attention import with_softmax
 from sd_quant.export.parts import AXES, SAMPLES_PER_IMAGE
 from sd_quant.files import atomic_path, sha256, temporary_folder, write_json
-from sd_quant.models.parts import Axis, axes
+from sd_quant.models.parts import Axis, Contract
 from sd_quant.process import peak_memory_bytes
 from sd_quant.text import one_line
 
@@ -53,12 +53,10 @@ def build_plan(
     next build then need not measure; TensorRT for RTX measures none. ``progress`` is called in the build's thread;
     an exception in it stops the build, as Ctrl-C does.
 
-    Raises ConfigError for an unknown library or target and a profile that does not fit the graph, ArtifactError for a
+    Raises ConfigError for an unknown target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
     """
     trt, logger, started = runtime_module(library), library_logger(library), time.perf_counter()
-    if optimization_level is not None and optimization_level not in range(6):
-        raise ConfigError(f"optimization_level is {optimization_level}; TensorRT takes 0 (fast build) to 5 (fast plan)")
     targets = _targets(trt, library, compute_capabilities)
     files = onnx_files(onnx_path)
     logger.errors.clear()
@@ -153,17 +151,14 @@ def profile_of(
     batches = (likely_batch,) * 3 if limits is None else (limits[0], likely_batch, limits[1] * samples)
     widths, heights = zip(size, *sizes, strict=True)
     corners = (min(widths), min(heights)), size, (max(widths), max(heights))
-    own = {name: Axis(*axis) for name, axis in json.loads(properties.get(AXES, "{}")).items()}
-    ranges = [
-        axes(samples, *corner) | {name: axis.size(samples, *corner) for name, axis in own.items()}
-        for samples, corner in zip(batches, corners, strict=True)
-    ]
-    shapes = {}
-    for value in model.graph.input:
-        names = [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        smallest, likely, largest = (tuple(sized.get(axis, axis) for axis in names) for sized in ranges)
-        shapes[value.name] = smallest, likely, largest
-    return shapes
+    own = tuple((name, Axis(*axis)) for name, axis in json.loads(properties.get(AXES, "{}")).items())
+    inputs = {
+        value.name: tuple(axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim)
+        for value in model.graph.input
+    }
+    contract = Contract(inputs, (), {}, torch.float32, axes=own)
+    smallest, likely, largest = (contract.shapes_for(batches[each], *corners[each]) for each in range(3))
+    return {name: (smallest[name], likely[name], largest[name]) for name in inputs}
 
 
 def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Path:

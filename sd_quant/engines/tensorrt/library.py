@@ -6,21 +6,16 @@ from collections import deque
 from functools import cache
 from types import ModuleType
 
-from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, not_importable
+from sd_quant.engines import RUNTIMES, not_importable
 from sd_quant.engines.gpu import current_gpu
-from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.text import one_line
 
 LOG = logging.getLogger("sd_quant.engines.tensorrt")
 
 
 def runtime_module(library: str) -> ModuleType:
-    """The module of this name.
-
-    Raises ConfigError for a name that is not in ``PLAN_BUILDERS`` and ResourceError if the module is not installed.
-    """
-    if library not in PLAN_BUILDERS:
-        raise ConfigError(f"there is no TensorRT library {library!r}; choose one of: {', '.join(PLAN_BUILDERS)}")
+    """The module of one of ``PLAN_BUILDERS``. Raises ResourceError if it is not installed."""
     try:
         return importlib.import_module(RUNTIMES[library].package)
     except ImportError as error:

@@ -113,8 +113,6 @@ def with_sampling(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("there", "here", "told"),
     [
-        ({"seed": 42, "guidance_scale": 5.0}, {"seed": 7, "guidance_scale": 3.0},
-         ["sampling.guidance_scale 5.0 (here 3.0)", "sampling.seed 42 (here 7)"]),
         ({}, {"negative_prompts": ["blurry"]}, ["sampling.negative_prompts None (here 'blurry')"]),
         ({"negative_prompts": ["blurry", "nude"]}, {"negative_prompts": None},
          ["sampling.negative_prompts 'blurry, nude' (here None)"]),

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -341,3 +343,29 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
     with pytest.raises(ResourceError, match="calibration on 1 GPU was asked for and this machine has 0"):
         fabric_for("cuda", devices=1)
     assert fabric_for("auto", devices=1).device.type == "cpu"
+
+
+# What Lightning advises where calibration starts is not shown to users
+
+
+def test_advice_to_use_srun_is_not_shown(tmp_path, monkeypatch):
+    """Which is on the PATH, and no job of Slurm around this process."""
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    with pytest.warns(UserWarning, match="The `srun` command is available"):  # else nothing is shown below
+        Fabric(accelerator="cpu", devices=1)
+    with warnings.catch_warnings(record=True) as shown:
+        assert fabric_for("cpu", 1).world_size == 1
+    assert not shown
+
+
+def test_advice_to_multiply_in_tf32_is_not_shown(caplog):
+    """Seen on an H100. ``_check_cuda_matmul_precision`` of Lightning's accelerators logs it as ``rank_zero_info``."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+    fabric_for("cpu", 1)
+    with caplog.at_level(logging.DEBUG):
+        rank_zero_info("You are using a CUDA device that has Tensor Cores.")
+    assert not caplog.records

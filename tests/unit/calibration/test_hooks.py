@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, of_one_shape, take_row
+from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, take_row
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
-from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, layer_kind, lowest, merge, width_of
+from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, layer_kind, merge, width_of
 
 from .some_statistics import CONVOLUTIONS, assert_same
 
@@ -476,33 +476,14 @@ def test_a_denoiser_of_some_steps_has_their_ranges_alone():
     assert (some.layers["linear"].amax > 0).all()
 
 
-def calls_of(*lengths: int, first: int = 0) -> dict[str, list[Sample]]:
-    """A call for each length of text, of priorities that rise from ``first``."""
-    return {
-        name: [
-            Sample(torch.full((1, *shape), float(first + number)), torch.tensor([first + number], dtype=torch.float64))
-            for number, length in enumerate(lengths)
-            for shape in [(length, 8) if name == "text" else (4,)]
-        ]
-        for name in ("x", "text")
-    }
-
-
-def test_calls_whose_texts_differ_in_length_are_kept_of_one_length():
-    kept = of_one_shape(calls_of(5, 7, 5, 7, 7))
-    assert {name: [float(sample.priority) for sample in samples] for name, samples in kept.items()} == {
-        "x": [0, 2], "text": [0, 2]
-    }  # fmt: skip
-    assert len(of_one_shape(calls_of(5, 5))["x"]) == 2
-    assert of_one_shape({}) == {}
-
-
 def part_with(length: int, first: int) -> Statistics:
-    calls = {name: lowest(samples, CALLS) for name, samples in calls_of(length, length, first=first).items()}
-    return Statistics({}, calls)
+    """Two calls with texts of this length."""
+    priority = torch.tensor([first, first + 1], dtype=torch.float64)
+    shapes = {"x": (2, 4), "text": (2, length, 8)}
+    return Statistics({}, {name: Sample(torch.zeros(shape), priority) for name, shape in shapes.items()})
 
 
-def test_segments_whose_texts_differ_in_length_merge_to_calls_of_one_length():
+def test_calls_whose_texts_differ_in_length_merge_to_those_of_one_length():
     """That of the call of the lowest priority, whatever the order of the segments."""
     parts = [part_with(5, 10), part_with(7, 0), Statistics({}, {}), part_with(7, 20)]
     for order in (parts, parts[::-1]):

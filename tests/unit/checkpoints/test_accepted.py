@@ -36,14 +36,12 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "path", "found", "takes", "advice"),
     [
-        ("sd3", "a.md", "a file", FOLDER, MAKE),
         ("sd15", "a.nemo", "a file", FOLDER, MAKE),
         ("flux", "other", "a folder without model_index.json", FOLDER, "check the path"),
         ("sd21", "nemo", "a folder without model_index.json", FOLDER, "check the path"),
         ("pixart", "pipeline/unet", "a folder without model_index.json", FOLDER, "give the folder around it, pipeline"),
         ("sd15", "pipe", "a device or a pipe", FOLDER, "check the path"),
         ("sdxl", "a.md", "a file of another kind", ALSO, MAKE),
-        ("sdxl", "a.ckpt", "a file of another kind", ALSO, MAKE),
         ("sdxl", "other", "a folder without model_index.json and model_config.yaml", ALSO, "check the path"),
     ],
 )

@@ -181,16 +181,6 @@ def test_diffusers_loads_the_folder_without_a_word(tmp_path, theirs_as_nemo, mod
     assert json.loads((path / "scheduler/scheduler_config.json").read_text())["_class_name"] == "EulerDiscreteScheduler"
 
 
-def test_shards(tmp_path, folder, theirs_as_nemo, modules):
-    for file in folder.rglob("*.safetensors"):
-        file.unlink()
-    for name, module in modules.items():
-        module.save_pretrained(folder / name, max_shard_size="100KB")
-    assert len(list((folder / "unet").glob("*.safetensors"))) > 1
-    convert(folder, tmp_path / "a.nemo")
-    assert sha256(tmp_path / "a.nemo") == sha256(theirs_as_nemo)
-
-
 def test_names_of_older_libraries(tmp_path, folder, theirs_as_nemo):
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     vae = folder / "vae/diffusion_pytorch_model.safetensors"

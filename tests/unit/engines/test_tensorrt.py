@@ -206,8 +206,6 @@ KNOWN = "; it builds for SM75.*SM121"
         ({"profile": {"x": ((1, 65), (2, 65), (8, 65))}}, ConfigError, "fit"),
         ({"profile": {"x": ((1,), (2,), (8,))}}, ConfigError, "fit"),
         ({"profile": {"x": ((4, 64), (2, 64), (8, 64))}}, ConfigError, "growing"),
-        ({"optimization_level": 9}, ConfigError, "optimization_level is 9"),  # TensorRT would clamp it
-        ({"library": "tensorrt_llm"}, ConfigError, "tensorrt_rtx"),
         ({"library": "tensorrt"}, (ConfigError, ResourceError), r"builds only for the GPU|sd-quant\[tensorrt\]"),
         pytest.param({"targets": []}, ResourceError, "no NVIDIA GPU", marks=no_gpu),
     ],

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import onnx
 import onnx.parser
@@ -99,27 +101,18 @@ def test_what_is_joined_has_the_widest_of_its_dtypes(other, casts, tmp_path):
     assert [node.op_type for node in model.graph] == ["Add", *["Cast"] * casts, "Concat"]
 
 
-class Positions(nn.Module):
-    """What Stable Diffusion 3 begins with: the places that the checkpoint knows, of which an image takes the middle."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = PatchEmbed(8, 8, patch_size=1, in_channels=4, embed_dim=16, pos_embed_max_size=8)
-
-    def forward(self, x):
-        return self.embed(x)
-
-
 def test_a_network_that_takes_few_latents_is_traced_with_fewer():
+    """As Stable Diffusion 3 begins: with places that the checkpoint knows, of which an image takes the middle."""
+    build = partial(PatchEmbed, 8, 8, patch_size=1, in_channels=4, embed_dim=16, pos_embed_max_size=8)
     single = torch.float32
-    contract = Contract({"x": ("batch", 4, "height", "width")}, ("out",), {"x": single}, single, latents=8)
-    assert all(size < 8 for size in tracing.example_shapes(contract)["x"][2:])
-    module = Positions().eval()
-    evaluator = ReferenceEvaluator(ir.to_proto(trace(Positions, contract)))
+    contract = Contract({"latent": ("batch", 4, "height", "width")}, ("out",), {"latent": single}, single, latents=8)
+    assert all(size < 8 for size in tracing.example_shapes(contract)["latent"][2:])
+    module = build().eval()
+    evaluator = ReferenceEvaluator(ir.to_proto(trace(build, contract)))
     weights = {name: value.numpy() for name, value in module.state_dict().items()}
     for height, width in ((8, 8), (4, 6)):  # the most that it takes too
         x = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(height))
-        (found,) = evaluator.run(None, {"x": x.numpy()} | weights)
+        (found,) = evaluator.run(None, {"latent": x.numpy()} | weights)
         assert torch.allclose(torch.from_numpy(found), module(x), atol=1e-5)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from sd_quant.models.clip_tokenizer import CLIP_VOCAB_SIZE, CONTEXT_LENGTH, byte_symbols, clip_tokenizer
+from sd_quant.models.clip_tokenizer import CLIP_VOCAB_SIZE, CONTEXT_LENGTH, clip_tokenizer
 
 pytestmark = pytest.mark.commit
 
@@ -35,7 +35,7 @@ def test_a_smaller_vocabulary_knows_fewer_merges_but_every_text(vocab_size):
     ids = tokenizer("a photo of a cat, ein Kätzchen 🐈")["input_ids"]
     assert len(tokenizer) == vocab_size and max(ids) == ids[-1] == vocab_size - 1 and ids[0] == vocab_size - 2
     assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "aphotoofacat,einkätzchen🐈"
-    assert (len(tokenizer("cat")["input_ids"]) == 5) == (vocab_size == 514) and len(set(byte_symbols())) == 256
+    assert (len(tokenizer("cat")["input_ids"]) == 5) == (vocab_size == 514)
 
 
 @pytest.mark.parametrize("vocab_size", [0, 513, CLIP_VOCAB_SIZE + 1])

@@ -8,7 +8,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from sd_quant.errors import SdQuantError
 from sd_quant.files.tensors import lazy
 from sd_quant.models import STORED
-from sd_quant.models.parts import Axis, Contract, Part, as_inputs, axes, exported, filled, with_dtypes, wrapped
+from sd_quant.models.parts import Axis, Contract, as_inputs, filled, with_dtypes, wrapped
 from sd_quant.models.sdxl import FAMILY as sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, text_config
 from sd_quant.models.text_encoders import ClipPart
@@ -108,23 +108,6 @@ def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
             assert sum(parameter.numel() for parameter in module.parameters()) == whole
 
 
-def test_axes_are_those_of_latents_and_of_tokens_two_latents_wide():
-    found = axes(batch=2, width=128, height=64)
-    pixels = {"image_height": 64, "image_width": 128}
-    assert found == {"batch": 2, "height": 8, "width": 16, "image_tokens": 4 * 8} | pixels
-
-
-@pytest.mark.parametrize(
-    ("axis", "size"),
-    [
-        (Axis("batch", 1, 1, 0), 2), (Axis("batch", 1, 2, 0), 1), (Axis("width*height", 1, 256, 0), 32),
-        (Axis("width*height", 3, 256, 77), 96 + 77), (Axis("batch*width", 1, 16, 0), 16), (Axis("", 0, 1, 40), 40),
-    ],
-)  # fmt: skip
-def test_an_axis_has_a_size_for_each_batch_and_image(axis, size):
-    assert axis.size(batch=2, width=128, height=64) == size
-
-
 def test_shapes_have_the_axes_of_all_families_and_a_contracts_own():
     shapes = {"x": ("batch", 4, "height", "width"), "tokens": ("batch", "size_1", 8), "place": ("size_1", 3), "t": ()}
     contract = Contract(
@@ -141,12 +124,6 @@ def test_inputs_for_calls_that_nobody_reads_are_places_in_any_table():
     for name, dtype in (("x", torch.float16), ("attention_mask", torch.int64), ("flag", torch.bool)):
         found = filled(name, (2, 5), dtype)
         assert found.eq(1).all() and (found.shape, found.dtype) == ((2, 5), dtype)
-
-
-def test_parts_that_are_refused_are_not_exported():
-    contract = Contract({}, (), {}, torch.float32)
-    parts = {name: Part(name, "", contract, id, refused=because) for name, because in (("a", None), ("b", "because"))}
-    assert exported(parts) == ["a"]
 
 
 def test_a_scalar_becomes_one_or_one_for_each_sample_as_the_contract_has_it():

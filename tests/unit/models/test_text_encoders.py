@@ -72,16 +72,10 @@ def test_norms_and_values_absorb_factors_and_the_function_stays(make, excluded, 
 
 def test_a_norm_that_is_not_there_makes_nothing():
     """As in language models, whose attentions have such names and whose norms have others."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
-            self.out_proj = nn.Linear(4, 4)
-
-    network = nn.Module()
-    network.self_attn = Attention()
-    inputs = inputs_of_part(network, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"])
+    widths = {"q_proj": 4, "k_proj": 2, "v_proj": 2, "out_proj": 4}
+    linears = {name: nn.Linear(4, width) for name, width in widths.items()}
+    network = nn.ModuleDict({"self_attn": nn.ModuleDict(linears)})
+    inputs = inputs_of_part(network, [f"self_attn.{name}" for name in linears])
     assert [(len(each.readers), each.producer) for each in inputs] == [(3, None), (1, None)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from sd_quant.cache import Cache
 from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint
-from sd_quant.observed.ladder import Rung
+from sd_quant.observed.part import Rung
 from tests.zoo import CASES, write
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sd_quant.models.parts import Axis
-from sd_quant.observed.axes import axis_of
+from sd_quant.observed.observing import axis_of
 
 pytestmark = pytest.mark.commit
 

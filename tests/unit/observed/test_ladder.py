@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import asdict
 from functools import lru_cache, partial
 
 import pytest
@@ -11,9 +12,9 @@ from sd_quant.errors import SdQuantError
 from sd_quant.export.tracing import trace
 from sd_quant.models.empty import without_weights
 from sd_quant.models.parts import Contract
-from sd_quant.observed.calls import Call
-from sd_quant.observed.ladder import Rung, climb, graph_of_part, part_of
-from sd_quant.observed.part import INPUTS
+from sd_quant.observed.calls import Call, restored
+from sd_quant.observed.ladder import climb
+from sd_quant.observed.part import INPUTS, Rung, part_of
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
@@ -129,13 +130,9 @@ def test_products_of_two_dtypes_are_in_the_weights_and_a_trained_buffer_is_a_wei
     rung = climb(partial(empty, Single), recorded, weights, threads=1)
     assert (rung.weights, rung.notes) == ("float16", ()) and INPUTS in rung.remedies
     assert rung.verified.keys() == {"onnxruntime", "openvino"}, "against a network with the buffer of the checkpoint"
-    part = part_of("", rung.signature, rung, build=partial(empty, Single))
-    graph = graph_of_part(partial(empty, Single), part).graph
+    part = part_of("", rung.signature, rung, partial(empty, Single))
+    graph = trace(lambda: part.wrap(empty(Single)), part.contract).graph
     assert "network.shift" in {value.name for value in graph.inputs}
-
-
-def test_a_rung_survives_json(rung):
-    assert Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
 
 
 def test_the_part_of_a_rung_is_what_families_write_by_hand(rung):
@@ -152,8 +149,8 @@ def test_the_part_of_a_rung_is_what_families_write_by_hand(rung):
 
 
 def test_weights_are_inputs_of_the_graph_and_buffers_constants(rung):
-    build = partial(empty, Network)
-    graph = graph_of_part(build, part_of("transformer", rung.signature, rung)).graph
+    part = part_of("transformer", rung.signature, rung)
+    graph = trace(lambda: part.wrap(empty(Network)), part.contract).graph
     names = [value.name for value in graph.inputs]
     assert names[:2] == ["x", "conditions_scale"]
     shared = {"network.first.weight", "network.second.weight"}  # a shared weight under one of its names at least
@@ -178,7 +175,7 @@ def test_positions_are_computed_outside_of_the_graph(caplog):
     assert "plain: no runtime computes with complex numbers" in caplog.messages, "nothing complex is traced"
     assert rung.name == "positions outside of the graph" and len(rung.verified) == 2 and len(rung.serves) == 8
     assert rung.signature.inputs["positions_0"] == ("size_1", 3, 2) and rung.single == ("positions_0",)
-    assert Rung.from_json(json.loads(json.dumps(rung.to_json()))) == rung
+    assert restored(Rung, json.loads(json.dumps(asdict(rung)))) == rung
     part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung, build=build)))
     x = torch.randn(2, 31, 6)
     tensors = part.arguments(part.contract, {"x": x, "tokens": 31})

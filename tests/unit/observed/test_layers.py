@@ -1,6 +1,5 @@
 """Roles and inputs that are seen in a call of tiny networks, against the families' that are written by hand."""
 
-import json
 from collections import Counter
 from functools import cache
 
@@ -13,7 +12,7 @@ from sd_quant.models import OBSERVED
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import SharedInput
 from sd_quant.observed import layers
-from sd_quant.observed.layers import ObservedLayers, as_json, differences, from_json, observed_layers
+from sd_quant.observed.layers import ObservedLayers, observed_layers
 from sd_quant.observed.tape import NotObservable
 
 from ...zoo.denoisers import FAMILIES, OTHERS
@@ -46,25 +45,28 @@ EXPLAINED = {
 }  # fmt: skip
 
 
-def stated(family, network: nn.Module) -> tuple[dict[str, str], list[SharedInput]]:
-    roles = family.layer_roles(network)
-    return roles, family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name):
     family = family_named(FAMILIES[name].family)
     network, observed = FAMILIES[name].meta(), seen(name)
-    roles, inputs = stated(family, network)
+    roles = family.layer_roles(network)
+    assert list(observed.roles) == list(roles)
     explained = EXPLAINED.get(FAMILIES[name].family, {})
     met = set()
-    for layer, theirs, ours in differences(roles, inputs, observed):
+    for layer in (layer for layer in roles if roles[layer] != observed.roles[layer]):
         end = next(end for end in explained if layer.endswith(end))
-        assert (theirs, ours) == explained[end], layer
+        assert (roles[layer], observed.roles[layer]) == explained[end], layer
         assert observed.reasons[layer] == layers.ONE_ROW
         met.add(end)
     assert met == explained.keys()
-    assert list(observed.roles) == list(roles)
+    of_family = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    # what excluded layers alone read is not compared, since nothing is done with it
+    quantized = {name for name in roles if "excluded" not in (roles[name], observed.roles[name])}
+    stated, found = (
+        {each.readers[0]: each for each in inputs if quantized & set(each.readers)}
+        for inputs in (of_family, observed.shared_inputs)
+    )
+    assert stated == found
     assert observed.attentions == family.attentions(network)
 
 
@@ -129,7 +131,6 @@ def test_weights_change_nothing_and_every_linear_reads_one_input(name):
     network = ALL[name].meta()
     assert readers == Counter(name for name in observed.roles if isinstance(network.get_submodule(name), nn.Linear))
     assert {name for name, role in observed.roles.items() if role == E} == observed.reasons.keys() & observed.roles
-    assert set(observed.reasons.values()) <= set(layers.REASONS)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +150,6 @@ def test_weights_change_nothing_and_every_linear_reads_one_input(name):
 )
 def test_reasons(name, layer, reason):
     assert of(name).reasons[layer] == reason
-
-
-@pytest.mark.parametrize("name", ["sdxl", "flux", "wan", "lumina2"])
-def test_it_survives_json(name):
-    assert from_json(json.loads(json.dumps(as_json(of(name))))) == of(name)
 
 
 def test_text_is_what_depends_on_the_prompt_alone():
@@ -294,16 +290,3 @@ def test_a_skip_is_beside_other_layers_and_no_layer_in_front_of_a_block_is_one()
 
     reasons = network.seen(forward).reasons
     assert reasons == {"first": layers.FIRST, "skip": layers.SKIP, "last": layers.LAST, "a": layers.REPEATED}
-
-
-def test_differences_name_whatever_is_not_the_same():
-    observed = of("sd3")
-    roles, inputs = dict(observed.roles), list(observed.shared_inputs)
-    assert not list(differences(roles, inputs, observed))
-    changed = next(index for index, each in enumerate(inputs) if each.producer)
-    ours = inputs[changed]
-    inputs[changed] = SharedInput(ours.readers)
-    roles[ours.readers[0]] = "linear"
-    assert list(differences(roles, inputs, observed)) == [
-        (ours.readers[0], "linear", "qkv"), (ours.readers[0], SharedInput(ours.readers), ours),
-    ]  # fmt: skip

@@ -1,4 +1,5 @@
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -59,9 +60,9 @@ class Network(nn.Module):
         return y
 
 
-def empty() -> nn.Module:
+def empty(kind: type = Network) -> nn.Module:
     with without_weights():
-        return Network()
+        return kind()
 
 
 def arguments(tokens: int = 5, step: int = 0) -> dict:
@@ -145,12 +146,8 @@ def test_a_module_that_weights_have_a_part_in_has_no_numbers_outside():
         def forward(self, x: Tensor, **others) -> Tensor:
             return self.positions(x, x, 1.0) if self.embed(x).sum() > 0 else x
 
-    def build() -> nn.Module:
-        with without_weights():
-            return Deciding()
-
     with pytest.raises(SdQuantError, match="Deciding needs weights for its positions or decisions"):
-        Outside(build, "forward", {"positions": 1})(arguments())
+        Outside(partial(empty, Deciding), "forward", {"positions": 1})(arguments())
 
 
 def test_a_module_returns_what_it_is_given():

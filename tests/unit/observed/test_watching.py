@@ -27,7 +27,6 @@ from sd_quant.observed.watching import (
     partial_random,
     runs_of,
     shapes_of_output,
-    unlike,
     watch,
 )
 from sd_quant.places import HOME
@@ -69,7 +68,7 @@ def shapes(calls: list[Call], name: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
 def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
     found = look("AuraFlowPipeline", empty=empty)
-    assert found.denoisers == ["transformer"] and found.outputs == "images"
+    assert found.denoisers == ("transformer",) and found.outputs == "images"
     assert (found.samples_per_image, found.calls_a_step) == (2, 1)
     assert found.methods == {"text_encoder": "forward", "transformer": "forward", "vae": "decode"}
     assert found.style == Style(batched=True, each=True)
@@ -102,7 +101,7 @@ def test_guidance_by_two_calls_a_step_and_a_videos_frames(look):
 
 def test_a_denoiser_for_each_half_of_the_steps(look):
     found = look("WanPipeline, two denoisers")
-    assert found.denoisers == ["transformer", "transformer_2"] and found.calls_a_step == 2
+    assert found.denoisers == ("transformer", "transformer_2") and found.calls_a_step == 2
     steps = {name: {call.step for call in found.calls[name]} for name in found.denoisers}
     assert steps == {"transformer": {0}, "transformer_2": {1}}
 
@@ -115,7 +114,7 @@ def test_one_generator_for_all_images_is_a_style_and_keeps_images_apart(look):
 
 def test_one_prompt_alone_is_a_style_with_three_runs(look):
     found = look("DreamLitePipeline")
-    assert found.style == Style(batched=False, each=False) and found.denoisers == ["unet"]
+    assert found.style == Style(batched=False, each=False) and found.denoisers == ("unet",)
     assert found.sizes.keys() == {"base", "larger", "prompt"}
     assert found.unequal == "this pipeline takes one prompt at a time" and found.fixed == {}
 
@@ -257,8 +256,10 @@ def usual(self, prompts, width, height):
 
 def test_the_denoiser_is_called_between_the_steps():
     found = watch_own(usual)
-    assert found.denoisers == ["denoiser"] and set(found.calls) == {"denoiser", "encoder"}
+    assert found.denoisers == ("denoiser",) and set(found.calls) == {"denoiser", "encoder"}
     assert found.calls["denoiser"][0].arguments["flag"] is True  # a default that another call may state
+    decodes_first = [("vae.decode", None), ("step", None), ("a.forward", None), ("step", None)]
+    assert denoisers_of(Log("", decodes_first)) == ["a.forward"]
 
 
 def test_steps_of_a_copy_of_the_scheduler_count():
@@ -272,7 +273,7 @@ def test_steps_of_a_copy_of_the_scheduler_count():
         return x
 
     found = watch_own(with_copies)
-    assert found.denoisers == ["denoiser"] and {call.step for call in found.calls["denoiser"]} == {0, 1}
+    assert found.denoisers == ("denoiser",) and {call.step for call in found.calls["denoiser"]} == {0, 1}
     assert Scheduler().step(3) == 3 and Scheduler.step.__qualname__ == "Scheduler.step"
 
 
@@ -350,14 +351,6 @@ def test_texts_of_unequal_length_that_fail_or_change_the_arguments_cannot_be_in_
 # ------------------------------------------------------------------------------------------------------ small functions
 
 
-def test_networks_between_or_last_before_the_steps_denoise():
-    step = ("step", None)
-    events = [("text.forward", None), ("a.forward", None), step, ("a.forward", None), ("b.forward", None), step]
-    assert denoisers_of(Log("", [*events, ("vae.decode", None)])) == ["a.forward", "b.forward"]
-    assert denoisers_of(Log("", [("text.forward", None), ("vae.decode", None)])) == []
-    assert denoisers_of(Log("", [("vae.decode", None), step, ("a.forward", None), step])) == ["a.forward"]
-
-
 def test_arguments_are_named_copied_and_without_generators():
     def method(x, scale=2.0, generator=None, **more): ...
 
@@ -379,11 +372,3 @@ def test_a_tensor_without_numbers_gets_small_ones_of_its_kind():
 def test_the_first_tensor_with_samples_says_how_many():
     assert batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
     assert batch_of({"t": torch.ones(7)}) == 1
-
-
-def test_logs_are_compared_by_the_structure_of_arguments():
-    one = Log("base", [("a.forward", Call({"x": torch.ones(2)}, "base", 0))])
-    same = Log("mixed", [("a.forward", Call({"x": torch.ones(5)}, "mixed", 0))])
-    other = Log("mixed", [("step", None), ("a.forward", Call({"x": [torch.ones(2)]}, "mixed", 0))])
-    assert unlike(one, same) is None
-    assert unlike(one, other) == "a.forward is then called with other arguments"

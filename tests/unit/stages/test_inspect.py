@@ -8,7 +8,7 @@ import pytest
 
 from sd_quant.models.parts import exported
 from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint
-from sd_quant.observed.ladder import Verified
+from sd_quant.observed.part import Verified
 from sd_quant.stages import inspect as stage
 from sd_quant.stages.session import Session
 
