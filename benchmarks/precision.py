@@ -27,7 +27,7 @@ from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.precision import best_steps, first_and_last, products_of_steps, schedule_with
 from sd_quant.inference.reuse import candidates, changed_by, products_of, replacements
-from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
+from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter, most_saved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.places import HOME
@@ -63,10 +63,8 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
     sampling = replace(reference.sampling, seed=1)
     products = torch.tensor(products_of_steps(checkpoint, reference.parts, recipe, prompts, sampling)).double()
     ranked = measure_sensitivity(checkpoint, assignment, statistics, 0, GUIDANCE).network_error
-    network, call = (
-        denoiser_of(checkpoint, simulated.module),
-        {name: each.values[0] for name, each in statistics.calls.items()},
-    )
+    network = denoiser_of(checkpoint, simulated.module)
+    call = {name: each.values[0] for name, each in statistics.calls.items()}
     sizes = multiplications(network, ranked, lambda: simulated(**call))
     whole = sum(sizes.values())
     quick = sum(size * cost_of(assignment[name]) for name, size in sizes.items()) / whole  # of a call, of these layers
@@ -76,12 +74,16 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
         return sum(costs.get(letter, 0.0) for letter in schedule) / steps
 
     plain = "c" * steps
-    schedules = {f"{n} precise": schedule_with(best_steps(products, n), steps) for n in PRECISE}
-    schedules |= {"first 3 and last 3": first_and_last(6, steps), "all precise": "h" * steps, f"{SAVED} saved": saving}
-    merged = "".join(s if s == "r" else p for s, p in zip(saving, schedules["4 precise"], strict=True))
-    schedules |= {f"{SAVED} saved, 4 precise": merged}
+    counts = [count for count in PRECISE if count < steps]
+    schedules = {f"{n} precise": schedule_with(best_steps(products, n), steps) for n in counts}
+    schedules |= {"all precise": "h" * steps, f"{SAVED} saved": saving}
+    if steps > 6:
+        schedules["first 3 and last 3"] = first_and_last(6, steps)
+    of_both = schedules[f"{counts[-1 if len(counts) < 2 else 1]} precise"]
+    merged = "".join(s if s == "r" else p for s, p in zip(saving, of_both, strict=True))
+    schedules |= {f"{SAVED} saved, {of_both.count('h')} precise": merged}
     kept: dict[str, tuple[list[str], float]] = {}
-    for n in PRECISE:  # layers that take as long in all steps as n precise ones
+    for n in counts:  # layers that take as long in all steps as n precise ones
         room, names = whole * n / steps, []
         for name, size in sizes.items():
             room -= size
@@ -153,7 +155,7 @@ def main() -> None:
     choice = replace(reference.sampling, seed=1)
     checkpoint, steps = subject.model.checkpoint, options.steps
     _, changes = changed_by(checkpoint, reference.parts, chosen_by[:4], choice, replacements(steps))
-    saving = candidates(products_of(changes), steps, SAVED)[0]
+    saving = candidates(products_of(changes), steps, min(SAVED, most_saved(steps)))[0]
     found = {preset: rows_of_preset(subject, reference, saving, preset, options) for preset in options.presets}
     text = table(found)
     write_text(options.out / f"{options.model}.md", text)

@@ -248,6 +248,8 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     of_letters = {"c": [10, samples - 2 * guided], "f": [0, 0], "h": [2, 2 * guided]}
     checkpoint, _ = faked(monkeypatch)
     monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
-    found = compare.counted(checkpoint, of_letters, ["a", "b"], SimpleNamespace(scale=5.0, recipe_steps=3, given_schedule="chrc"))
+    found = compare.counted(
+        checkpoint, of_letters, ["a", "b"], SimpleNamespace(scale=5.0, recipe_steps=3, given_schedule="chrc")
+    )
     assert found.in_a_step == 2
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
