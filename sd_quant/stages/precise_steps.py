@@ -68,9 +68,9 @@ def with_precise_steps(
     prompts, sampling = job.choosing_prompts(2 * CHOOSING), choosing_sampling(job)
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
+    simulated = variants.simulated is not None
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
-        "precise": source_digest("inference.precision"), "assignments": variants.digests(),
-        "simulated": variants.simulated is not None,
+        "precise": source_digest("inference.precision"), "simulated": simulated, "assignments": variants.digests()
     }  # fmt: skip
     products = torch.tensor(
         kept.found(
