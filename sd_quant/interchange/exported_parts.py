@@ -52,7 +52,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Axis, Contract, Part, VaeEncoderPart, VaePart, network_in
 from sd_quant.models.sdxl import unet_part
-from sd_quant.models.text_encoders import T5Part, padded, positions
+from sd_quant.models.text_encoders import T5Part, padded
 from sd_quant.models.transformer import TransformerPart
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.quantization.formats import FORMATS
@@ -135,7 +135,8 @@ class ConsumedTextEncoder(nn.Module):
         self.text_encoder, self.named = text_encoder, named
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        output = self.text_encoder(input_ids, position_ids=positions(input_ids), output_hidden_states=True)
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # not CLIP's own buffer, a constant
+        output = self.text_encoder(input_ids, position_ids=places, output_hidden_states=True)
         return tuple(value.float() for value in (*(output[name] for name in self.named), *output.hidden_states))
 
 
