@@ -23,9 +23,10 @@ from measurer import markdown
 from modelopt.torch.quantization import fold_weight
 
 from sd_quant.calibration.prompts import read_prompts
+from sd_quant.config.precise_steps import with_ends
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.precision import best_steps, first_and_last, products_of_steps, schedule_with
+from sd_quant.inference.precision import best_steps, products_of_steps, schedule_with
 from sd_quant.inference.reuse import candidates, changed_by, products_of, replacements
 from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.metrics.fidelity import fidelity
@@ -77,7 +78,7 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
 
     plain = "c" * steps
     schedules = {f"{n} precise": schedule_with(best_steps(products, n), steps) for n in PRECISE}
-    schedules |= {"first 3 and last 3": first_and_last(6, steps), "all precise": "h" * steps, f"{SAVED} saved": saving}
+    schedules |= {"first 3 and last 3": with_ends(3, 3, steps), "all precise": "h" * steps, f"{SAVED} saved": saving}
     merged = "".join(s if s == "r" else p for s, p in zip(saving, schedules["4 precise"], strict=True))
     schedules |= {f"{SAVED} saved, 4 precise": merged}
     kept: dict[str, tuple[list[str], float]] = {}

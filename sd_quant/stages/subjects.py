@@ -145,8 +145,9 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
 
 
 def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """The schedule of a third-party checkpoint that makes its first and last steps precise; None without such.
+    """The schedule of a third-party checkpoint that makes its first and last steps precise.
 
+    None without such, and for one step alone, with which servers warm up.
     Raises ConfigError where there are fewer ``steps`` than these.
     """
     first, last = denoiser.precise_ends
@@ -155,7 +156,7 @@ def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
             f"{denoiser.path} multiplies unquantized inputs in its first {first} and last {last} steps, which overlap "
             f"in {steps}; set infer.steps to {first + last} at least"
         )
-    return with_ends(first, last, steps)
+    return with_ends(first, last, steps) if (first or last) and steps > 1 else None
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:

@@ -3,7 +3,7 @@
 import pytest
 
 from sd_quant.composition import readable
-from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps, with_ends
+from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps
 from sd_quant.errors import ConfigError
 from tests.presets import infer_job, job
 from tests.refusals import refused
@@ -102,12 +102,3 @@ def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
 )
 def test_published_policies_know_ends_alone(schedule, ends):
     assert ends_of(schedule) == ends
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "steps", "schedule"),
-    [(2, 1, 5, "hhcch"), (0, 0, 5, None), (3, 3, 5, "hhhhh"), (3, 3, 1, None), (0, 9, 3, "hhh")],
-)
-def test_a_policy_of_any_steps_is_a_schedule(first, last, steps, schedule):
-    """One step alone is none of it: servers warm up with it."""
-    assert with_ends(first, last, steps) == schedule
