@@ -12,7 +12,6 @@ from sd_quant.inference.memory import (
     GB,
     Parameters,
     PipelineCall,
-    gpu_memory_of_part,
     memory_of_calibration,
     memory_of_part,
     memory_of_plan,
@@ -57,8 +56,8 @@ def images_need(parameters: Parameters, infer: Infer) -> Needs:
 
 
 def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:
-    gpu = {} if work.runtime.device == "cpu" else {"images": gpu_memory_of_part(parameters, work)}
-    return Needs({"images": memory_of_part(parameters, work)}, gpu)
+    memory, gpu = memory_of_part(parameters, work)
+    return Needs({"images": memory}, {} if work.runtime.device == "cpu" else {"images": gpu})
 
 
 def by_torch(work: PipelineCall) -> PipelineCall:

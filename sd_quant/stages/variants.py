@@ -18,7 +18,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import TORCH_BYTES, gpu_memory_of_variants, memory_of_part, memory_of_variants
+from sd_quant.inference.memory import TORCH_BYTES, memory_of_part, memory_of_variants
 from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
@@ -105,13 +105,12 @@ def variants_of(
     Where memory does not hold all of them, one part is open at a time.
     """
     work, parameters = workload_of(infer), loaded.parameters
-    given = parameters, work, 1 + (WEIGHTS_ALONE in infer.precise_letters)
-    all_of_them = Needs(memory_of_variants(*given), gpu_memory_of_variants(*given))
+    all_of_them = Needs(*memory_of_variants(parameters, work, 1 + (WEIGHTS_ALONE in infer.precise_letters)))
     if compiled_baseline:
         weights = parameters[loaded.denoiser]
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
     together = loaded.together(work, all_of_them, "all variants of the model")
-    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
+    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)[0]
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
