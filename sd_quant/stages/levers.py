@@ -8,7 +8,7 @@ that. Images that no recipe changes are made once for a sweep.
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from sd_quant.config import Infer, QuantizeJob
@@ -96,7 +96,7 @@ def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: St
     chosen = kept.found(
         SCHEDULES,
         origin | {"schedules": found, "assignments": variants.digests()},
-        lambda: asdict(choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half)),
+        lambda: choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half),
     )
     LOG.info(
         "%d of %d calls are saved: %s; the final latents' error on %d other prompts is %.2g %% (evenly spread %.2g %%, "
