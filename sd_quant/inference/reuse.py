@@ -155,9 +155,9 @@ def choose_schedule(
 ) -> dict[str, Any]:
     """The one of the ``found`` schedules, the last of which is evenly spread, with the least error of the recipe.
 
-    Returns the record's ``levers.chosen``. The first ``half`` of the prompts chooses; on the others the chosen one is compared with the evenly spread one, and
-    with as few steps of the same sampler. A line multiplies what quantization adds to the last two outputs, so which
-    is best depends on the recipe.
+    Returns the record's ``levers.chosen``. The first ``half`` of the prompts chooses; on the others the chosen one is
+    compared with the evenly spread one, and with as few steps of the same sampler. A line multiplies what quantization
+    adds to the last two outputs, so which is best depends on the recipe.
     """
     steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
 

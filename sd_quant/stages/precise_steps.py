@@ -235,8 +235,7 @@ def controls_of(
 
         return latents
 
-    made: dict[str, Control] = {FEWER: fewer, KEPT: keeping}
-    return made if variants.together else {FEWER: fewer}
+    return {FEWER: fewer, KEPT: keeping} if variants.together else {FEWER: fewer}
 
 
 def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:
