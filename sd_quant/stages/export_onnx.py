@@ -122,7 +122,7 @@ def export(
 
     cache.provide(
         "onnx",
-        origin | {"assignment": assignment_digest(assignment), "beside": beside and sha256(beside)},
+        origin | {"beside": beside and sha256(beside), "assignment": assignment_digest(assignment)},
         path.parent,
         write,
     )

@@ -164,17 +164,16 @@ class Fitted:
             "limit_bytes": limited.limit, "resident": limited.resident, "groups": groups,
             "unquantized_bytes": {part: offer.whole for part, offer in limited.offers.items()},
             "taken": self.solved.taken, "rates": dict(self.solved.rates),
-            "candidates": {name: self.entry_of(name) for name in self.solved.candidates},
+            "candidates": {
+                name: {
+                    "weight_bytes": self.bytes_with(name),
+                    "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(name).items()},
+                    "expected_psnr": decibels(each.predicted),
+                    "psnr": decibels(each.measured),
+                }
+                for name, each in self.solved.candidates.items()
+            },
         }  # fmt: skip
-
-    def entry_of(self, candidate: str) -> dict[str, Any]:
-        """The entry of a candidate."""
-        return {
-            "weight_bytes": self.bytes_with(candidate),
-            "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(candidate).items()},
-            "expected_psnr": decibels(self.solved.candidates[candidate].predicted),
-            "psnr": decibels(self.solved.candidates[candidate].measured),
-        }
 
 
 def decibels(error: float) -> float | None:

@@ -69,8 +69,8 @@ def with_precise_steps(
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
-        "precise": source_digest("inference.precision"), "assignments": variants.digests(),
-        "simulated": variants.simulated is not None,
+        "precise": source_digest("inference.precision"), "simulated": variants.simulated is not None,
+        "assignments": variants.digests()
     }  # fmt: skip
     products = torch.tensor(
         kept.found(

@@ -311,8 +311,7 @@ def rows_of_run(assignment: Mapping[str, LayerAssignment]) -> list[dict[str, Any
 def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> OwnLibrary | None:
     """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
     row = RUNTIMES[engine]
-    if not runs.trusted or record.get("simulated"):
-        return None
-    if row.file != "onnx" or row.device != "cpu" or find_spec(row.package) is None:
+    here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
+    if not runs.trusted or record.get("simulated") or not here:
         return None
     return OwnLibrary(engine, partial(open_file, path, replace(runs.infer, engine=engine)))

@@ -49,13 +49,7 @@ class Native:
     part: str
     quantized: bool
     weights_alone: bool = False  # as in ``Simulated``
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The key of a part by the framework after torch.compile."""
-
-    part: str
+    compiled: bool = False  # whatever the engine is: the framework's after torch.compile
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ def variants_of(
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
-        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
+        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Native(loaded.denoiser, quantized=False, compiled=True)}
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
     keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
@@ -164,15 +158,15 @@ def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Co
 
 
 def open_engine(
-    checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Compiled | Simulated
+    checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Simulated
 ) -> Engine:
     """Open the engine of a key; torch quantizes a part by its assignment."""
     if isinstance(key, Path):
         return open_file(key, infer)
-    if isinstance(key, Compiled):
-        return open_compiled(checkpoint, infer, key.part)
     if isinstance(key, str):
         return open_torch(checkpoint, infer, key)
+    if isinstance(key, Native) and key.compiled:
+        return open_compiled(checkpoint, infer, key.part)
     assignment = assignments.get(key.part, {})
     if key.weights_alone:
         assignment = weights_alone(assignment)

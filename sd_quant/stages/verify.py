@@ -6,9 +6,8 @@ from sd_quant.config import artifact
 from sd_quant.engines import RUNTIMES, products_of
 from sd_quant.engines.replayed import Replayed
 from sd_quant.export.layer_cut import names_of_products
-from sd_quant.inference.executed import executed_entry, not_executed, types_of_layers
+from sd_quant.inference.executed import executed_entry, types_of_layers
 from sd_quant.inference.parity import (
-    Simulation,
     attention_outputs,
     layer_outputs,
     layer_parity,
@@ -56,14 +55,16 @@ def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict
         save_quantized(network.cpu(), variants.directory / f"quantized_{loaded.component}.pt")
     if simulation is None:
         return {}
-    weights, computes_file = described.contract.weights, RUNTIMES[variants.engine].file is not None
-    if denoises and not computes_file:
-        weights = next(module_of(variants.engines[QUANTIZED][part]).parameters()).dtype
-    simulation, attentions = rounded_inputs(simulation, weights), dict[str, Tensor]()
-    layers = outputs_of_layers(variants, simulation, part)
-    if computes_file:  # torch's own attentions are the simulation's
-        path = artifact(variants.directory, "onnx", part)
-        attentions = attention_outputs(simulation, assignment, path, variants.engine, weights)
+    engine, stored, attentions = variants.engine, described.contract.weights, dict[str, Tensor]()
+    if RUNTIMES[engine].file is not None:
+        simulation, path = rounded_inputs(simulation, stored), artifact(variants.directory, "onnx", part)
+        variants.make_room()  # for the layers
+        layers = layer_outputs(simulation, assignment, path, described.prefix, engine, stored)
+        attentions = attention_outputs(simulation, assignment, path, engine, stored)
+    else:  # whose attentions are the simulation's
+        module = module_of(variants.engines[QUANTIZED][part])
+        simulation = rounded_inputs(simulation, next(module.parameters()).dtype if denoises else stored)
+        layers = native_outputs(network_in(described, module), simulation)
     full, quantized = (comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
     found = layer_parity(simulation, full, quantized, assignment, layers, attentions, part)
     return found if denoises else {f"{part}_layers": found.pop("quantized_layers"), **found}
@@ -73,7 +74,8 @@ def executed_layers(variants: Variants) -> dict:
     """The record's ``executed``: the types in which the quantized engine multiplies. Closes no engine."""
     loaded, assignment = variants.loaded, variants.assignment
     if variants.simulated is not None:
-        return not_executed(f"simulated: {variants.simulated}")
+        unknown: dict = {"count": None, "of": None, "weights_only": None, "fell_back": [], "unknown": []}
+        return unknown | {"reason": f"simulated: {variants.simulated}"}
     quantized, kind = variants.engines[QUANTIZED][loaded.denoiser], RUNTIMES[variants.engine].file
     if kind is None:
         types = products_of_layers(denoiser_of(loaded.checkpoint, module_of(quantized)), assignment)
@@ -83,13 +85,3 @@ def executed_layers(variants: Variants) -> dict:
         path, prefix = artifact(variants.directory, "onnx", loaded.denoiser), loaded.parts[loaded.denoiser].prefix
         types = types_of_layers(products, names_of_products(path, assignment, prefix))
     return executed_entry(variants.engine, types, assignment)
-
-
-def outputs_of_layers(variants: Variants, simulation: Simulation, name: str) -> dict[str, Tensor]:
-    """The output of each of the layers of a part by the quantized engine, for the simulation's inputs."""
-    part, assignment = variants.loaded.parts[name], variants.assignments[name]
-    if RUNTIMES[variants.engine].file is None:
-        return native_outputs(network_in(part, module_of(variants.engines[QUANTIZED][name])), simulation)
-    variants.make_room()  # for the layers
-    path = artifact(variants.directory, "onnx", name)
-    return layer_outputs(simulation, assignment, path, part.prefix, variants.engine, part.contract.weights)
