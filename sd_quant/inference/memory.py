@@ -95,11 +95,6 @@ def memory_of_simulation(parameters: Parameters, call: PipelineCall) -> float:
     return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call)[denoiser]
 
 
-def memory_of_plan(parameters: Parameters) -> float:
-    """The most bytes that building a plan takes."""
-    return PROCESS + PLAN_BYTES * max(parameters.values())
-
-
 def memory_of_calibration(parameters: Parameters, pixels: int) -> float:
     """The most bytes that calibration takes on its device: all parts but the VAE in fp32."""
     all_but_vae = sum(count for part, count in parameters.items() if part != "vae")

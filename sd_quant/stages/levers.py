@@ -37,7 +37,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
     """Raises ConfigError for a lever that the checkpoint's pipeline or its sampler cannot have."""
     if not infer.pulls_levers:
         return
-    own = own_sampler(checkpoint)
+    own = pipeline_of(checkpoint, {}).own_sampler
     scheduler = made_with(recipe_sampling(infer), own)
     if infer.saves_calls and (reason := why_not_reused(scheduler)):
         knob = "schedule" if infer.reuse is None else "reuse"
@@ -59,11 +59,6 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.guidance_until is {infer.guidance_until:g}, expected a noise level of the {len(levels)} steps, "
             f"from {levels[-1]:.3g} to below {levels[0]:.3g}"
         )
-
-
-def own_sampler(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's own scheduler."""
-    return pipeline_of(checkpoint, {}).own_sampler
 
 
 def levels_of(scheduler: Any, infer: Infer) -> list[float]:
@@ -144,7 +139,7 @@ def compared(
     )
     controls: list[Control] = []
     fewer = steps_in_time(image, share, infer.steps)
-    better = {BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint)))
+    better = {BETTER_SOLVER} & set(samplers_for(pipeline_of(checkpoint, {}).own_sampler))
     for sampler in (None, *better) if fewer < infer.steps else ():
         sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
         images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")

@@ -10,11 +10,12 @@ from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
 from sd_quant.inference.memory import (
     GB,
+    PLAN_BYTES,
+    PROCESS,
     Parameters,
     PipelineCall,
     memory_of_calibration,
     memory_of_part,
-    memory_of_plan,
     memory_of_simulation,
 )
 from sd_quant.metrics.memory import available_cuda_memory_bytes
@@ -89,7 +90,7 @@ def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
     """One plan is built at a time, each as large as the ``stored`` bytes of its ONNX file."""
-    return Needs({"plans": memory_of_plan(parameters)}, disk={"plan": stored})
+    return Needs({"plans": PROCESS + PLAN_BYTES * max(parameters.values())}, disk={"plan": stored})
 
 
 def run_needs(

@@ -22,9 +22,8 @@ from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.engines.torch import TorchEngine, placed
+from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ConfigError
-from sd_quant.inference.loading import load_part
 from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
@@ -32,7 +31,7 @@ from sd_quant.interchange.folding import plain_weight, unfolded
 from sd_quant.interchange.other_parts import in_place, read_parts
 from sd_quant.interchange.sampling import check_marks
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.roles import roles_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
@@ -41,7 +40,7 @@ from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
 from sd_quant.stages.assign import with_loras_beside
 from sd_quant.stages.hand_over import assignment_of, cuts_padding, record_of_run, sampled
-from sd_quant.stages.open_parts import open_file, open_simulated
+from sd_quant.stages.open_parts import open_changed, open_file, open_simulated
 from sd_quant.stages.session import Session
 
 RUN = "sd_quant run"  # what stands for a reader's name
@@ -196,10 +195,8 @@ def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[
 
 
 def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
-    """The denoiser as its consumer computes it, in fp32, so that all of its error comes from the file."""
-    part = checkpoint.family.DENOISER
-    module = with_denoiser(load_part(checkpoint, part).module, checkpoint, denoiser)
-    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+    """The denoiser as its consumer computes it."""
+    return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, denoiser))
 
 
 class LibraryEngine(TorchEngine):

@@ -55,6 +55,7 @@ FORM = "expected auto, places such as first3,last3"
          "infer.precise_steps is auto, expected places, a number of steps, or dB.*nothing is timed"),
         (["quantize=nvfp4", "infer=openvino", "infer.precise_steps=5%"], "infer.precise_steps is 5%, expected places"),
         (["infer.precise_steps=2", "calib_size=1"], "calib_size is 1, expected at least 2, because infer.pre"),
+        (["infer.reuse=0.3", "calib_size=1"], "calib_size is 1, expected at least 2, because infer.reuse chooses"),
         (["quantize=nvfp4", "infer=openvino", "infer.precise_steps=3dB"], None),
         (["quantize=int8_weight_only", "infer.schedule=cffc", "infer.steps=4"], None),
         (["infer.schedule=hfcr", "infer.steps=4"], None),
