@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from sd_quant.config import Infer, QuantizeJob
 from sd_quant.errors import ConfigError
@@ -53,20 +52,15 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
             "unguided half in one batch whose order is known"
         )
-    levels = levels_of(scheduler, infer)
-    if levels and not levels[-1] <= infer.guidance_until < levels[0]:
+    if scheduler.config.get("use_dynamic_shifting"):  # the pipeline alone can say the levels
+        return
+    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
+    levels = noise_levels(scheduler)
+    if not levels[-1] <= infer.guidance_until < levels[0]:
         raise ConfigError(
             f"infer.guidance_until is {infer.guidance_until:g}, expected a noise level of the {len(levels)} steps, "
             f"from {levels[-1]:.3g} to below {levels[0]:.3g}"
         )
-
-
-def levels_of(scheduler: Any, infer: Infer) -> list[float]:
-    """The noise levels of the recipe's steps; none where the pipeline alone can say them."""
-    if scheduler.config.get("use_dynamic_shifting"):
-        return []
-    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
-    return noise_levels(scheduler)
 
 
 def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics) -> tuple[Infer, Levers]:
