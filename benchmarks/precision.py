@@ -23,9 +23,10 @@ from measurer import markdown
 from modelopt.torch.quantization import fold_weight
 
 from sd_quant.calibration.prompts import read_prompts
+from sd_quant.config.precise_steps import with_ends
 from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.precision import best_steps, first_and_last, products_of_steps, schedule_with
+from sd_quant.inference.precision import best_steps, products_of_steps, schedule_with
 from sd_quant.inference.reuse import candidates, changed_by, products_of, replacements
 from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter, most_saved
 from sd_quant.metrics.fidelity import fidelity
@@ -78,7 +79,7 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
     schedules = {f"{n} precise": schedule_with(best_steps(products, n), steps) for n in counts}
     schedules |= {"all precise": "h" * steps, f"{SAVED} saved": saving}
     if steps > 6:
-        schedules["first 3 and last 3"] = first_and_last(6, steps)
+        schedules["first 3 and last 3"] = with_ends(3, 3, steps)
     of_both = schedules[f"{counts[-1 if len(counts) < 2 else 1]} precise"]
     merged = "".join(s if s == "r" else p for s, p in zip(saving, of_both, strict=True))
     schedules |= {f"{SAVED} saved, {of_both.count('h')} precise": merged}

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
 
-import yaml
-
 import sd_quant
 from sd_quant import interface
-from sd_quant.config.recipe import presets
-from sd_quant.config.targets import held_in, inputs_held
+from sd_quant.config.recipe import own_recipe, presets
+from sd_quant.config.targets import inputs_held
 from sd_quant.interchange import FP16, PER_ROW, TARGETS
 from sd_quant.report.record import record_schema
 
@@ -92,8 +90,9 @@ for `openvino` and `onnx` hold what their runtime executes, which `sd-quant doct
 |---|---|---|---|
 """
     stored = {name: target for name, target in TARGETS.items() if target.runtime is None}
-    for name, path in presets().items():
-        preset = held_in(yaml.safe_load(path.read_text(encoding="utf-8")))
+    for name in presets():
+        preset = own_recipe(name)
+        assert preset is not None
         cells: dict[str, list[str]] = {"": [], PER_ROW: [], FP16: []}
         for target in stored.values():
             if (how := inputs_held(target, preset)) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.config.sections import SIDE, Sizes, check_grain
+from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
@@ -84,8 +84,14 @@ class Model:
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
         """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
-        if self.family != OBSERVED:
-            check_grain(section, width, height, sizes)
+        if self.family == OBSERVED:
+            return
+        expected = f"a multiple of {GRAIN} from {GRAIN} to 4096, as this family's images have"
+        for side, pixels in (("width", width), ("height", height)):
+            check(pixels is None or pixels % GRAIN == 0, f"{section}.{side}", pixels, expected)
+        for stated in sizes or ():
+            fits = all(pixels % GRAIN == 0 for pixels in size_of(stated))
+            check(fits, f"{section}.sizes", stated, f"WIDTHxHEIGHT such as 832x1216, each side {expected}")
 
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
         if self.sizes is not None:

@@ -38,23 +38,20 @@ class PreciseSteps:
         """The schedule of places, which have to fit into the ``steps``; None where it is to be chosen."""
         if self.first is None and self.last is None:
             return None
-        first, last = self.first or 0, self.last or 0
-        return WEIGHTS_ALONE * first + COMPUTED * (steps - first - last) + WEIGHTS_ALONE * last
+        return with_ends(self.first or 0, self.last or 0, steps)
 
 
 def ends_of(schedule: str | None) -> tuple[int, int] | None:
     """How many first and last steps of a schedule are precise; None where others are, or are of another precision."""
-    middle = (schedule or "").strip(WEIGHTS_ALONE)
-    if {WEIGHTS_ALONE, FULL} & set(middle):
-        return None
-    first = len(schedule or "") - len((schedule or "").lstrip(WEIGHTS_ALONE))
-    return first, len(schedule or "") - len(middle) - first
+    schedule = schedule or ""
+    middle, last = schedule.strip(WEIGHTS_ALONE), schedule.lstrip(WEIGHTS_ALONE)
+    first = len(schedule) - len(last)
+    return None if {WEIGHTS_ALONE, FULL} & set(middle) else (first, len(last) - len(middle))
 
 
-def with_ends(first: int, last: int, steps: int) -> str | None:
-    """The schedule of published policies: None without precise steps; one step alone is none, and all may be."""
-    places = [place < first or place >= steps - last for place in range(steps)]
-    return "".join(WEIGHTS_ALONE if each else COMPUTED for each in places) if any(places) and steps > 1 else None
+def with_ends(first: int, last: int, steps: int) -> str:
+    """The schedule with so many precise steps at both ends, as published checkpoints declare them."""
+    return WEIGHTS_ALONE * first + COMPUTED * (steps - first - last) + WEIGHTS_ALONE * last
 
 
 def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,7 +56,11 @@ def own_recipe(preset: str) -> Recipe | None:
 
 @cache  # each of the thousand jobs of a sweep asks for all presets several times
 def recipe_in(text: str) -> Recipe | None:
-    knobs = yaml.safe_load(text)
+    return recipe_of(yaml.safe_load(text))
+
+
+def recipe_of(knobs: Mapping[str, Any]) -> Recipe | None:
+    """Return the recipe in the content of a preset's file; None as of ``own_recipe``."""
     try:
         enable = read(Enable, knobs["enable"], "enable.")
     except (ConfigError, KeyError, TypeError):

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import Annotated, Protocol
 
-from sd_quant.knobs import Limit, check
+from sd_quant.knobs import Limit
 
 GRAIN = 64  # pixels, of which a side of the stated families' images is a multiple
 SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple of 8 from 8 to 4096")
@@ -29,16 +29,6 @@ class Sized(Protocol):
 def sizes_of(knobs: Sized) -> list[tuple[int, int]]:
     """Return the widths and heights in pixels that the images take in turn."""
     return [(knobs.width, knobs.height)] if knobs.sizes is None else list(map(size_of, knobs.sizes))
-
-
-def check_grain(section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
-    """Raises ConfigError for a side that is no multiple of GRAIN; ``section`` begins the names of the knobs."""
-    expected = f"a multiple of {GRAIN} from {GRAIN} to 4096, as this family's images have"
-    for side, pixels in (("width", width), ("height", height)):
-        check(pixels is None or pixels % GRAIN == 0, f"{section}.{side}", pixels, expected)
-    for stated in sizes or ():
-        fits = all(pixels % GRAIN == 0 for pixels in size_of(stated))
-        check(fits, f"{section}.sizes", stated, f"WIDTHxHEIGHT such as 832x1216, each side {expected}")
 
 
 def is_size(stated: str) -> bool:

@@ -5,36 +5,20 @@ Which of its layers a target holds is decided with the assignment, in ``intercha
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from sd_quant.config.recipe import FUSED, Quantize
+from sd_quant.config.recipe import FUSED, Quantize, recipe_of
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
-from sd_quant.knobs import check, read
-from sd_quant.quantization.recipe import Enable
+from sd_quant.knobs import check
+from sd_quant.quantization.recipe import Recipe
 
 
-class Held(Protocol):
-    """The knobs of a recipe that a target may not hold."""
-
-    @property
-    def enable(self) -> Enable: ...
-    @property
-    def rank(self) -> float: ...
-    @property
-    def rotation(self) -> int: ...
-    @property
-    def per_token(self) -> bool: ...
-    @property
-    def per_channel(self) -> bool: ...
-
-
-def needs(weights: Collection[str], conv: str | None, recipe: Held) -> Mapping[str, Callable[[ForeignFormat], bool]]:
+def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping[str, Callable[[ForeignFormat], bool]]:
     """The requirements of a recipe whose weights are in these formats: a phrase for a message, and the target's check.
 
     ``conv`` is the format of convolutions, None where there are none.
@@ -71,7 +55,7 @@ def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None
 
 
 def check_targets(
-    knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Held, mixed: Sequence[Held] = ()
+    knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Recipe, mixed: Sequence[Recipe] = ()
 ) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
 
@@ -96,7 +80,7 @@ def check_targets(
             check(holds(TARGETS[name]), knob, name, f"a target that holds {what} ({able})")
 
 
-def inputs_held(target: ForeignFormat, recipe: Held) -> str | None:
+def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
     """How a target's consumer computes inputs of linears of a recipe: in the words of ``ForeignFormat.formats``.
 
     None where it does not hold the recipe's linears.
@@ -110,26 +94,10 @@ def inputs_held(target: ForeignFormat, recipe: Held) -> str | None:
     return FP16 if recipe.enable.linear.activation is None else how
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The knobs of ``Held`` in the file of a preset."""
-
-    enable: Enable
-    rank: float = 0
-    rotation: int = 0
-    per_token: bool = False
-    per_channel: bool = False
-
-
-def held_in(preset: Mapping[str, Any]) -> Preset:
-    """The knobs of a preset's file that a target may not hold."""
-    knobs = {field.name: preset[field.name] for field in fields(Preset) if field.name in preset}
-    return Preset(**knobs | {"enable": read(Enable, preset["enable"], "enable.")})
-
-
 def executed_by(preset: Mapping[str, Any]) -> list[str]:
     """The targets whose consumer multiplies what a preset's file multiplies, no graphs among them."""
-    recipe = held_in(preset)
+    recipe = recipe_of(preset)
+    assert recipe is not None  # its formats were read before
     wanted = (None, FP16) if recipe.enable.linear.activation is not None else (None,)
     return [
         name for name, target in TARGETS.items() if target.runtime is None and inputs_held(target, recipe) not in wanted

@@ -45,8 +45,3 @@ def executed_entry(engine: str, types: Mapping[str, str], assignment: Mapping[st
         "unknown": unknown,
         "reason": f"{engine} does not say what became of {len(unknown)} layers" if unknown else None,
     }
-
-
-def not_executed(reason: str) -> dict:
-    """The record's ``executed`` where nothing is known."""
-    return {"count": None, "of": None, "weights_only": None, "fell_back": [], "unknown": [], "reason": reason}

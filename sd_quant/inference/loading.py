@@ -15,8 +15,6 @@ from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
 from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part
 from sd_quant.models.parts import Contract
 
-MOST_STEPS = 1000  # of a sampler that states no number of noise levels
-
 
 class Networks(Mapping[str, nn.Module]):
     """Networks by name. ``make(name)`` makes each when it is first asked for."""
@@ -72,19 +70,6 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
 def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
     """One part in torch, in fp32 on the CPU; closing the engine frees its network."""
     return load_model(checkpoint).torch_engine(part)
-
-
-def sampler_of(checkpoint: Checkpoint) -> dict[str, object]:
-    """The class of the checkpoint's sampler and the settings that decide its timesteps."""
-    sampler = pipeline_of(checkpoint, {}).own_sampler
-    config = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
-    return {"class": type(sampler).__name__, **config}
-
-
-def most_steps(checkpoint: Checkpoint) -> int:
-    """The largest number of denoising steps for which the checkpoint's sampler has noise levels."""
-    config = pipeline_of(checkpoint, {}).own_sampler.config
-    return config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:

@@ -58,59 +58,41 @@ def all_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> d
     return {"weights": bytes_each * sum(parameters.values()), "activations": largest, "process": PROCESS}
 
 
-def one_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> float:
-    """The most bytes that one part of a variant takes."""
-    return PROCESS + max(bytes_each * parameters[part] + size for part, size in activations(parameters, call).items())
+def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes that one variant of the model takes with all its parts open, by what takes them: of memory, and of a GPU.
+
+    An engine that computes on the CPU takes none of a GPU.
+    """
+    gpu = {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
+    return all_open(parameters, call.runtime.bytes_per_parameter, call), gpu
 
 
-def memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes that one variant of the model takes with all its parts open, by what takes them."""
-    return all_open(parameters, call.runtime.bytes_per_parameter, call)
-
-
-def memory_of_variants(parameters: Parameters, call: PipelineCall, copies: int = 1) -> dict[str, float]:
-    """Bytes that all variants and the simulation take, by what takes them; both engines share what is not quantized.
+def memory_of_variants(
+    parameters: Parameters, call: PipelineCall, copies: int = 1
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What all variants and the simulation take, as ``memory_of_variant``; both engines share what is not quantized.
 
     ``copies`` are the quantized denoisers: runtimes keep weights for each graph.
     """
-    largest = next(iter(parameters.values()))
-    framework, quantized = TORCH_BYTES * sum(parameters.values()), copies * QUANTIZED_BYTES * largest
-    others = {"framework": framework, "quantized": quantized, "simulation": TORCH_BYTES * largest}
-    return memory_of_variant(parameters, call) | others
+    largest, every = next(iter(parameters.values())), sum(parameters.values())
+    memory, gpu = memory_of_variant(parameters, call)
+    simulation = {"simulation": TORCH_BYTES * largest}
+    memory |= {"framework": TORCH_BYTES * every, "quantized": copies * QUANTIZED_BYTES * largest} | simulation
+    quantized = {"quantized": copies * call.bytes_on_gpu * largest} if gpu else {}
+    return memory, gpu | quantized | {"framework": call.bytes_on_gpu * every} | simulation
 
 
-def gpu_memory_of_variant(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes of a GPU that one variant takes, by what takes them; none for an engine that computes on the CPU."""
-    return {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
-
-
-def gpu_memory_of_variants(parameters: Parameters, call: PipelineCall, copies: int = 1) -> dict[str, float]:
-    """Bytes of a GPU that all variants and the simulation take, by what takes them; ``copies`` as above."""
-    bytes_each, largest = call.bytes_on_gpu, next(iter(parameters.values()))
-    quantized = {} if call.runtime.device == "cpu" else {"quantized": copies * bytes_each * largest}
-    torch = {"framework": bytes_each * sum(parameters.values()), "simulation": TORCH_BYTES * largest}
-    return gpu_memory_of_variant(parameters, call) | quantized | torch
-
-
-def memory_of_part(parameters: Parameters, call: PipelineCall) -> float:
-    """The most bytes that one variant takes with one part open at a time."""
-    return one_open(parameters, call.runtime.bytes_per_parameter, call)
-
-
-def gpu_memory_of_part(parameters: Parameters, call: PipelineCall) -> float:
-    """The most bytes of a GPU that one variant takes with one part open at a time."""
-    return one_open(parameters, call.bytes_on_gpu, call)
+def memory_of_part(parameters: Parameters, call: PipelineCall) -> tuple[float, float]:
+    """The most bytes that one variant takes with one part open at a time: of memory, and of a GPU that computes it."""
+    sizes, bytes_each = activations(parameters, call), (call.runtime.bytes_per_parameter, call.bytes_on_gpu)
+    memory, gpu = (PROCESS + max(each * parameters[part] + size for part, size in sizes.items()) for each in bytes_each)
+    return memory, gpu
 
 
 def memory_of_simulation(parameters: Parameters, call: PipelineCall) -> float:
     """The most bytes that the denoiser takes in fp32 with ModelOpt's quantizers."""
     denoiser = next(iter(parameters))
     return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call)[denoiser]
-
-
-def memory_of_plan(parameters: Parameters) -> float:
-    """The most bytes that building a plan takes."""
-    return PROCESS + PLAN_BYTES * max(parameters.values())
 
 
 def memory_of_calibration(parameters: Parameters, pixels: int) -> float:

@@ -242,9 +242,13 @@ class Pipeline:
             waiting, turn = list(before), list(before.values())[:1]
 
     def image_of(self, prompts: Sequence[str], sampling: Sampling) -> np.ndarray:
-        """The images of one batch of ``prompts`` by one call of the pipeline, as an application makes them."""
-        numbers, known = range(len(prompts)), {name: list[Tensors]() for name in self.parts}
-        return self.pixels(numbers, self.run(prompts, numbers, sampling, known, self.parts)[1])
+        """One batch of images by one call of the pipeline, as an application makes them, of one size.
+
+        Prompts are repeated to fill the batch.
+        """
+        batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
+        numbers, known = range(len(batch)), {name: list[Tensors]() for name in self.parts}
+        return self.pixels(numbers, self.run(batch, numbers, one_size, known, self.parts)[1])
 
     def run(
         self,

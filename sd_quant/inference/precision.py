@@ -71,8 +71,3 @@ def best_steps(products: Tensor, count: int) -> list[int]:
 
 def schedule_with(precise: Sequence[int], steps: int) -> str:
     return schedule_of([Replacement(step, WEIGHTS_ALONE) for step in precise], steps)
-
-
-def first_and_last(count: int, steps: int) -> str:
-    """The schedule with so many precise steps at both ends, as published checkpoints declare them."""
-    return schedule_with([*range(-(-count // 2)), *range(steps - count // 2, steps)], steps)

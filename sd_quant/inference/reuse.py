@@ -38,18 +38,6 @@ class Replacement:
     letter: str
 
 
-@dataclass(frozen=True)
-class ChosenSchedule:
-    """A schedule of letters. Errors are ``typical_error`` of the recipe's final latents."""
-
-    schedule: str
-    candidates: dict[str, float]  # schedules and their errors, on the prompts that chose
-    error: float  # on prompts that did not choose it
-    even_error: float  # of as many reused steps, evenly spread, on these
-    fewer_error: float  # of as few steps of the same sampler, on these
-    prompts: int  # their number
-
-
 def schedule_of(replaced: Sequence[Replacement], steps: int, base: str = COMPUTED) -> str:
     """The schedule of ``steps`` letters in which these are replaced, and all others are the ``base``."""
     letters = {each.step: each.letter for each in replaced}
@@ -164,12 +152,12 @@ def choose_schedule(
     sampling: Sampling,
     found: Sequence[str],
     half: int,
-) -> ChosenSchedule:
+) -> dict[str, Any]:
     """The one of the ``found`` schedules, the last of which is evenly spread, with the least error of the recipe.
 
-    The first ``half`` of the prompts chooses; on the others the chosen one is compared with the evenly spread one, and
-    with as few steps of the same sampler. A line multiplies what quantization adds to the last two outputs, so which
-    is best depends on the recipe.
+    Returns the record's ``levers.chosen``. The first ``half`` of the prompts chooses; on the others the chosen one is
+    compared with the evenly spread one, and with as few steps of the same sampler. A line multiplies what quantization
+    adds to the last two outputs, so which is best depends on the recipe.
     """
     steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
 
@@ -183,7 +171,10 @@ def choose_schedule(
     fewer = math.ceil((steps - saved) * sampling.steps / steps)
     checking = range(half, len(prompts))
     error, even, few = errors_on(checking, {"schedule": best}, {"schedule": found[-1]}, {"steps": fewer})
-    return ChosenSchedule(best, dict(zip(found, measured, strict=True)), error, even, few, len(checking))
+    return {
+        "schedule": best, "candidates": dict(zip(found, measured, strict=True)),
+        "error": error, "even_error": even, "fewer_error": few, "prompts": len(checking),
+    }  # fmt: skip
 
 
 def final_latents(

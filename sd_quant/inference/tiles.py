@@ -16,29 +16,25 @@ SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and 
 STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
-def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int | None) -> Tensor:
-    """The images [B, 3, H, W] by the ``decoder``; as a whole where ``tile``, a side in pixels, is null."""
-    if tile is None or max(z.shape[2:]) <= tile // LATENT_FACTOR:
+def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
+    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles with sides of so many pixels."""
+    side = tile // LATENT_FACTOR  # a multiple of 4
+    if max(z.shape[2:]) <= side:
         return decoder(z)
-    return in_tiles(decoder, z, tile // LATENT_FACTOR)
-
-
-def in_tiles(decode_tile: Callable[[Tensor], Tensor], z: Tensor, side: int) -> Tensor:
-    """``decode_tile`` of ``z`` [B, C, h, w] in tiles of ``side`` latents, which is a multiple of 4."""
     step, rows, above = int(side * STEP), list[Tensor](), list[Tensor]()
     height, width = z.shape[2:]
     for top in range(0, height, step):
         row = list[Tensor]()
         for left in range(0, width, step):
-            tile = decode_tile(z[:, :, top : top + side, left : left + side])
-            factor = tile.shape[2] // min(side, height - top)
+            part = decoder(z[:, :, top : top + side, left : left + side])
+            factor = part.shape[2] // min(side, height - top)
             overlap, kept = (side - step) * factor, step * factor
             if above:
-                tile = faded(above[len(row)], tile, overlap, axis=2)
+                part = faded(above[len(row)], part, overlap, axis=2)
             if row:
-                tile = faded(row[-1], tile, overlap, axis=3)
-            row.append(tile)
-        rows.append(torch.cat([tile[:, :, :kept, :kept] for tile in row], dim=3))
+                part = faded(row[-1], part, overlap, axis=3)
+            row.append(part)
+        rows.append(torch.cat([part[:, :, :kept, :kept] for part in row], dim=3))
         above = row
     return torch.cat(rows, dim=2)
 

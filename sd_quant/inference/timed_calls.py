@@ -10,16 +10,16 @@ be interleaved while the machine changes little. The road not taken is to compar
 few fit into the same time. A few of both variants are made nevertheless, and the record says whether they agree.
 """
 
-import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial, wraps
 
 import torch
 
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import Pipeline, Sampling
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.tiles import decode
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
@@ -49,15 +49,6 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
     return lambda: engine(**on_device)
 
 
-def image_call(pipeline: Pipeline, prompts: Sequence[str], sampling: Sampling) -> Callable[[], object]:
-    """A call that makes one batch of images, of ``sampling.width`` x ``sampling.height``, from the first prompts.
-
-    Prompts are repeated to fill the batch.
-    """
-    batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
-    return lambda: pipeline.image_of(batch, one_size)
-
-
 @dataclass(frozen=True)
 class ImageTimes:
     """Times of images of one variant."""
@@ -77,7 +68,7 @@ class Stopwatch:
     def clock(self) -> Clock:
         """The wall clock of a call that makes images with this engine; it notes their rest."""
 
-        @functools.wraps(wall_clock)
+        @wraps(wall_clock)
         def timed(call: Callable[[], object]) -> float:
             self.milliseconds = 0.0
             total = wall_clock(call)
@@ -112,7 +103,7 @@ def image_times(
         for name, engines in variants.items()
     }
     calls = {
-        name: image_call(pipeline_of(checkpoint, {**engines, **watches[name].engines}), prompts, samplings[name])
+        name: partial(pipeline_of(checkpoint, {**engines, **watches[name].engines}).image_of, prompts, samplings[name])
         for name, engines in variants.items()
     }
     rounds = measure_together(calls, WARMUP_IMAGES, stopping, {name: watch.clock() for name, watch in watches.items()})

@@ -58,24 +58,13 @@ Outputs = Mapping[str, Sequence[Mapping[str, Tensor]]]  # of all calls, by part
 Answer = Callable[[str, int], Mapping[str, Tensor] | None]  # the output of a part's n-th call; None: not known
 
 
-class ReplayedVariant(Mapping[str, Engine]):
+class ReplayedVariant(dict[str, Engine]):
     """The engines of a variant by part, whose outputs are kept. What ``answer`` knows is not computed."""
 
     def __init__(self, variant: Mapping[str, Engine], answer: Answer = lambda part, number: None):
+        super().__init__({part: ReplayedEngine(self, part) for part in variant})  # type: ignore[misc]
         self.variant, self.answer = variant, answer
         self.outputs: dict[str, list[Mapping[str, Tensor]]] = {part: [] for part in variant}
-
-    def __getitem__(self, part: str) -> Engine:
-        return ReplayedEngine(self, part)  # type: ignore[return-value]
-
-    def __contains__(self, part: object) -> bool:
-        return part in self.variant
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.variant)
-
-    def __len__(self) -> int:
-        return len(self.variant)
 
 
 class ReplayedEngine:

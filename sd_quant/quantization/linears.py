@@ -81,18 +81,13 @@ class Readers:
     def quantized(self) -> list[LayerAssignment]:
         return [layer for layer in self.layers if layer.reason is None]
 
-    @property
-    def channel_amax(self) -> Tensor:
-        """The range of each channel of the tensor, fp32 [in_features]."""
-        return self.statistics.amax.amax(dim=0)
-
     def scale(self, channel_amax: Tensor, alpha: float) -> Tensor:
         """The smoothing vector, fp32 [in_features], for these ranges of the channels."""
         return self.vector(awake(channel_amax, self.quiet), self.weight_amax, alpha)
 
     def assigned(self, alpha: float | None, recipe: Recipe) -> list[LayerAssignment]:
         """The rows with one smoothing vector; layers in high precision get only the vector."""
-        channel_amax, sample = self.channel_amax, self.statistics.rows.values
+        channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values
         scale = None if alpha is None else self.scale(channel_amax, alpha)
         smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
         chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), self.layers[0].role, recipe))

@@ -53,18 +53,6 @@ def check_selection(
     return [name for name in selected if not is_excluded(name, exclude)]
 
 
-def check_part(
-    part: str, preset: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], recipe: Recipe
-) -> None:
-    """Raises ConfigError when a preset's recipe does not fit the layers of another part than the denoiser."""
-    for name, role in roles.items():
-        if role != "excluded" and (found := misfit(name, role, shapes[name], recipe)):
-            raise ConfigError(
-                f"quantize.parts gives {part} the preset {preset}, which does not fit: {found[0]}; choose another "
-                "preset for this part"
-            )
-
-
 def misfit(name: str, role: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[str, str] | None:
     """Why a recipe does not fit a layer of this role and shape of weight, and what can be done; None: it fits."""
     formats, rank = recipe.formats_of(role), rank_of(recipe.rank, shape) if role != "conv" else 0

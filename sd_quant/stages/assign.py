@@ -53,9 +53,9 @@ def assign(
     """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
     weights, recipe, roles = denoiser_weights(loaded.base), loaded.recipe, loaded.roles
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
-    searched = [name for name, role in roles.items() if searches(recipes.get(name, recipe), role)]
-
-    with progress(len(roles) + len(searched), "assign") as advance:
+    own = {name: (recipes.get(name, recipe), role) for name, role in roles.items()}
+    searched = sum(each.chooses_codes(each.formats_of(role).weight) for each, role in own.values())
+    with progress(len(roles) + searched, "assign") as advance:
         made = derive(
             loaded.roles,
             lambda name: weights[f"{name}.weight"],
@@ -115,11 +115,6 @@ def with_loras_beside(
     beside = [name for name in adapted if name in assignment and assignment[name].format is not None]
     check_no_convolutions(part, [name for name in beside if len(assignment[name].weight_shape) != 2])
     return dict(assignment) | {name: with_adapter(assignment[name], *factors_of(adapted[name])) for name in beside}
-
-
-def searches(recipe: Recipe, role: str) -> bool:
-    """Whether a recipe chooses the codes of layers of this role."""
-    return recipe.chooses_codes(recipe.formats_of(role).weight)
 
 
 def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor | None]:

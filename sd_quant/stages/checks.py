@@ -10,12 +10,14 @@ from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.inference.loading import most_steps
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
+
+MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
 
 def check_request(model: Model, infer: Infer) -> None:
@@ -97,7 +99,8 @@ def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
 
 def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:
     """Raises ConfigError for more denoising steps than the checkpoint's sampler can make."""
-    most = most_steps(checkpoint)
+    config = pipeline_of(checkpoint, {}).own_sampler.config
+    most = config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
     check(steps <= most, knob, steps, f"at most {most}, for which this checkpoint's sampler has noise levels")
 
 

@@ -35,29 +35,22 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
         num_prompts=None, prompts_seed=0, prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None,
         latents=None, image=None, mask=None, strength=None,
     )  # fmt: skip
-    full, calls = full_precision(loaded, infer)
-    return lambda given, what: squared_error(full, simulated_images(loaded, infer, given, what)), calls
+    full, calls = images_of(loaded, infer, {}, "full precision")
+    return lambda given, what: squared_error(full, images_of(loaded, infer, given, what)[0]), calls
 
 
-def full_precision(loaded: Loaded, infer: Infer) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
-    """The images in full precision, and the inputs of the first calls of each part."""
-    variant = torch_variant(loaded, infer, {})
+def images_of(
+    loaded: Loaded, infer: Infer, assignments: Assignments, what: str
+) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
+    """Images with those parts simulated that have an assignment, and the inputs of the first calls of each part."""
+    variant = torch_variant(loaded, infer, assignments)
     watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
     try:
         pipeline = pipeline_of(loaded.checkpoint, watched)
-        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), "full precision").images
+        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), what).images
     finally:
         variant.pool.close()
     return images, {part: list(calls.values()) for part, calls in watched.seen.items()}
-
-
-def simulated_images(loaded: Loaded, infer: Infer, assignments: Assignments, what: str) -> Images:
-    """Images with those parts simulated that have an assignment."""
-    variant = torch_variant(loaded, infer, assignments)
-    try:
-        return generate(pipeline_of(loaded.checkpoint, variant), infer.prompt_list(), sampling_of(infer), what).images
-    finally:
-        variant.pool.close()
 
 
 def squared_error(full: Images, images: Images) -> float:

@@ -141,11 +141,15 @@ def compare_images(
     kept: KeptOutputs,
 ) -> VariantOutputs:
     """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
-    unquantized = kept.provide(
-        checkpoint, prompts, infer,
-        partial(compare_unquantized, checkpoint, variants.engines[FULL_PRECISION], framework.inputs, prompts, infer),
-        {"engine": infer.engine},
-    )  # fmt: skip
+
+    def make(by_batch: ByBatch) -> VariantOutputs:
+        """Those of the unquantized engine."""
+        own, description = variants.engines[FULL_PRECISION], FULL_PRECISION.replace("_", " ")
+        images = generate(pipeline_of(checkpoint, own), prompts, sampling_of(infer), description, by_batch)
+        outputs = {part: own[part](**framework.inputs[part]) for part in reversed(checkpoint.parts())}
+        return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
+
+    unquantized = kept.provide(checkpoint, prompts, infer, make, {"engine": infer.engine})
     variant, sampling = variants.engines[QUANTIZED], recipe_sampling(infer)  # its other parts are the unquantized ones
     recipe = {
         "engine": infer.engine,
@@ -257,21 +261,6 @@ def sampled_calls(batches: int, steps: int) -> list[int]:
     return sorted({
         number * batches // SAMPLED * steps + (2 * number + 1) * steps // (2 * SAMPLED) for number in range(SAMPLED)
     })  # fmt: skip
-
-
-def compare_unquantized(
-    checkpoint: Checkpoint,
-    variant: Mapping[str, Engine],
-    inputs: dict[str, dict],
-    prompts: list[str],
-    infer: Infer,
-    by_batch: ByBatch = in_turn,
-) -> VariantOutputs:
-    """Make the images of the unquantized engine, and the outputs of its parts for torch's ``inputs``."""
-    description = FULL_PRECISION.replace("_", " ")
-    images = generate(pipeline_of(checkpoint, variant), prompts, sampling_of(infer), description, by_batch)
-    outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
 
 
 def pack(comparison: VariantOutputs) -> dict[str, Tensor]:

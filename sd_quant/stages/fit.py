@@ -25,9 +25,9 @@ from torch import Tensor
 
 from sd_quant.config import Infer
 from sd_quant.config.recipe import bytes_in
-from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.inference.memory import working_bytes
+from sd_quant.inference.parity import joined
 from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE
 from sd_quant.models.parts import exported, network_in
 from sd_quant.progress import each as each_of
@@ -39,7 +39,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.simulation.sensitivity import Switched
 from sd_quant.stages.assign import assign, assign_nearest, layers_of, measure_sensitivity
-from sd_quant.stages.chosen_by_images import PROMPTS, ImageErrors, image_errors
+from sd_quant.stages.chosen_by_images import ImageErrors, image_errors
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.resources import workload_of
@@ -48,7 +48,6 @@ from sd_quant.stages.shared import Shared
 LOG = logging.getLogger(__name__)
 GB = 1e9
 FP32 = 4  # bytes of a number
-SMALLEST_ERROR = 1e-5  # 100 dB, where there is none
 LEFT = "left in high precision by the choice of presets"
 Labels = dict[str, dict[str, str]]  # what layers take, by part and layer
 Made = dict[str, dict[str, LayerAssignment]]  # assignments by part
@@ -165,41 +164,21 @@ class Fitted:
             "limit_bytes": limited.limit, "resident": limited.resident, "groups": groups,
             "unquantized_bytes": {part: offer.whole for part, offer in limited.offers.items()},
             "taken": self.solved.taken, "rates": dict(self.solved.rates),
-            "candidates": {name: self.entry_of(name) for name in self.solved.candidates},
+            "candidates": {
+                name: {
+                    "weight_bytes": self.bytes_with(name),
+                    "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(name).items()},
+                    "expected_psnr": decibels(each.predicted),
+                    "psnr": decibels(each.measured),
+                }
+                for name, each in self.solved.candidates.items()
+            },
         }  # fmt: skip
-
-    def entry_of(self, candidate: str) -> dict[str, Any]:
-        """The entry of a candidate."""
-        return {
-            "weight_bytes": self.bytes_with(candidate),
-            "formats": {part: dict(Counter(own.values())) for part, own in self.labels_with(candidate).items()},
-            "expected_psnr": decibels(self.solved.candidates[candidate].predicted),
-            "psnr": decibels(self.solved.candidates[candidate].measured),
-        }
-
-    def sentence(self) -> str:
-        """What was chosen, against what, in words."""
-        candidates, taken = self.solved.candidates, self.solved.taken
-        sizes, labels = self.bytes_with(taken), self.labels_with(taken)
-        size = max(round(group.working) + sum(sizes[part] for part in group.parts) for group in self.limited.groups)
-        counts = Counter(self.limited.offers[part].named(label) for part in labels for label in labels[part].values())
-        found = ", ".join(f"{count} in {label}" for label, count in counts.items())
-        others = "; ".join(f"{name} {shown(each.measured)}" for name, each in candidates.items() if name != taken)
-        return (
-            f"{size} of {self.limited.limit} bytes: {found} ({taken}); "
-            f"images of {PROMPTS} calibration prompts have {shown(candidates[taken].measured)}, "
-            f"{shown(candidates[taken].predicted)} by the sum of layers"
-            f"{f'; of the others: {others}' if others else ''}"
-        )
 
 
 def decibels(error: float) -> float | None:
     """The PSNR of images with this root mean squared error, where white is 1; None where they are equal."""
     return -20 * math.log10(error) if error else None
-
-
-def shown(error: float) -> str:
-    return f"{decibels(max(error, SMALLEST_ERROR)):.2f} dB"
 
 
 def limit_of(loaded: Loaded) -> Limited | None:
@@ -363,13 +342,12 @@ def errors_alone(
     """Relative errors of the outputs of another part than the denoiser, by the layer that is quantized alone."""
     engine = open_simulated(loaded.checkpoint, assignment, part)
     layers = [name for name, layer in assignment.items() if layer.format is not None]
-    switched = Switched(network_in(loaded.parts[part], engine.module), lambda: outputs_of(engine, calls), layers)
+
+    def run() -> Tensor:
+        return torch.cat([joined(engine(**call)) for call in calls])
+
+    switched = Switched(network_in(loaded.parts[part], engine.module), run, layers)
     return {name: switched.error([name]) for name in each_of(layers, f"sensitivity, {part}")}
-
-
-def outputs_of(engine: Engine, calls: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """All outputs of all calls as one vector."""
-    return torch.cat([output.float().cpu().flatten() for call in calls for output in engine(**call).values()])
 
 
 def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str, Choice]]:
@@ -444,9 +422,7 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
     labels, parts = by_part(offers, chosen), dict(assignments_of(chosen))
     rows = [row for part, offer in offers.items() for row in rows_of(offer, labels[part], measured.errors[part])]
     write_csv(rows, directory / "budget.csv")
-    fitted = Fitted(parts.pop(loaded.denoiser), parts, limited, solved)
-    LOG.info("%s", fitted.sentence())
-    return fitted
+    return Fitted(parts.pop(loaded.denoiser), parts, limited, solved)
 
 
 def limits_of(limited: Limited) -> list[Limit]:

@@ -27,13 +27,13 @@ from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
 from sd_quant.config.precise_steps import ends_of
-from sd_quant.devices import best_device, threads
+from sd_quant.devices import threads
 from sd_quant.engines.pool import Variant
-from sd_quant.engines.torch import TorchEngine, placed
+from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import MOST_TEXT, atomic_path, open_regular, read_regular, temporary_folder, write_json, write_text
 from sd_quant.files.tensors import Readable
-from sd_quant.inference.loading import load_part, pipeline_of
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.samplers import engine_of_letter
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import weights_alone, with_denoiser
@@ -47,7 +47,7 @@ from sd_quant.interchange.weights import sixteen_bits
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images, joined
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_of, denoiser_part, empty_modules
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
@@ -62,7 +62,7 @@ from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate, image_names, sampling_of
 from sd_quant.stages.job_folder import remove_unfinished
 from sd_quant.stages.load import Loaded, with_recipe
-from sd_quant.stages.open_parts import open_torch
+from sd_quant.stages.open_parts import open_changed, open_torch
 from sd_quant.stages.resources import Needs, by_torch, simulation_needs, workload_of
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import FULL_PRECISION
@@ -475,21 +475,19 @@ def images_of_run(run: Path, names: Sequence[str]) -> Images:
 def open_consumed(
     checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
 ) -> TorchEngine:
-    """The ``checkpoint``'s denoiser as the target's consumer computes it, in fp32, so that all of its error comes from
-    the ``result``, or a part in its place. In a ``precise`` step its inputs are not quantized.
+    """The ``checkpoint``'s denoiser as the target's consumer computes it, or a part in its place.
 
-    It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``.
+    It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``. In a
+    ``precise`` step its inputs are not quantized.
     """
-    part = checkpoint.family.DENOISER
-    module = load_part(checkpoint, part).module
     if target.runtime is None:
         denoiser = target.module.read(result, checkpoint)
-        with_denoiser(module, checkpoint, weights_alone(denoiser) if precise else denoiser)
-    else:
-        from sd_quant.interchange.exported_parts import simulate_graph
+        own = weights_alone(denoiser) if precise else denoiser
+        return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, own))
+    from sd_quant.interchange.exported_parts import simulate_graph
 
-        simulate_graph(denoiser_of(checkpoint, module), rows, denoiser_part(checkpoint).contract.weights)
-    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+    weights = denoiser_part(checkpoint).contract.weights
+    return open_changed(checkpoint, lambda module: simulate_graph(denoiser_of(checkpoint, module), rows, weights))
 
 
 def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:

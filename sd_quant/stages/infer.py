@@ -38,7 +38,13 @@ def infer(job: InferJob, directory: Path) -> None:
     session = open_session(job.model, job.infer, directory=out, finite=not files)
     checkpoint, together = session.checkpoint, session.together(workload_of(job.infer))
     facts = provenance(job.model.inputs() | job.infer.inputs() | files, [])
-    pool = session.engines(lambda part: open_part(checkpoint, job.infer, files, part), together)
+    options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
+
+    def open_part(part: str) -> Engine:
+        """From the part's file, unless torch computes the checkpoint itself."""
+        return open_file(files[part], job.infer, **options) if files else open_torch_engine(checkpoint, job.infer, part)
+
+    pool = session.engines(open_part, together)
     engines = Variant(pool, {part: part for part in [*session.parts, *(files.keys() - session.parts.keys())]})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
@@ -76,14 +82,6 @@ def engine_files(job: InferJob) -> dict[str, Path]:
         if path.suffix.lower() == ".onnx":
             onnx_files(path)
     return files
-
-
-def open_part(checkpoint: Checkpoint, infer: Infer, files: dict[str, Path], part: str) -> Engine:
-    """The job's engine for one part, from the part's file unless torch computes the checkpoint itself."""
-    if RUNTIMES[infer.engine].file is None:
-        return open_torch_engine(checkpoint, infer, part)
-    options = {"allow_untrusted_plan": True} if infer.allow_untrusted_plan else {}
-    return open_file(files[part], infer, **options)
 
 
 def time_engine(

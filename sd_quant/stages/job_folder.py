@@ -142,7 +142,8 @@ def remove_leftovers(directory: Path) -> None:
     """Remove the files of an earlier attempt, and folders that are then empty; nothing behind a link is touched."""
     for name in WRITTEN:
         for path in directory.glob(name):
-            if (path.is_symlink() or path.is_file()) and not behind_a_link(path, directory):
+            between = [folder for folder in path.parents if directory in folder.parents]  # links may lead out of it
+            if (path.is_symlink() or path.is_file()) and not any(folder.is_symlink() for folder in between):
                 path.unlink()
     remove_unfinished(directory)
     for folder in (directory / name for name in FOLDERS if not (directory / name).is_symlink()):
@@ -161,8 +162,3 @@ def remove_unfinished(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if UNFINISHED.fullmatch(path.name):
             remove(path)
-
-
-def behind_a_link(path: Path, directory: Path) -> bool:
-    """Whether a folder between ``directory`` and ``path`` is a link, which may lead out of it."""
-    return any(folder.is_symlink() for folder in path.parents if folder != directory and directory in folder.parents)

@@ -47,7 +47,7 @@ from sd_quant.stages.latency import denoiser_rounds
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.results import shared_entries
 from sd_quant.stages.session import Session, cache_of
-from sd_quant.stages.subjects import OtherPart, Subject
+from sd_quant.stages.subjects import Subject
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
@@ -246,19 +246,18 @@ def judged_entry(
         inputs=dict(Counter(row["inputs"] for row in rows)),
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
-        parts={part: judged_part(other) for part, other in subject.others.items()},
+        parts={
+            part: JudgedPart(
+                reader=other.reader,
+                maker=other.maker,
+                bits=other.bits,
+                stored_bytes=other.stored_bytes,
+                formats=dict(Counter(row["format"] for row in other.rows)),
+            )
+            for part, other in subject.others.items()
+        },
         text=baseline.text if subject.cuts_text else None,
         runtime=runtime,
-    )
-
-
-def judged_part(other: OtherPart) -> JudgedPart:
-    return JudgedPart(
-        reader=other.reader,
-        maker=other.maker,
-        bits=other.bits,
-        stored_bytes=other.stored_bytes,
-        formats=dict(Counter(row["format"] for row in other.rows)),
     )
 
 

@@ -8,8 +8,7 @@ that. Images that no recipe changes are made once for a sweep.
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 from sd_quant.config import Infer, QuantizeJob
 from sd_quant.errors import ConfigError
@@ -37,7 +36,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
     """Raises ConfigError for a lever that the checkpoint's pipeline or its sampler cannot have."""
     if not infer.pulls_levers:
         return
-    own = own_sampler(checkpoint)
+    own = pipeline_of(checkpoint, {}).own_sampler
     scheduler = made_with(recipe_sampling(infer), own)
     if infer.saves_calls and (reason := why_not_reused(scheduler)):
         knob = "schedule" if infer.reuse is None else "reuse"
@@ -53,25 +52,15 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
             "unguided half in one batch whose order is known"
         )
-    levels = levels_of(scheduler, infer)
-    if levels and not levels[-1] <= infer.guidance_until < levels[0]:
+    if scheduler.config.get("use_dynamic_shifting"):  # the pipeline alone can say the levels
+        return
+    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
+    levels = noise_levels(scheduler)
+    if not levels[-1] <= infer.guidance_until < levels[0]:
         raise ConfigError(
             f"infer.guidance_until is {infer.guidance_until:g}, expected a noise level of the {len(levels)} steps, "
             f"from {levels[-1]:.3g} to below {levels[0]:.3g}"
         )
-
-
-def own_sampler(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's own scheduler."""
-    return pipeline_of(checkpoint, {}).own_sampler
-
-
-def levels_of(scheduler: Any, infer: Infer) -> list[float]:
-    """The noise levels of the recipe's steps; none where the pipeline alone can say them."""
-    if scheduler.config.get("use_dynamic_shifting"):
-        return []
-    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
-    return noise_levels(scheduler)
 
 
 def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics) -> tuple[Infer, Levers]:
@@ -96,7 +85,7 @@ def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: St
     chosen = kept.found(
         SCHEDULES,
         origin | {"schedules": found, "assignments": variants.digests()},
-        lambda: asdict(choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half)),
+        lambda: choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half),
     )
     LOG.info(
         "%d of %d calls are saved: %s; the final latents' error on %d other prompts is %.2g %% (evenly spread %.2g %%, "
@@ -144,7 +133,7 @@ def compared(
     )
     controls: list[Control] = []
     fewer = steps_in_time(image, share, infer.steps)
-    better = {BETTER_SOLVER} & set(samplers_for(own_sampler(checkpoint)))
+    better = {BETTER_SOLVER} & set(samplers_for(pipeline_of(checkpoint, {}).own_sampler))
     for sampler in (None, *better) if fewer < infer.steps else ():
         sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
         images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")

@@ -16,7 +16,7 @@ from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, r
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import check_layers, check_part, check_selection, is_excluded, misfit
+from sd_quant.quantization.recipe_check import check_layers, check_selection, is_excluded, misfit
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
@@ -210,8 +210,13 @@ def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, 
     for part, preset in presets.items():
         if (found := part_recipe(preset)) is not None:
             network, roles = empty_part(session.checkpoint, part), roles_of_part(session.checkpoint, part)
-            shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
-            check_part(part, preset, roles, shapes, found)
+            for name, role in roles.items():
+                shape = tuple(network.get_parameter(f"{name}.weight").shape)
+                if role != "excluded" and (reason := misfit(name, role, shape, found)):
+                    raise ConfigError(
+                        f"quantize.parts gives {part} the preset {preset}, which does not fit: {reason[0]}; choose "
+                        "another preset for this part"
+                    )
             recipes[part] = found
     return recipes
 

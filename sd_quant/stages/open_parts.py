@@ -4,6 +4,7 @@ Torch computes on the GPU where there is one.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,13 +73,16 @@ def open_compiled(checkpoint: Checkpoint, infer: Infer, part: str) -> Engine:
 
 
 def open_simulated(checkpoint: Checkpoint, assignment: Assignment, part: str | None = None) -> TorchEngine:
-    """Open a part with ModelOpt's quantizers, in fp32, so that all of its error comes from quantization.
-
-    None: the denoiser.
-    """
+    """Open a part with ModelOpt's quantizers. None: the denoiser."""
     part = part or checkpoint.family.DENOISER
-    module = load_part(checkpoint, part).module
-    simulate(network_in(checkpoint.parts()[part], module), assignment)
+    described = checkpoint.parts()[part]
+    return open_changed(checkpoint, lambda module: simulate(network_in(described, module), assignment), part)
+
+
+def open_changed(checkpoint: Checkpoint, change: Callable[[nn.Module], object], part: str | None = None) -> TorchEngine:
+    """Open a part that is changed in place, in fp32, so that all of its error comes from that. None: the denoiser."""
+    part = part or checkpoint.family.DENOISER
+    change(module := load_part(checkpoint, part).module)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.config import Infer, QuantizeJob
-from sd_quant.config.precise_steps import AUTO, KNOB
+from sd_quant.config.precise_steps import AUTO, KNOB, with_ends
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.precision import best_steps, first_and_last, predicted_gain, products_of_steps, schedule_with
+from sd_quant.inference.precision import best_steps, predicted_gain, products_of_steps, schedule_with
 from sd_quant.inference.reuse import CHOOSING, Variant, errors_in_db, final_latents
 from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
 from sd_quant.metrics.intervals import mean_interval
@@ -68,9 +68,9 @@ def with_precise_steps(
     prompts, sampling = job.choosing_prompts(2 * CHOOSING), choosing_sampling(job)
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
-    simulated = variants.simulated is not None
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
-        "precise": source_digest("inference.precision"), "simulated": simulated, "assignments": variants.digests()
+        "precise": source_digest("inference.precision"), "simulated": variants.simulated is not None,
+        "assignments": variants.digests()
     }  # fmt: skip
     products = torch.tensor(
         kept.found(
@@ -123,7 +123,8 @@ def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) ->
                 "one step adds"
             )
     if count is not None:
-        return list(dict.fromkeys((schedule_with(best_steps(products, count), steps), first_and_last(count, steps))))
+        ends = with_ends(-(-count // 2), count // 2, steps)
+        return list(dict.fromkeys((schedule_with(best_steps(products, count), steps), ends)))
     counts = sorted({1, *(2**power for power in range(1, steps.bit_length())), steps} - {0})
     return [schedule_with(best_steps(products, number), steps) for number in counts if number <= steps]
 
@@ -234,8 +235,7 @@ def controls_of(
 
         return latents
 
-    made: dict[str, Control] = {FEWER: fewer, KEPT: keeping}
-    return made if variants.together else {FEWER: fewer}
+    return {FEWER: fewer, KEPT: keeping} if variants.together else {FEWER: fewer}
 
 
 def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:

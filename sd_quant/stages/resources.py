@@ -10,12 +10,12 @@ from sd_quant.errors import ResourceError
 from sd_quant.files import check_room
 from sd_quant.inference.memory import (
     GB,
+    PLAN_BYTES,
+    PROCESS,
     Parameters,
     PipelineCall,
-    gpu_memory_of_part,
     memory_of_calibration,
     memory_of_part,
-    memory_of_plan,
     memory_of_simulation,
 )
 from sd_quant.metrics.memory import available_cuda_memory_bytes
@@ -57,8 +57,8 @@ def images_need(parameters: Parameters, infer: Infer) -> Needs:
 
 
 def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:
-    gpu = {} if work.runtime.device == "cpu" else {"images": gpu_memory_of_part(parameters, work)}
-    return Needs({"images": memory_of_part(parameters, work)}, gpu)
+    memory, gpu = memory_of_part(parameters, work)
+    return Needs({"images": memory}, {} if work.runtime.device == "cpu" else {"images": gpu})
 
 
 def by_torch(work: PipelineCall) -> PipelineCall:
@@ -90,7 +90,7 @@ def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
     """One plan is built at a time, each as large as the ``stored`` bytes of its ONNX file."""
-    return Needs({"plans": memory_of_plan(parameters)}, disk={"plan": stored})
+    return Needs({"plans": PROCESS + PLAN_BYTES * max(parameters.values())}, disk={"plan": stored})
 
 
 def run_needs(

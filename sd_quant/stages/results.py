@@ -174,13 +174,11 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
 def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
     """Bytes of each part's files, and of its weights in fp32."""
     by_part: dict[str, Sizes] = {}
-    for part in parameters:
+    for part, count in parameters.items():
+        weights = 4 * count
         if because := parts[part].refused:
             none = explained(None, f"not exported: {because}")
-            weights = 4 * parameters[part]
-            by_part[part] = {
-                "onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": weights
-            }  # fmt: skip
+            by_part[part] = Sizes(onnx_full_precision=none, onnx_quantized=none, plan=none, weights_fp32=weights)
             continue
         path = artifact(directory, "onnx", part)
         plans = [plan for suffix in ("", PRECISE) if (plan := artifact(directory, "plan", part, suffix)).exists()]
@@ -190,7 +188,7 @@ def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path
             "onnx_full_precision": bytes_of(full) if full.exists() else stored,
             "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
             "plan": explained(sum(plan.stat().st_size for plan in plans) or None, "no plan was asked for"),
-            "weights_fp32": 4 * parameters[part],
+            "weights_fp32": weights,
         }
     return by_part
 

@@ -23,7 +23,7 @@ from sd_quant.engines.pool import Pool
 from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
-from sd_quant.inference.memory import PipelineCall, fits, gpu_memory_of_variant, memory_of_variant
+from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
@@ -113,7 +113,7 @@ class Session:
 
     def together(self, work: PipelineCall, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
         """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
-        memory, gpu = memory_of_variant(self.parameters, work), gpu_memory_of_variant(self.parameters, work)
+        memory, gpu = memory_of_variant(self.parameters, work)
         return fits({**memory, **beside.memory}, what, {**gpu, **beside.gpu})
 
     def engines(self, open_engine: Callable[[Any], Engine], together: bool) -> Pool:

@@ -22,9 +22,8 @@ from sd_quant.devices import CPU, best_device
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.engines.torch import TorchEngine, placed
+from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ConfigError
-from sd_quant.inference.loading import load_part
 from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
@@ -32,7 +31,7 @@ from sd_quant.interchange.folding import plain_weight, unfolded
 from sd_quant.interchange.other_parts import in_place, read_parts
 from sd_quant.interchange.sampling import check_marks
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
 from sd_quant.models.roles import roles_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
@@ -41,7 +40,7 @@ from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import weights_sha256
 from sd_quant.stages.assign import with_loras_beside
 from sd_quant.stages.hand_over import assignment_of, cuts_padding, record_of_run, sampled
-from sd_quant.stages.open_parts import open_file, open_simulated
+from sd_quant.stages.open_parts import open_changed, open_file, open_simulated
 from sd_quant.stages.session import Session
 
 RUN = "sd_quant run"  # what stands for a reader's name
@@ -145,8 +144,9 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
 
 
 def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """The schedule of a third-party checkpoint that makes its first and last steps precise; None without such.
+    """The schedule of a third-party checkpoint that makes its first and last steps precise.
 
+    None without such, and for one step alone, with which servers warm up.
     Raises ConfigError where there are fewer ``steps`` than these.
     """
     first, last = denoiser.precise_ends
@@ -155,7 +155,7 @@ def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
             f"{denoiser.path} multiplies unquantized inputs in its first {first} and last {last} steps, which overlap "
             f"in {steps}; set infer.steps to {first + last} at least"
         )
-    return with_ends(first, last, steps)
+    return with_ends(first, last, steps) if (first or last) and steps > 1 else None
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:
@@ -195,10 +195,8 @@ def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[
 
 
 def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
-    """The denoiser as its consumer computes it, in fp32, so that all of its error comes from the file."""
-    part = checkpoint.family.DENOISER
-    module = with_denoiser(load_part(checkpoint, part).module, checkpoint, denoiser)
-    return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
+    """The denoiser as its consumer computes it."""
+    return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, denoiser))
 
 
 class LibraryEngine(TorchEngine):
@@ -310,8 +308,7 @@ def rows_of_run(assignment: Mapping[str, LayerAssignment]) -> list[dict[str, Any
 def run_runtime(path: Path, engine: str, record: Mapping[str, Any], runs: JudgedWith) -> OwnLibrary | None:
     """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
     row = RUNTIMES[engine]
-    if not runs.trusted or record.get("simulated"):
-        return None
-    if row.file != "onnx" or row.device != "cpu" or find_spec(row.package) is None:
+    here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
+    if not runs.trusted or record.get("simulated") or not here:
         return None
     return OwnLibrary(engine, partial(open_file, path, replace(runs.infer, engine=engine)))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sd_quant.config import Infer, Metrics
-from sd_quant.inference.loading import sampler_of
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.metrics import NOT_ASKED, Against, named_scores
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, paired_interval
@@ -46,8 +46,11 @@ def described(interval: Interval) -> dict[str, float | None]:
 
 def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
     """The conditions under which the images were made, by the names of ``mlperf.PROTOCOL``."""
+    sampler = pipeline_of(checkpoint, {}).own_sampler
+    deciding = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {
-        "prompts": captions_sha256(prompts), "scheduler": sampler_of(checkpoint), "steps": infer.steps,
+        "prompts": captions_sha256(prompts), "scheduler": {"class": type(sampler).__name__, **deciding},
+        "steps": infer.steps,
         "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
         "negative_prompt": infer.negative_prompt, "latents": sampling_of(infer).described()["latents"],
     }  # fmt: skip

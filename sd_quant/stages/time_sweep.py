@@ -31,7 +31,7 @@ from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
 from sd_quant.files import digest, read_regular, write_json
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
-from sd_quant.inference.memory import QUANTIZED_BYTES, TORCH_BYTES, gpu_memory_of_variant, memory_of_variant
+from sd_quant.inference.memory import QUANTIZED_BYTES, TORCH_BYTES, memory_of_variant
 from sd_quant.knobs import read
 from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.places import CONF
@@ -198,8 +198,9 @@ def most_at_once(session: Session, job: QuantizeJob) -> int:
     parameters, work = session.parameters, workload_of(job.infer)
     weights = parameters[session.denoiser]
     each, compiled = QUANTIZED_BYTES * weights, TORCH_BYTES * weights if job.compiled_baseline else 0
-    rooms = [available_memory_bytes() - sum(memory_of_variant(parameters, work).values()) - compiled]
-    if (gpu := available_cuda_memory_bytes()) is not None and (taken := gpu_memory_of_variant(parameters, work)):
+    memory, taken = memory_of_variant(parameters, work)
+    rooms = [available_memory_bytes() - sum(memory.values()) - compiled]
+    if (gpu := available_cuda_memory_bytes()) is not None and taken:
         rooms.append(gpu - sum(taken.values()) - compiled)
     return max(0, int(min(rooms) / each))
 

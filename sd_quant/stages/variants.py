@@ -18,7 +18,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import TORCH_BYTES, gpu_memory_of_variants, memory_of_part, memory_of_variants
+from sd_quant.inference.memory import TORCH_BYTES, memory_of_part, memory_of_variants
 from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
@@ -49,13 +49,7 @@ class Native:
     part: str
     quantized: bool
     weights_alone: bool = False  # as in ``Simulated``
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The key of a part by the framework after torch.compile."""
-
-    part: str
+    compiled: bool = False  # whatever the engine is: the framework's after torch.compile
 
 
 @dataclass(frozen=True)
@@ -105,17 +99,16 @@ def variants_of(
     Where memory does not hold all of them, one part is open at a time.
     """
     work, parameters = workload_of(infer), loaded.parameters
-    given = parameters, work, 1 + (WEIGHTS_ALONE in infer.precise_letters)
-    all_of_them = Needs(memory_of_variants(*given), gpu_memory_of_variants(*given))
+    all_of_them = Needs(*memory_of_variants(parameters, work, 1 + (WEIGHTS_ALONE in infer.precise_letters)))
     if compiled_baseline:
         weights = parameters[loaded.denoiser]
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
     together = loaded.together(work, all_of_them, "all variants of the model")
-    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)
+    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)[0]
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
     pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     if compiled_baseline:
-        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Compiled(loaded.denoiser)}
+        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Native(loaded.denoiser, quantized=False, compiled=True)}
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
     keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
@@ -165,15 +158,15 @@ def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Co
 
 
 def open_engine(
-    checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Compiled | Simulated
+    checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Simulated
 ) -> Engine:
     """Open the engine of a key; torch quantizes a part by its assignment."""
     if isinstance(key, Path):
         return open_file(key, infer)
-    if isinstance(key, Compiled):
-        return open_compiled(checkpoint, infer, key.part)
     if isinstance(key, str):
         return open_torch(checkpoint, infer, key)
+    if isinstance(key, Native) and key.compiled:
+        return open_compiled(checkpoint, infer, key.part)
     assignment = assignments.get(key.part, {})
     if key.weights_alone:
         assignment = weights_alone(assignment)

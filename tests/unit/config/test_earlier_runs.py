@@ -31,12 +31,14 @@ def earlier(mappings, run) -> Callable[..., str]:
     return written
 
 
-def test_a_run_with_a_file_of_presets_has_its_copy(earlier, run):
-    """Whatever has become of the file that was given; a copy elsewhere describes the same recipe."""
-    folder = earlier(quantize={"assignment": "edited and removed.yaml"})
+@pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
+def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, given):
+    """Whatever has become of the file, and nothing is measured anew; a copy elsewhere describes the same recipe."""
+    folder = earlier(quantize=given)
     (run / "assignment.yaml").write_text("conv: nvfp4")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
+        assert not found.quantize.chooses_bits
 
 
 @pytest.mark.parametrize("missing", MARKS)
@@ -56,14 +58,6 @@ def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
     (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
     infer = run_job(earlier(infer=drawn)).infer
     assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
-
-
-def test_what_a_budget_chose_is_read_and_not_chosen_again(earlier, run):
-    """It would be measured anew, perhaps otherwise."""
-    folder = earlier(quantize={"budget": 0.2})
-    (run / "assignment.yaml").write_text("conv: nvfp4")
-    found = run_job(folder).quantize
-    assert found.assignment == str(run / "assignment.yaml") and not found.chooses_bits
 
 
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):

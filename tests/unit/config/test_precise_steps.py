@@ -3,7 +3,7 @@
 import pytest
 
 from sd_quant.composition import readable
-from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps, with_ends
+from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps
 from sd_quant.errors import ConfigError
 from tests.presets import infer_job, job
 from tests.refusals import refused
@@ -55,6 +55,7 @@ FORM = "expected auto, places such as first3,last3"
          "infer.precise_steps is auto, expected places, a number of steps, or dB.*nothing is timed"),
         (["quantize=nvfp4", "infer=openvino", "infer.precise_steps=5%"], "infer.precise_steps is 5%, expected places"),
         (["infer.precise_steps=2", "calib_size=1"], "calib_size is 1, expected at least 2, because infer.pre"),
+        (["infer.reuse=0.3", "calib_size=1"], "calib_size is 1, expected at least 2, because infer.reuse chooses"),
         (["quantize=nvfp4", "infer=openvino", "infer.precise_steps=3dB"], None),
         (["quantize=int8_weight_only", "infer.schedule=cffc", "infer.steps=4"], None),
         (["infer.schedule=hfcr", "infer.steps=4"], None),
@@ -102,12 +103,3 @@ def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
 )
 def test_published_policies_know_ends_alone(schedule, ends):
     assert ends_of(schedule) == ends
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "steps", "schedule"),
-    [(2, 1, 5, "hhcch"), (0, 0, 5, None), (3, 3, 5, "hhhhh"), (3, 3, 1, None), (0, 9, 3, "hhh")],
-)
-def test_a_policy_of_any_steps_is_a_schedule(first, last, steps, schedule):
-    """One step alone is none of it: servers warm up with it."""
-    assert with_ends(first, last, steps) == schedule

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from sd_quant.config.recipe import presets
-from sd_quant.config.targets import executed_by, held_in, inputs_held
+from sd_quant.config.recipe import own_recipe, presets
+from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
 
 pytestmark = pytest.mark.commit
@@ -44,12 +44,12 @@ FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path i
     ],
 )
 def test_how_a_target_computes_a_preset(preset, target, how):
-    assert inputs_held(TARGETS[target], held_in(FILES[preset])) == how
+    assert inputs_held(TARGETS[target], own_recipe(preset)) == how
 
 
 @pytest.mark.parametrize(("per_channel", "how"), [(False, STATIC), (True, None)])
 def test_a_target_with_one_scale_for_a_weight_takes_no_other(per_channel, how):
-    assert inputs_held(TARGETS["comfyui"], replace(held_in(FILES["fp8"]), per_channel=per_channel)) == how
+    assert inputs_held(TARGETS["comfyui"], replace(own_recipe("fp8"), per_channel=per_channel)) == how
 
 
 def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():

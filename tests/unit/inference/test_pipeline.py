@@ -19,7 +19,6 @@ from diffusers import (
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.source_images import SourceImages
-from sd_quant.inference.timed_calls import image_call
 
 from .sampling import PROMPTS, SAMPLING
 
@@ -51,7 +50,7 @@ def test_images_take_the_sizes_in_turn(pipeline, batch_size):
 
 
 def test_an_image_that_is_timed_has_the_size_of_the_calls_that_are(pipeline, engines):
-    image_call(pipeline, PROMPTS, replace(SAMPLING, sizes=[(128, 64)]))()
+    pipeline.image_of(PROMPTS, replace(SAMPLING, sizes=[(128, 64)]))
     assert [tuple(call["z"].shape) for call in engines["vae"].calls] == [(2, 4, 8, 8)]
 
 

@@ -105,10 +105,10 @@ def chosen(unquantized, recipe, prompts, saved):
 def test_steps_are_replaced_where_it_costs_nothing(toy):
     """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
     found = chosen(engines(), engines(), 8, saved=3)
-    assert found.schedule.count("c") == 7 and all(found.schedule[jump] == "c" for jump in JUMPS)
-    assert "rr" not in found.schedule and found.schedule[0] == found.schedule[-1] == "c"
-    assert found.error < 1e-6 < found.fewer_error and found.prompts == 4
-    assert found.candidates[found.schedule] == min(found.candidates.values())
+    assert found["schedule"].count("c") == 7 and all(found["schedule"][jump] == "c" for jump in JUMPS)
+    assert "rr" not in found["schedule"] and found["schedule"][0] == found["schedule"][-1] == "c"
+    assert found["error"] < 1e-6 < found["fewer_error"] and found["prompts"] == 4
+    assert found["candidates"][found["schedule"]] == min(found["candidates"].values())
 
 
 def test_what_is_known_is_not_computed_again(toy):
@@ -129,8 +129,8 @@ def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it(toy):
         return engines() | {"unet": unet}
 
     drawn = chosen(rising(0), rising(0), 4, saved=3)
-    assert drawn.schedule.count("e") == 3 and drawn.error < 1e-5 < drawn.even_error
-    held = [chosen(rising(0), rising(20), 32, saved=3).schedule.count("e") for _ in range(3)]
+    assert drawn["schedule"].count("e") == 3 and drawn["error"] < 1e-5 < drawn["even_error"]
+    held = [chosen(rising(0), rising(20), 32, saved=3)["schedule"].count("e") for _ in range(3)]
     assert min(held) == 0
 
 

@@ -84,9 +84,7 @@ def test_entries_that_decide_an_image_are_carried_over_or_the_sampler_is_refused
     assert sorted(samplers_for(own)) == able
     refused = [""]
     for name in SAMPLERS.keys() - able:
-        with pytest.raises(
-            ConfigError, match=f"^infer.sampler is {name}, which a model of {type(own).__name__} cannot"
-        ) as no:
+        with pytest.raises(ConfigError, match=f"^infer.sampler is {name}, which a model of {type(own).__name__}") as no:
             sampler_for(name, own)
         refused.append(str(no.value))
     assert any(reason in sentence for sentence in refused)

@@ -99,12 +99,8 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
         export_onnx, "write_part", lambda graph, checkpoint, part, path, chosen: onnx_file.save(product(part), path)
     )
     for run in (tmp_path / "one", tmp_path / "two"):
-        export_parts(
-            checkpoint,
-            "hash",
-            files_of_a_run(checkpoint, {"unet": {"layer": LAYER}}, run),
-            Cache(tmp_path / "cache", 1e9),
-        )
+        files = files_of_a_run(checkpoint, {"unet": {"layer": LAYER}}, run)
+        export_parts(checkpoint, "hash", files, Cache(tmp_path / "cache", 1e9))
         for part in parts:
             onnx.checker.check_model(run / f"onnx/{part}/{part}.onnx", full_check=True)
     links = {path.relative_to(tmp_path): path.stat().st_nlink for path in tmp_path.rglob("*.data")}

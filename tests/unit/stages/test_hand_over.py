@@ -175,16 +175,8 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
         ("gguf", [], None),
         ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
         ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
-        (
-            "modelopt_export",
-            ["infer.schedule=chcc", "infer.steps=4"],
-            "modelopt_export says how many.* schedule is chcc",
-        ),
-        (
-            "modelopt_export",
-            ["infer.schedule=fccc", "infer.steps=4"],
-            "modelopt_export says how many.* schedule is fccc",
-        ),
+        ("modelopt_export", ["infer.schedule=chcc", "infer.steps=4"], "modelopt_export says .* schedule is chcc"),
+        ("modelopt_export", ["infer.schedule=fccc", "infer.steps=4"], "modelopt_export says .* schedule is fccc"),
         ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
     ],
 )

@@ -165,9 +165,7 @@ def test_a_folder_with_other_peoples_files_is_refused(tmp_path):
     put(tmp_path, ".hydra/config.yaml", "quantize.log", "failure.json")
     job_folder.check_own(tmp_path)
     put(tmp_path, "images/family.png", "notes.txt", "thesis.tex")
-    with pytest.raises(
-        ConfigError, match="^hydra.run.dir is .*, which holds images and notes.txt and more that no job"
-    ):
+    with pytest.raises(ConfigError, match="^hydra.run.dir is .*, which holds images and notes.txt and more that no"):
         job_folder.check_own(tmp_path)
     put(tmp_path, ".lock")
     job_folder.check_own(tmp_path)

@@ -180,7 +180,7 @@ def test_other_parts_have_rows_and_an_entry_of_their_own():
     rows = judge_one.rows_with_others([{"name": "a", "role": "conv", "weight_error": 0.1}], candidate)
     assert [each["name"] for each in rows] == ["a", "clip1:layer", "clip1:other"]
     assert [each["weight_error"] for each in rows] == [0.1, 0.01, None] and "role" not in rows[1]
-    assert judge_one.judged_part(part) == {
+    assert judged_entry(candidate, baseline(), [], 0.1, {"reason": "none"})["parts"]["clip1"] == {
         "reader": "diffusers_sdnq", "maker": "SDNQ", "bits": 10.0, "stored_bytes": 1000,
         "formats": {"int8": 1, "high precision": 1},
     }  # fmt: skip

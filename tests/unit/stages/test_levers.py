@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.config import Infer
-from sd_quant.errors import ConfigError
 from sd_quant.stages import compare, levers
 from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.levers import check_levers, steps_in_time
@@ -62,11 +61,6 @@ def infer() -> Infer:
 def test_a_lever_that_the_model_cannot_have_is_refused(tiny, infer, family, levers, sentence):  # noqa: F811
     with refused(sentence):
         check_levers(tiny(family).checkpoint, replace(infer, **levers))
-
-
-def test_two_prompts_are_needed_to_choose_calls():
-    with pytest.raises(ConfigError, match="^calib_size is 1, expected at least 2, because infer.reuse chooses"):
-        job("infer.reuse=0.3", "calib_size=1")
 
 
 def test_a_recipe_of_bits_alone_has_no_levers(infer):

@@ -24,6 +24,7 @@ PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.floa
     [
         (1, None, ["ccch", "hccc"]),
         (2, 0.1, ["cchh", "hcch"]),
+        (3, 0.1, ["chhh", "hhch"]),
         ("8dB", None, ["ccch", "hccc"]),  # 10 log10 of 115 / 15
         ("9dB", None, ["cchh", "hcch"]),
         ("25%", 0.1, ["cchh", "hcch"]),

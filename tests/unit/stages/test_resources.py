@@ -5,13 +5,7 @@ import pytest
 
 from sd_quant.errors import ResourceError
 from sd_quant.inference import memory as memory_model
-from sd_quant.inference.memory import (
-    fits,
-    gpu_memory_of_variant,
-    gpu_memory_of_variants,
-    memory_of_part,
-    memory_of_variants,
-)
+from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant, memory_of_variants
 from sd_quant.stages import resources
 from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
 
@@ -49,9 +43,9 @@ def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, memory, monk
     memory(24)
     check_machine(run(), tmp_path)
     assert len(asked) == 1 and 50e9 < asked[0] < 60e9  # of any disk, also one that is fuller than that
-    assert not fits(memory_of_variants(SDXL, workload_of(images())), "all")
+    assert not fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
     memory(80)
-    assert fits(memory_of_variants(SDXL, workload_of(images())), "all")
+    assert fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
 
 
 def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, memory):
@@ -87,10 +81,10 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
         monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: free.bytes)
     check_machine(Needs(gpu=needed))
     infer = images(engine="torch_native")
-    assert not fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+    assert not fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
     free.bytes = int(1e9)
-    assert fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(images())))  # an engine for the processor
-    assert not fits({}, "a side", gpu_memory_of_variant(SDXL, workload_of(images(engine="tensorrt"))))
+    assert fits({}, "a side", memory_of_variant(SDXL, workload_of(images()))[1])  # an engine for the processor
+    assert not fits({}, "a side", memory_of_variant(SDXL, workload_of(images(engine="tensorrt")))[1])
     free.bytes = int(11.5e9)
     with pytest.raises(
         ResourceError, match=r"the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size"
@@ -99,7 +93,7 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(tmp_path, memory, monkeypat
     given = run(calibration="given", engine="torch_native").gpu
     assert "calibrate" not in given
     free.bytes = int(75e9)
-    assert fits({}, "all", gpu_memory_of_variants(SDXL, workload_of(infer)))
+    assert fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
 
 
 def test_tiles_bound_what_the_decoder_takes():
@@ -124,7 +118,7 @@ def test_a_disk_that_is_too_small(tmp_path, memory):
 
 
 def test_of_a_small_model_the_decoders_activations_take_most():
-    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))
+    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))[0]
     assert 9e9 < small - memory_model.PROCESS < 10e9
 
 

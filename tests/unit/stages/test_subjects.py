@@ -100,8 +100,7 @@ def test_a_policy_of_precise_steps_is_the_schedule_of_the_judges_steps():
         return SimpleNamespace(precise_ends=(first, last), path="a")
 
     assert subjects.schedule_of(declared(2, 1), 5) == "hhcch"
+    assert subjects.schedule_of(declared(0, 3), 3) == "hhh"
     assert subjects.schedule_of(declared(0, 0), 5) is subjects.schedule_of(declared(0, 1), 1) is None
-    with refused(
-        "a multiplies unquantized inputs in its first 3 and last 3 steps, which overlap in 5; set infer.steps"
-    ):
+    with refused("a multiplies unquantized inputs in its first 3 and last 3 steps, which overlap in 5; set infer."):
         subjects.schedule_of(declared(3, 3), 5)
