@@ -12,7 +12,7 @@ import pytest
 
 from sd_quant import sweep
 from sd_quant.commands import gate, votes
-from sd_quant.composition import composing
+from sd_quant.composition import composing, readable
 from sd_quant.errors import ResourceError
 from sd_quant.help import knobs_of_job, presets_of
 from sd_quant.knobs import read
@@ -110,7 +110,10 @@ def test_every_job_command_is_a_job(pages):
     """Not every combination: every word of a command once."""
     seen: set[tuple[str, str]] = set()
     for _, script, *arguments in [words for words in commands(pages) if is_job(words)]:
-        primary, overrides = script.removesuffix(".py"), [word for word in arguments if word != "-m"]
+        primary, overrides = (
+            script.removesuffix(".py"),
+            [readable(word, "-m" in arguments) for word in arguments if word != "-m"],
+        )
         if any(word.startswith(("--help", "--cfg", "--config-dir")) for word in overrides):
             continue
         try:

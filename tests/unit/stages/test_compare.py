@@ -245,7 +245,7 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     checkpoint, _ = faked(monkeypatch)
     monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
     found = compare.counted(
-        checkpoint, of_letters, ["a", "b"], SimpleNamespace(scale=5.0, recipe_steps=3, given_schedule="chrc")
+        checkpoint, of_letters, ["a", "b"], SimpleNamespace(steps=6, scale=5.0, recipe_steps=3, given_schedule="chrc")
     )
     assert found.in_a_step == 2
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
