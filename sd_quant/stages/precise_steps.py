@@ -125,8 +125,8 @@ def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) ->
     if count is not None:
         ends = with_ends(-(-count // 2), count // 2, steps)
         return list(dict.fromkeys((schedule_with(best_steps(products, count), steps), ends)))
-    counts = sorted({1, *(2**power for power in range(1, steps.bit_length())), steps} - {0})
-    return [schedule_with(best_steps(products, number), steps) for number in counts if number <= steps]
+    counts = sorted({2**power for power in range(steps.bit_length())} | {steps})
+    return [schedule_with(best_steps(products, number), steps) for number in counts]
 
 
 def choose_steps(
