@@ -15,7 +15,7 @@ FORM = re.compile(
 PRECISE = Limit(
     lambda value: FORM.fullmatch(str(value)) is not None,
     "auto, places such as first3,last3, a number of steps such as 4, dB that they gain such as 3dB, or time that they "
-    "add to an image such as 10%",
+    "add to denoising such as 10%",
 )
 
 
@@ -27,11 +27,11 @@ class PreciseSteps:
     last: int | None = None
     count: int | None = None
     gain_db: float | None = None
-    percent: float | None = None  # of an image's time
+    percent: float | None = None  # of the time of denoising
 
     @property
     def by_time(self) -> bool:
-        """Whether times decide: of a share of an image's, or of what else takes as long."""
+        """Whether times decide: a share of that of denoising, or of what else takes as long."""
         return self == PreciseSteps() or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:

@@ -129,7 +129,7 @@ def subject_of(name: str, path: Path, session: Session, sha256: str | None, runs
     if loras == BESIDE:
         denoiser = with_loras(denoiser, layers, checkpoint)
         layers = unfolded(denoiser, checkpoint)
-    schedule = schedule_of(denoiser, runs.infer.steps)
+    schedule = schedule_of(denoiser, runs.infer.recipe_steps)
     if schedule is not None:
         denoiser = replace(denoiser, maker=f"{denoiser.maker}, steps {schedule}")
     return Subject(
