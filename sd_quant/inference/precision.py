@@ -6,8 +6,8 @@ the error with all steps precise, and of the changes by all that are not. The ma
 gives it without another call, and errors that cancel each other are found. The best set of a number of steps is looked
 for by exchanges, beside the first and last steps that published checkpoints declare; the recipe's own engines decide.
 
-The roads not taken are a threshold on the change from step to step,
-which does not see what an error becomes until the end, and a search by images, which takes hundreds for each number.
+The roads not taken are a threshold on the change from step to step, which does not see what an error becomes until the
+end, and a search by images, which takes hundreds for each number.
 """
 
 import math
@@ -25,10 +25,7 @@ from sd_quant.models.checkpoint import Checkpoint
 def products_of_steps(
     checkpoint: Checkpoint, unquantized: Variant, recipe: Variant, prompts: Sequence[str], sampling: Sampling
 ) -> list[list[float]]:
-    """The products [1 + steps, 1 + steps] of the error with all steps precise, then of the change by each that is not.
-
-    All are of final latents.
-    """
+    """Products [1 + steps, 1 + steps] of final latents' error, all steps precise and changes by each that is not."""
     known = [Replacement(step, COMPUTED) for step in range(sampling.steps_taken)]
     reference = final_latents(checkpoint, unquantized, prompts, range(len(prompts)), replace(sampling, schedule=None))
     precise, changes = changed_by(checkpoint, recipe, prompts, sampling, known, WEIGHTS_ALONE)

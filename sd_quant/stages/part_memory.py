@@ -24,7 +24,7 @@ from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 def memory_of_parts(
     variants: Variants, infer: Infer, restart: Callable[[], object]
 ) -> dict[str, dict[str, PartMemory]]:
-    """The record's ``memory`` by part and variant, for the call that latency is measured of.
+    """The record's ``memory`` by part and variant, for the call that latency is measured of, and of precise steps.
 
     Closes all engines. ``restart`` resets the process's peak.
     """
@@ -37,8 +37,10 @@ def memory_of_parts(
             return {"reason": f"simulated: {variants.simulated}"}
 
         def opened() -> Callable[[], object]:
-            samples = samples_per_call(checkpoint, part, sampling)
-            return part_call(variants.engines[name][part], contracts[part], samples, sampling)
+            samples, engines = samples_per_call(checkpoint, part, sampling), variants.engines[name]
+            precise = [each for each in engines if each.startswith(f"{part}/")] if variants.together else []
+            calls = [part_call(engines[each], contracts[part], samples, sampling) for each in (part, *precise)]
+            return lambda: [call() for call in calls]
 
         variants.pool.close()
         found = memory_taken(opened, on_gpu, restart)
@@ -48,7 +50,7 @@ def memory_of_parts(
     memory = dict[str, dict[str, PartMemory]]()
     with progress(len(contracts), "memory") as advance:
         for part in contracts:
-            names = [FULL_PRECISION, *([QUANTIZED] if part in variants.assignments else [])]
+            names = (FULL_PRECISION, QUANTIZED) if part in variants.assignments else (FULL_PRECISION,)
             memory[part] = {name: of(name, part) for name in names}
             advance()
     variants.pool.close()

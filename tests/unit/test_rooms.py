@@ -226,8 +226,8 @@ def test_a_foreign_format_is_named_in_its_own_file():
 # tests of formats lost more than came. Programs that open every export (tests/programs) are worth 1,650. The machine's
 # probe and history are worth 360 of the package, of which observers that lose and other things gave 200 back; the bench
 # of checkpoints 580 of the benchmarks, for which four that had settled their question gave 390. Ten lines of tests hold
-# the share of unseen rows and a default run's history, which nothing held. Precise steps and flicker are worth 900 lines
-# of the package and 650 of tests, of which all rooms gave more.
+# the share of unseen rows and a default run's history, which nothing held. Precise steps and flicker are worth 900 of
+# the package and 650 of tests, of which all rooms gave more.
 BUDGETS = {"sd_quant": 52_009, "tests": 56_943, "benchmarks": 6_187}
 TEXTS = {".py", ".diff", ".json"}
 

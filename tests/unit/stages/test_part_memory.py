@@ -16,7 +16,7 @@ INFER = job("infer.width=64", "infer.height=64").infer
 PARTS = ("unet_xl", "clip1", "vae")
 
 
-def measured(monkeypatch, simulated: str | None = None):
+def measured(monkeypatch, simulated: str | None = None, **beside: str):
     """The record's entry, and the keys that were opened in their order, with how many engines were open then."""
     opened = []
 
@@ -30,15 +30,15 @@ def measured(monkeypatch, simulated: str | None = None):
 
     pool = Pool(open_engine)
     full = {part: f"full {part}" for part in PARTS}
-    engines = {"full_precision": Variant(pool, full), "quantized": Variant(pool, full | {"clip1": "int8 clip1"})}
+    quantized = Variant(pool, full | {"clip1": "int8 clip1"} | beside)
     contract = SimpleNamespace(shapes_for=lambda *size: {"x": (1,)}, dtypes={"x": torch.float32})
     monkeypatch.setattr(part_memory, "contracts_of", lambda checkpoint: dict.fromkeys(PARTS, contract))
     monkeypatch.setattr(part_memory, "samples_per_call", lambda *call: 1)
     monkeypatch.setattr(part_memory, "memory_taken", taken)
-    loaded = SimpleNamespace(checkpoint=None, denoiser="unet_xl")
-    assignments = {"unet_xl": {}, "clip1": {}}
     variants = SimpleNamespace(
-        loaded=loaded, assignments=assignments, engines=engines, pool=pool, simulated=simulated
+        loaded=SimpleNamespace(checkpoint=None, denoiser="unet_xl"), assignments={"unet_xl": {}, "clip1": {}},
+        engines={"full_precision": Variant(pool, full), "quantized": quantized}, pool=pool, simulated=simulated,
+        together=True,
     )  # fmt: skip
     pool["left open"]
     found = part_memory.memory_of_parts(variants, INFER, lambda: None)
@@ -51,12 +51,12 @@ def test_each_engine_is_opened_alone(monkeypatch):
     assert {part: list(both) for part, both in found.items()} == {
         "unet_xl": ["full_precision", "quantized"], "clip1": ["full_precision", "quantized"], "vae": ["full_precision"],
     }  # fmt: skip
-    assert found["clip1"]["quantized"] == {
-        "opened_bytes": 1, "opening_peak_bytes": 3, "call_peak_bytes": 2, "device": "cpu",
-    }  # fmt: skip
+    assert found["clip1"]["quantized"] == MemoryTaken(1, 3, 2)._asdict() | {"device": "cpu"}
     assert opened == [(f"full {PARTS[0]}", 0)] * 2 + [("full clip1", 0), ("int8 clip1", 0), ("full vae", 0)]
 
 
-def test_a_simulated_denoiser_is_no_engine(monkeypatch):
+def test_a_simulated_denoiser_is_no_engine_and_precise_steps_have_one_beside_it(monkeypatch):
     found, opened = measured(monkeypatch, simulated="no kernels")
     assert found["unet_xl"]["quantized"] == {"reason": "simulated: no kernels"} and len(opened) == 4
+    _, opened = measured(monkeypatch, **{"unet_xl/h": "weights alone"})
+    assert opened[1:3] == [("full unet_xl", 0), ("weights alone", 1)]
