@@ -10,6 +10,7 @@ model's own precision, which gains nothing. The road not taken is torchao, whose
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -366,6 +367,22 @@ def with_native_layers(
         native = layer_of(unet.get_submodule(layer.name), layer, products or products_on(device))
         setattr(unet.get_submodule(parent), name, native)
     return unet
+
+
+def share_weights(network: nn.Module, other: nn.Module) -> None:
+    """Let a ``network`` have the ``other`` one's tensors where all bytes are equal, so that memory holds them once."""
+
+    def tensors(of: nn.Module) -> dict[str, Tensor]:
+        named = chain(of.named_parameters(), of.named_buffers())
+        return {name.replace(".linear.", "."): tensor for name, tensor in named}
+
+    known = tensors(other)
+    for name, tensor in tensors(network).items():
+        same = known.get(name)
+        if same is not None and (same.nbytes, same.itemsize) == (tensor.nbytes, tensor.itemsize):
+            same = same.data.view(tensor.dtype).reshape(tensor.shape)
+            if torch.equal(same, tensor):
+                tensor.data = same
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:

@@ -23,9 +23,17 @@ from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone
+from sd_quant.simulation.native import share_weights
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.open_parts import open_compiled, open_file, open_simulated, open_torch, open_torch_engine
+from sd_quant.stages.open_parts import (
+    module_of,
+    open_compiled,
+    open_file,
+    open_simulated,
+    open_torch,
+    open_torch_engine,
+)
 from sd_quant.stages.resources import Needs, by_torch, workload_of
 from sd_quant.stages.session import Session
 
@@ -106,7 +114,14 @@ def variants_of(
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)[0]
     keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
-    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
+
+    def opened(key: str | Path | Native | Simulated) -> Engine:
+        engine = open_engine(loaded.checkpoint, infer, assignments, key)
+        if isinstance(key, Native) and key.weights_alone and together:
+            share_weights(module_of(engine), module_of(pool[replace(key, weights_alone=False)]))
+        return engine
+
+    pool = loaded.engines(opened, together)
     if compiled_baseline:
         keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Native(loaded.denoiser, quantized=False, compiled=True)}
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
