@@ -104,7 +104,7 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
 
 
 def cost_of(layer) -> float:
-    """Of a multiplication in a layer, on the nominal scale."""
+    """The time of one multiplication in a layer, on the nominal scale: 1 in 16 bits."""
     return 1.0 if layer.activation_format is None else FORMATS[layer.activation_format].bits / 16
 
 

@@ -31,7 +31,7 @@ class PreciseSteps:
 
     @property
     def by_time(self) -> bool:
-        """Whether times decide: a share of that of denoising, or of what else takes as long."""
+        """Whether the choice takes timings: for a share of denoising's time, or for what else takes as long (auto)."""
         return self == PreciseSteps() or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:

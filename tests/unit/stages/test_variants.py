@@ -24,6 +24,10 @@ NATIVE, CODES = ({part: Native(part, quantized=quantized) for part in PARTS} for
 SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
 
 
+class Opened(Session):
+    parts, parameters, denoiser = dict.fromkeys(PARTS, EXPORTED), {"unet": 10**9, "vae": 10**8}, "unet"
+
+
 @pytest.mark.parametrize(
     ("engine", "exported", "assigned", "simulated", "full_precision", "quantized"),
     [
@@ -49,9 +53,6 @@ def test_each_variant_has_its_own_file_of_what_is_quantized(
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
-    class Opened(Session):
-        parts, parameters, denoiser = dict.fromkeys(PARTS, EXPORTED), {"unet": 10**9, "vae": 10**8}, "unet"
-
     asked = []
     monkeypatch.setattr(session, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
     monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
@@ -90,3 +91,14 @@ def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
             for key in (kind, replace(kind, weights_alone=True))
         ]
         assert opened == [layer, replace(layer, activation_format=None)]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_torch_shares_the_weights_of_a_precise_step_if_both_networks_are_open(monkeypatch, together):
+    shared, steps = [], job("infer=torch_native", "infer.precise_steps=last1").infer
+    monkeypatch.setattr(session, "fits", lambda *sizes: together)
+    monkeypatch.setattr(variants, "open_engine", lambda checkpoint, infer, assignments, key: key)
+    monkeypatch.setattr(variants, "module_of", lambda engine: engine)
+    monkeypatch.setattr(variants, "share_weights", lambda *networks: shared.append(networks))
+    precise = variants.variants_of(Opened(None), steps, {"unet": {}}, RUN, None).engines["quantized"]["unet/h"]
+    assert precise.weights_alone and shared == [(precise, CODES["unet"])] * together
