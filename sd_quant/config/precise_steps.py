@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
 from sd_quant.knobs import Limit, check
 
-KNOB, AUTO = "infer.precise_steps", "auto"
+KNOB = "infer.precise_steps"
 WHOLE, AMOUNT = r"[1-9]\d{0,5}", r"(?!0*\.?0*(?:dB|%))\d{1,3}(?:\.\d{1,3})?"
 FORM = re.compile(
     rf"(?=[fl])(?:first(?P<first>{WHOLE}))?(?:(?:^|,)last(?P<last>{WHOLE}))?|(?P<count>{WHOLE})"
@@ -30,9 +30,14 @@ class PreciseSteps:
     percent: float | None = None  # of the time of denoising
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the steps have to beat what else takes as long."""
+        return self == PreciseSteps()
+
+    @property
     def by_time(self) -> bool:
-        """Whether the choice takes timings: for a share of denoising's time, or for what else takes as long (auto)."""
-        return self == PreciseSteps() or self.percent is not None
+        """Whether the choice takes timings."""
+        return self.is_auto or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:
         """The schedule of places, which have to fit into the ``steps``; None where it is to be chosen."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.config import Infer, QuantizeJob
-from sd_quant.config.precise_steps import AUTO, KNOB, with_ends
+from sd_quant.config.precise_steps import KNOB, with_ends
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.precision import best_steps, predicted_gain, products_of_steps, schedule_with
@@ -84,15 +84,14 @@ def with_precise_steps(
         costs = kept.found(
             SCHEDULES, origin | {"costs": ""}, lambda: costs_of(checkpoint, recipe, infer, timed, variants.together)
         )
-    step_time, forced = (costs[WEIGHTS_ALONE] - 1) / steps if costs else None, infer.precise_steps != AUTO
+    step_time = (costs[WEIGHTS_ALONE] - 1) / steps if costs else None
     found = wanted_schedules(infer, products, step_time)
-    controls = controls_of(variants, prompts, sampling, costs[FULL], kept, calls) if costs else {}
+    to_beat = controls_of(variants, prompts, sampling, costs[FULL], kept, calls) if wanted.is_auto else {}
     chosen = kept.found(
-        SCHEDULES, origin | {"chosen among": found, "step_time": step_time},
-        lambda: choose_steps(
-            checkpoint, unquantized, recipe, prompts, sampling, found, step_time, controls, forced
-        ),
-    )  # fmt: skip
+        SCHEDULES,
+        origin | {"chosen among": found, "step_time": step_time, "controls": list(to_beat)},
+        lambda: choose_steps(checkpoint, unquantized, recipe, prompts, sampling, found, step_time, to_beat),
+    )
     but = f", but {chosen['reason']}" if chosen["reason"] else ""
     LOG.info(
         "precise steps %s: the final latents' error on %d other prompts is %.1f dB lower%s",
@@ -137,14 +136,13 @@ def choose_steps(
     sampling: Sampling,
     found: Sequence[str],
     step_time: float | None,
-    controls: Mapping[str, Control],
-    forced: bool,
+    controls: Mapping[str, Control] = {},
 ) -> PreciseChosen:
-    """The best of the ``found`` schedules: with the largest gain over the recipe, and where not ``forced``, controls.
+    """The one of the ``found`` schedules with the largest gain over the recipe, and over the ``controls`` if any.
 
     The first half of the prompts chooses, the other one checks. ``step_time`` is what one precise step adds, as a share
-    of the recipe's denoising; None where nothing is timed. Unless ``forced``, the steps are used only where their gain
-    is beyond that of each of the ``controls`` in the same time, by intervals of 95 % for all of them together.
+    of the recipe's denoising; None where nothing is timed. The steps are used only where their gain is beyond that of
+    each of the controls in the same time, by intervals of 95 % for all of them together.
     """
 
     def by(schedule: str | None) -> Latents:
@@ -169,24 +167,21 @@ def choose_steps(
     reference = final_latents(checkpoint, unquantized, prompts, everyone, replace(sampling, schedule=None))
     plain = errors_in_db(reference, by(None)(everyone))
     candidates = {schedule: gain(by(schedule), choosing).mean().item() for schedule in found}
-    tried = max(found, key=candidates.__getitem__ if forced else margin)
+    tried = max(found, key=margin)
     own = gain(by(tried), checking)
     beside = {name: gain(control(time_of(tried)), checking) for name, control in controls.items()}
     confidence = 1 - 0.05 / max(1, len(beside))
     beyond = {name: mean_interval((own - other).tolist(), confidence) for name, other in beside.items()}
     unpaid = [name for name, interval in beyond.items() if not interval.low > 0]
-    reason = f"that {unpaid[0]} gains less in the same time is not shown" if unpaid else None
-    if step_time is None:
-        reason = "nothing is timed"
     return PreciseChosen(
-        schedule=tried if forced or reason is None else COMPUTED * sampling.steps_taken,
+        schedule=COMPUTED * sampling.steps_taken if unpaid else tried,
         tried=tried,
         candidates=candidates,
         gain_db=[(mean := mean_interval(own.tolist())).value, *mean.ends],
         beyond_db={name: [interval.value, *interval.ends] for name, interval in beyond.items()},
         time=None if step_time is None else time_of(tried),
         prompts=len(checking),
-        reason=reason,
+        reason=f"that {unpaid[0]} gains less in the same time is not shown" if unpaid else None,
     )
 
 
