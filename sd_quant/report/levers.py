@@ -124,14 +124,14 @@ def lever_cells(job: Job) -> list[str]:
 
 
 def precise_cell(chosen: Any) -> str:
-    """The steps that were tried, their gain and price, and whether they pay; a dash where none were chosen."""
+    """The steps that were tried, their gain and price, and why they are not taken; a dash where none were chosen."""
     if not chosen:
         return DASH
     mean, *ends = chosen["gain_db"]
     gain = plus_minus(recorded(mean, ends), "{:+.1f}")
     price = "not timed" if chosen["time"] is None else f"for {chosen['time']:+.1%} of time"
-    paid = "pay" if chosen["reason"] is None else f"do not pay: {chosen['reason']}"
-    return f"{chosen['tried']}: {gain} dB {price}; {paid}"
+    refused = f"; not taken: {chosen['reason']}" if chosen["reason"] else ""
+    return f"{chosen['tried']}: {gain} dB {price}{refused}"
 
 
 def lever_tables(sweep: Sweep) -> list[Table]:

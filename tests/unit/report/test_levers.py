@@ -109,8 +109,8 @@ def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
     ("chosen", "cell"),
     [
         (None, "–"),
-        ({"time": 0.07, "reason": None}, "cchh: +3.0 ± 1.0 dB for +7.0% of time; pay"),
-        ({"time": None, "reason": "nothing is timed"}, "cchh: +3.0 ± 1.0 dB not timed; do not pay: nothing is timed"),
+        ({"time": 0.07, "reason": None}, "cchh: +3.0 ± 1.0 dB for +7.0% of time"),
+        ({"time": None, "reason": "no gain"}, "cchh: +3.0 ± 1.0 dB not timed; not taken: no gain"),
     ],
 )
 def test_precise_steps_have_their_gain_their_price_and_a_verdict(chosen, cell):
