@@ -7,7 +7,7 @@ knob is declared once, at its field. The ``check_...`` functions check knobs aga
 ``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
 """
 
-from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.earlier_runs import PRECISE, artifact, is_finished_run, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import (

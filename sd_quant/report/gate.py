@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, Against, Score, scores_against
+from sd_quant.metrics import Against, Score, scores_against
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, means_of_groups, t_quantile
-from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, score_of
-from sd_quant.report.recommendation import are_identical
+from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, psnr_of_images, score_of
 from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
 from sd_quant.report.summary import machine_of, timed_alone, workload
 from sd_quant.report.table import DASH, between
@@ -152,12 +151,7 @@ def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
             f"{knob} is given, and {run.folder} has no {score.title} of images, expected a run that made images: run "
             "quantize with infer.prompts, or leave the bar out"
         )
-    similar = score_of(run.record, SCORES["ssim"]).values or [None] * len(values)
-    infinite = score.key == "psnr"
-    return [
-        math.inf if infinite and are_identical(value, ssim) else value
-        for value, ssim in zip(values, similar, strict=True)
-    ]
+    return psnr_of_images(run.record) if score.key == "psnr" else values
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:

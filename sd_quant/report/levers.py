@@ -13,7 +13,7 @@ from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval, recorded
 from sd_quant.report.candidates import IDENTICAL_DB
-from sd_quant.report.recommendation import capped
+from sd_quant.report.recommendation import capped, closer
 from sd_quant.report.record import DONE, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
@@ -40,10 +40,6 @@ def decibels(scores: Any) -> Sequence[float]:
     return capped({"fidelity": scores}, IDENTICAL_DB) if at(scores, "psnr", "values") else ()
 
 
-def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
 def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | None:
     """BEATS, LOSES or UNTOLD, the PSNR beyond the better control's, and that control; None without one."""
     own = decibels(at(record, "fidelity"))
@@ -52,7 +48,7 @@ def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | No
     if not controls or not own:
         return None
     confidence = 1 - 0.05 / len(controls)
-    found = [(mean_interval(differences(own, decibels(each["fidelity"])), confidence), each) for each in controls]
+    found = [(closer(own, decibels(each["fidelity"]), confidence), each) for each in controls]
     least, control = min(found, key=lambda pair: pair[0].value)
     if all(interval.low > 0 for interval, _ in found):
         return BEATS, least, control
@@ -70,7 +66,7 @@ def interaction(record: Any) -> Interval | None:
     bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
     if not own or not len(own) == len(bits) == len(calls):
         return None
-    return mean_interval(differences(own, expected_of_both(bits, calls)))
+    return closer(own, expected_of_both(bits, calls))
 
 
 def speedups_alone(job: Job) -> tuple[float | None, float | None]:

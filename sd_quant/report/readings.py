@@ -1,5 +1,6 @@
 """Figures of a record, each with the reason where there is none, for whatever shows them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.report.record import ABSENT, VARIANTS, at
 from sd_quant.report.table import DASH, plus_minus
+
+IDENTICAL_SSIM = 1 - 1e-6
 
 
 class Number(NamedTuple):
@@ -129,6 +132,18 @@ def score_of(record: Any, score: Score) -> Scored:
         last, reason = entry[-1] if entry else None, at(fidelity, score.reason_key)
         return Scored(Number(last, reason if last is None else None), Number(None), entry)
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
+
+
+def are_identical(psnr: float | None, ssim: float | None) -> bool:
+    """True for images that equal full precision's: their PSNR is infinite, which a record has as null."""
+    return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
+
+
+def psnr_of_images(record: Any) -> list[float | None]:
+    """PSNR of each image in dB, infinite where it equals full precision's, None where it is not known."""
+    psnr, ssim = (score_of(record, SCORES[name]).values for name in ("psnr", "ssim"))
+    pairs = zip(psnr, ssim or [None] * len(psnr), strict=False)
+    return [math.inf if are_identical(*each) else each[0] for each in pairs]
 
 
 def interval_of(record: Any, score: Score) -> Interval | None:
