@@ -15,7 +15,9 @@ from sd_quant.report.levers import (
 )
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import Job, timed_alone
+from tests.nested import with_values
 
+from .sweeps import record_of
 from .timings import timing
 
 pytestmark = pytest.mark.commit
@@ -35,20 +37,8 @@ def record(own: float = 36, controls=(30, 28), bits: float = 37, calls: float = 
         "share": 0.7, "twin": scores(38), "bits_alone": scores(bits), "calls_alone": scores(calls), "controls": steps,
         "reason": None if controls else "the recipe saves no step's time of full precision",
     }  # fmt: skip
-    rounds = [20.0 * (1 + 0.001 * (index % 7 - 3)) for index in range(40)]
-    call = {
-        "full_precision": {"samples_ms": rounds},
-        "quantized": {"samples_ms": [each / 2 for each in reversed(rounds)]},
-    }
-    image = {
-        "full_precision": {"p50_ms": 600.0, "rest": 0.5}, "quantized": {"p50_ms": 340.0, "calls_share": 0.7},
-    }  # fmt: skip
-    return {
-        "status": "done", "fidelity": scores(own), "levers": levers,
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-        "denoiser": {"part": "unet", "samples_per_image": 2},
-        "latency": {"openvino": {"unet": {"2": call}, "image": {"1": image}}},
-    }  # fmt: skip
+    changes = {"fidelity": scores(own), "latency.openvino.image.1.quantized.calls_share": 0.7}
+    return with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers}
 
 
 def job(of: dict) -> Job:
