@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
@@ -30,8 +29,8 @@ from sd_quant.report.readings import (
     score_of,
     seconds_of_stages,
 )
-from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
-from sd_quant.report.summary import Job, timed_alone, workload
+from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.summary import timed_alone, workload
 from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
 from sd_quant.report.timing import occasions_of
 from sd_quant.report.warnings import warnings_of_run
@@ -201,7 +200,7 @@ def _levers(record: Mapping[str, Any]) -> Table | list[str]:
     """What the levers beside bits buy."""
     if not at(record, "levers"):
         return []
-    cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
+    cells = lever_cells("", record, timed_alone("", record))
     return table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True)))
 
 
