@@ -23,7 +23,7 @@ from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
-from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
+from sd_quant.report.readings import WORKING, held, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.summary import Job, Row, Sweep
@@ -33,7 +33,6 @@ from sd_quant.text import fitted
 PIXELS_PER_INCH = 300
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 MOST_BARS = 8  # recipes whose bytes by part are drawn
-WORKING = "opening or calling one"
 WORST_LAYERS = 6
 STANDS_OUT = 1.4  # times the next layer's error
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
@@ -155,15 +154,6 @@ def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
     handles, titles = figure.axes[-1].get_legend_handles_labels()
     figure.legend(handles, titles, loc="outside upper left", ncols=3, fontsize=9, borderaxespad=0)
     return figure
-
-
-def held(record: Any, variant: str) -> dict[str, float]:
-    """Bytes that each part's engine holds, and what the hungriest takes beyond while it works; empty if not known."""
-    if (fit := memory_to_fit(record, variant)) is None:
-        return {}
-    known = {part: memory_of(record, part, variant) for part in names(record, "memory")}
-    opened = {part: each.opened for part, each in known.items() if each is not None}
-    return opened | {WORKING: fit.together - sum(opened.values())}
 
 
 def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from sd_quant.report.record import ABSENT, VARIANTS, at
 from sd_quant.report.table import DASH, plus_minus
 
 IDENTICAL_SSIM = 1 - 1e-6
+WORKING = "opening or calling one"
 
 
 class Number(NamedTuple):
@@ -85,29 +86,28 @@ class PartBytes(NamedTuple):
     peak: float  # while it was opened or called
 
 
-class ToFit(NamedTuple):
-    """Bytes of memory that a pipeline takes, derived from its parts': without the process and its libraries."""
-
-    together: float  # all parts open: what they hold, and the most that opening or calling one takes beyond
-    alone: float  # one part open at a time: the largest peak
-
-
-def memory_of(record: Any, part: str, variant: str) -> PartBytes | None:
-    """The memory of a part of a variant; what is not quantized takes the same in both. None where it is not known."""
-    both = at(record, "memory", part) or {}
-    entry = both.get(variant, both.get(VARIANTS[0]))
-    figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
-    return None if None in figures else PartBytes(figures[0], max(figures))
+def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
+    """The memory of each part of a variant; what is not quantized takes the same in both. None where unknown."""
+    found: dict[str, PartBytes | None] = {}
+    for part in names(record, "memory"):
+        both = at(record, "memory", part)
+        entry = both.get(variant, both.get(VARIANTS[0]))
+        figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
+        found[part] = None if None in figures else PartBytes(figures[0], max(figures))
+    return found
 
 
-def memory_to_fit(record: Any, variant: str) -> ToFit | None:
-    """What a variant's parts take together and one at a time; None where that of a part is not known."""
-    each = [memory_of(record, part, variant) for part in names(record, "memory")]
-    known = [part for part in each if part is not None]
-    if not known or len(known) < len(each):
-        return None
-    beyond = max(part.peak - part.opened for part in known)
-    return ToFit(sum(part.opened for part in known) + beyond, max(part.peak for part in known))
+def held(record: Any, variant: str) -> dict[str, float]:
+    """Bytes that a pipeline takes with all parts open, derived from its parts': without the process and its libraries.
+
+    What each holds, and what the hungriest takes beyond while it works; empty where that of a part is not known.
+    """
+    parts = memory_of(record, variant)
+    known = {part: each for part, each in parts.items() if each is not None}
+    if not known or len(known) < len(parts):
+        return {}
+    beyond = max(each.peak - each.opened for each in known.values())
+    return {part: each.opened for part, each in known.items()} | {WORKING: beyond}
 
 
 class Scored(NamedTuple):
@@ -150,12 +150,6 @@ def interval_of(record: Any, score: Score) -> Interval | None:
     """The mean of a score with its interval over the images; None where some have no value, or none has one."""
     values = score_of(record, score).values
     return None if None in values else score.mean(values)
-
-
-def seconds_of_stages(record: Any) -> dict[str, float]:
-    """The seconds of each stage, in the order in which they ended."""
-    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
-    return {name: value for name, value in seconds.items() if value is not None}
 
 
 def names(record: Any, *keys: str) -> list[str]:

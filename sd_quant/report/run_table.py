@@ -5,7 +5,7 @@ dash, with its reason below the table.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,15 @@ from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
+    held,
     interval_of,
     latency_of,
     memory_of,
-    memory_to_fit,
     names,
     number_at,
     psnr_text,
     quotient,
     score_of,
-    seconds_of_stages,
 )
 from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
 from sd_quant.report.summary import timed_alone, workload
@@ -101,12 +100,13 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 def _memory(record: Mapping[str, Any]) -> Table:
     """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
-    known = {part: [memory_of(record, part, variant) for variant in VARIANTS] for part in names(record, "memory")}
-    figures = {part: [each and each.peak for each in both] for part, both in known.items()}
+    known = [memory_of(record, variant) for variant in VARIANTS]
+    peaks = [[each and each.peak for each in parts.values()] for parts in known]
+    figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
     if figures:
-        fit = [memory_to_fit(record, variant) for variant in VARIANTS]
-        figures["all parts open at once, derived"] = [each and each.together for each in fit]
-        figures["one at a time, derived"] = [each and each.alone for each in fit]
+        fit = [held(record, variant) for variant in VARIANTS]
+        figures["all parts open at once, derived"] = [sum(each.values()) or None for each in fit]
+        figures["one at a time, derived"] = [None if None in each else max(each) for each in peaks]
     rows = []
     for title, (full, quantized) in figures.items():
         cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
@@ -261,7 +261,8 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
     whole = number_at(record, "seconds").value
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
-    costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
+    stages = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
+    costs += [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds is not None]
     return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
 
 
