@@ -17,8 +17,7 @@ from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import timed_alone
 from tests.nested import with_values
 
-from .sweeps import record_of
-from .timings import timing
+from .sweeps import record_of, timing
 
 pytestmark = pytest.mark.commit
 
