@@ -4,7 +4,7 @@
 Hydra composes YAML into a plain mapping, and ``sd_quant.knobs.read`` turns it into a job, a dataclass of sections. A
 knob is declared once, at its field. The ``check_...`` functions check knobs against each other, and the method
 ``check_files`` of a job checks files without loading them. Sections are declared in ``model``, ``recipe``, ``images``,
-``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
+``plans`` and ``comparison``, that of the verdict in ``sd_quant.report.rule``, jobs in ``main_job`` and ``jobs``.
 """
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
