@@ -27,7 +27,8 @@ from typing import Any
 
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
-from sd_quant.report.recommendation import Option, Rule, below_floor, options_of, rule_of, speedup_of, wanted_speedup
+from sd_quant.report.recommendation import Option, below_floor, options_of, speedup_of, wanted_speedup
+from sd_quant.report.rule import Rule, rule_of
 from sd_quant.report.summary import SWEEP, PlannedJob, read_plan, read_sweep
 
 RANDOM_JOBS = 3  # before the first that is proposed for a reason

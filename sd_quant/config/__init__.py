@@ -4,10 +4,10 @@
 Hydra composes YAML into a plain mapping, and ``sd_quant.knobs.read`` turns it into a job, a dataclass of sections. A
 knob is declared once, at its field. The ``check_...`` functions check knobs against each other, and the method
 ``check_files`` of a job checks files without loading them. Sections are declared in ``model``, ``recipe``, ``images``,
-``plans`` and ``comparison``, jobs in ``main_job`` and ``jobs``.
+``plans`` and ``comparison``, that of the verdict in ``sd_quant.report.rule``, jobs in ``main_job`` and ``jobs``.
 """
 
-from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.earlier_runs import PRECISE, artifact, is_finished_run, is_run, recipe_of_run, run_job, run_model
 from sd_quant.config.images import Infer
 from sd_quant.config.jobs import (

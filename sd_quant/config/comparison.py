@@ -1,4 +1,4 @@
-"""The sections about comparing results (timing, verdict, third-party checkpoints, scores), and the cache."""
+"""The sections about comparing results (timing, third-party checkpoints, scores), and the cache."""
 
 import os
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ from typing import Annotated
 
 from sd_quant.errors import ResourceError
 from sd_quant.files import check_writable
-from sd_quant.knobs import CONFIDENCE, FROM_0, MORE_THAN_0, SHARE, Called, Limit, between, check, check_unused
+from sd_quant.knobs import CONFIDENCE, FROM_0, SHARE, Called, between, check, check_unused
 from sd_quant.metrics import INCEPTION_PACKAGE, OCR_PACKAGE, SCORES
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
-MORE_THAN_1 = Limit(lambda number: 1 < number <= 1e9, "more than 1, and at most 1e9")  # the unquantized engine has 1
 # Ways to compute the same full precision again, by the names of the knob ``noise_floor``.
 RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
 WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
@@ -29,23 +28,6 @@ class Timing:
     budget_s: Annotated[
         float, between(0, 1e9), "seconds per compared engine after which no round starts; of a sweep for five at most"
     ]
-
-
-@dataclass(slots=True)
-class Verdict:
-    """The rule by which a report recommends a recipe: a floor of quality, then its worth or a target of latency."""
-
-    enough_db: Annotated[float, MORE_THAN_0, "PSNR above which nobody sees a difference"]
-    time_of_a_db: Annotated[float, SHARE, "share of an image's time that is worth one dB"]
-    confidence: Annotated[float, CONFIDENCE, "at which recipes are told apart, for all of them together"]
-    floor_db: Annotated[float | None, MORE_THAN_0, "PSNR that a recipe has to have surely; null: any"]
-    worst_db: Annotated[float | None, MORE_THAN_0, "PSNR that its worst image has to have; null: any"]
-    speedup: Annotated[float | None, MORE_THAN_1, "target: times as fast an image as the unquantized engine's"]
-    image_ms: Annotated[float | None, MORE_THAN_0, "target: milliseconds from prompt to image"]
-
-    def __post_init__(self):
-        if self.speedup is not None:
-            check_unused(self, "verdict.", [("image_ms", None, "verdict.speedup is the target already")])
 
 
 @dataclass(slots=True)

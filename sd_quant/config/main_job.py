@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from sd_quant.calibration.prompt_layouts import is_data_set
 from sd_quant.calibration.prompts import draw_prompts, read_prompts
-from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing, Verdict
+from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import Model
@@ -21,6 +21,7 @@ from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used, unheeded_knobs
+from sd_quant.report.rule import Rule
 from sd_quant.trackers import TRACKERS
 
 SEARCH = Limit(
@@ -92,7 +93,7 @@ class QuantizeJob(RecipeJob):
     trt: Trt
     judge: Judge
     timing: Timing
-    verdict: Verdict
+    verdict: Rule
     metrics: Metrics
     trackers: Annotated[
         list[str], one_of(TRACKERS, each=True), "trackers that a finished run is logged to, beside its own record"

@@ -6,15 +6,13 @@ image by image, because prompts differ by more than checkpoints do. The road not
 what a bit is worth to somebody else's memory.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sd_quant.metrics.intervals import Interval, mean_interval
 from sd_quant.report.readings import psnr_text
-from sd_quant.report.recommendation import capped, joined
+from sd_quant.report.recommendation import capped, closer, joined
 from sd_quant.report.record import CANDIDATE, DONE, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
@@ -78,13 +76,6 @@ def standings(sweep: Sweep) -> list[Standing]:
     return sorted(found, key=lambda each: (each.bits, -each.fidelity))
 
 
-def closer(a: Standing, b: Standing, confidence: float) -> Interval:
-    """The mean PSNR of ``a`` beyond that of ``b``, in dB."""
-    if len(a.images) != len(b.images):
-        return Interval(a.fidelity - b.fidelity, -math.inf, math.inf)
-    return mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
-
-
 WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
@@ -97,7 +88,7 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
     for each in everyone:  # all that could beat it stand before it
-        if best is None or (gain := closer(each, best, confidence)).low > 0:
+        if best is None or (gain := closer(each.images, best.images, confidence)).low > 0:
             best, found[each.name] = each, (WORTH, WORTH)
         elif gain.high < 0:
             by = f"{-gain.value:.1f} dB ({-gain.high:.1f} to {-gain.low:.1f})"
@@ -138,7 +129,7 @@ def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []
     for beside, fused in pairs:
-        gain = closer(beside, fused, 1 - (1 - together) / len(pairs))
+        gain = closer(beside.images, fused.images, 1 - (1 - together) / len(pairs))
         by = f"by {abs(gain.value):.1f} dB ({min(map(abs, gain[1:])):.1f} to {max(map(abs, gain[1:])):.1f})"
         if gain.holds(0):
             found.append(

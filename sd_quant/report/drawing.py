@@ -16,8 +16,7 @@ from xml.etree import ElementTree
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from sd_quant.report.sensitivity_plot import COLOURS
-
+COLOURS = {"conv": "#4c72b0", "ffn": "#dd8452", "qkv": "#55a868", "linear": "#8172b3"}  # by role
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
 PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
 OTHER = "#b9bec5"  # a line among too many to tell apart

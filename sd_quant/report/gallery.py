@@ -11,8 +11,7 @@ from PIL import Image
 
 from sd_quant.files import read_regular
 from sd_quant.metrics import SCORES, Against, Score, scores_against
-from sd_quant.report.readings import degenerate_of, score_of
-from sd_quant.report.recommendation import are_identical
+from sd_quant.report.readings import are_identical, degenerate_of, score_of
 from sd_quant.report.record import VARIANTS, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH

@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, Against, Score, scores_against
+from sd_quant.metrics import Against, Score, scores_against
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, means_of_groups, t_quantile
-from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, score_of
-from sd_quant.report.recommendation import are_identical
+from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, psnr_of_images, score_of
 from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
 from sd_quant.report.summary import machine_of, timed_alone, workload
 from sd_quant.report.table import DASH, between
@@ -152,12 +151,7 @@ def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
             f"{knob} is given, and {run.folder} has no {score.title} of images, expected a run that made images: run "
             "quantize with infer.prompts, or leave the bar out"
         )
-    similar = score_of(run.record, SCORES["ssim"]).values or [None] * len(values)
-    infinite = score.key == "psnr"
-    return [
-        math.inf if infinite and are_identical(value, ssim) else value
-        for value, ssim in zip(values, similar, strict=True)
-    ]
+    return psnr_of_images(run.record) if score.key == "psnr" else values
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:
@@ -183,21 +177,19 @@ def file_of(run: Run, index: int) -> Path | None:
     return next((path for path in names if path.is_file()), None)
 
 
+def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the images in full precision, by its words in a refusal."""
+    facts = {"prompts": record.get("prompts"), "weights": weights_sha256(record)}
+    for section, names in REFERENCE.items():
+        facts |= {f"{section}.{name}": at(record, "knobs", section, name) for name in names}
+    files = {name: at(record, "inputs", name, "sha256") or at(record, "knobs", "infer", name) for name in FILES}
+    return facts | {f"infer.{name}": value for name, value in files.items()}
+
+
 def check_comparable(run: Run, baseline: Run) -> None:
     """Raises ConfigError unless both runs have the same prompts, start noise and full precision."""
-    a, b = run.record, baseline.record
-    pairs: dict[str, tuple] = {
-        "prompts": (a.get("prompts"), b.get("prompts")),
-        "weights": (weights_sha256(a), weights_sha256(b)),
-    }
-    for section, names in REFERENCE.items():
-        pairs |= {f"{section}.{name}": tuple(at(each, "knobs", section, name) for each in (a, b)) for name in names}
-    for name in FILES:
-        hashes = (at(each, "inputs", name, "sha256") for each in (a, b))
-        pairs[f"infer.{name}"] = tuple(
-            sha256 or at(each, "knobs", "infer", name) for each, sha256 in zip((a, b), hashes, strict=True)
-        )
-    if differ := [name for name, (one, other) in pairs.items() if one != other]:
+    one, other = (reference_of(each.record) for each in (run, baseline))
+    if differ := [name for name in one if one[name] != other[name]]:
         raise ConfigError(
             f"run and baseline differ in {', '.join(differ)}, expected runs with the same prompts, seeds, sizes, model "
             f"and reference; run the baseline {baseline.folder} again with those of run"

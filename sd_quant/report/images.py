@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
-from sd_quant.metrics.images import Images, check_rgb, shapes_of
+from sd_quant.metrics.images import Images, check_rgb
 from sd_quant.text import printable
 
 LONGEST_EDGE = 256  # of an image in the grid
@@ -29,16 +28,10 @@ INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: ma
 def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path]:
     """Write uint8 images as ``folder/<name>.png``, each atomically.
 
-    ``names`` are file names of our own making, never prompts. Raises ArtifactError for another shape or type and for
-    names that are not N different plain ones, ResourceError when the disk is full.
+    ``names`` are different file names of our own making, never prompts. Raises ArtifactError for images of another
+    shape or type, such as those of a pipeline that makes no colours, ResourceError when the disk is full.
     """
     check_rgb(images)
-    plain = {name for name in names if name and Path(name).name == name}
-    if not len(plain) == len(names) == len(images):
-        raise ArtifactError(
-            f"{len(names)} names ({', '.join(map(repr, names[:3]))}, ...) were given for {len(images)} images, "
-            "expected one different file name for each, without folders; number the images"
-        )
     paths = [folder / f"{name}.png" for name in names]
     for image, path in zip(images, paths, strict=True):
         _save(Image.fromarray(image), path)
@@ -48,9 +41,8 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
 def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
     """Write videos, whose frames of ``width`` pixels stand side by side in each strip, as ``folder/<name>.webp``.
 
-    Without loss, so that a frame is as it was made. Raises what ``save_images`` raises.
+    Without loss, so that a frame is as it was made. Raises ResourceError when the disk is full.
     """
-    check_rgb(strips)
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
@@ -63,19 +55,11 @@ def save_animations(strips: Images, width: int, folder: Path, names: Sequence[st
 def comparison_grid(
     reference: Images, quantized: Images, path: Path, captions: Sequence[str], label: str = "quantized"
 ) -> Path:
-    """Draw ``reference`` above ``quantized``, both uint8 images, the latter with its ``label``, into the PNG ``path``.
+    """Draw ``reference`` above ``quantized`` images of the same sizes, with their ``label``, into the PNG ``path``.
 
     Images are enlarged twice, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted, only drawn)
     stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
-    Raises ArtifactError when the two differ in shape or type.
     """
-    check_rgb(reference)
-    check_rgb(quantized)
-    if shapes_of(reference) != shapes_of(quantized) or not len(reference):
-        raise ArtifactError(
-            f"images of shape {shapes_of(quantized)} were to be drawn below {shapes_of(reference)}, expected the "
-            "same shape twice and at least one image; run both with the same prompts and size"
-        )
     count = min(len(reference), MOST_PAIRS)
     columns, labels = min(COLUMNS, count), ("full precision", label)
     drawn = [[_scaled(image) for image in images[:count]] for images in (reference, quantized)]

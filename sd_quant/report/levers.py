@@ -13,10 +13,11 @@ from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval, recorded
 from sd_quant.report.candidates import IDENTICAL_DB
-from sd_quant.report.recommendation import capped
-from sd_quant.report.record import DONE, at
-from sd_quant.report.summary import Job, Sweep
+from sd_quant.report.recommendation import capped, closer
+from sd_quant.report.record import at
+from sd_quant.report.summary import Sweep
 from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
+from sd_quant.report.timing import Timed
 
 BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
 CAPTION = (
@@ -40,10 +41,6 @@ def decibels(scores: Any) -> Sequence[float]:
     return capped({"fidelity": scores}, IDENTICAL_DB) if at(scores, "psnr", "values") else ()
 
 
-def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
 def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | None:
     """BEATS, LOSES or UNTOLD, the PSNR beyond the better control's, and that control; None without one."""
     own = decibels(at(record, "fidelity"))
@@ -52,7 +49,7 @@ def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | No
     if not controls or not own:
         return None
     confidence = 1 - 0.05 / len(controls)
-    found = [(mean_interval(differences(own, decibels(each["fidelity"])), confidence), each) for each in controls]
+    found = [(closer(own, decibels(each["fidelity"]), confidence), each) for each in controls]
     least, control = min(found, key=lambda pair: pair[0].value)
     if all(interval.low > 0 for interval, _ in found):
         return BEATS, least, control
@@ -70,12 +67,11 @@ def interaction(record: Any) -> Interval | None:
     bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
     if not own or not len(own) == len(bits) == len(calls):
         return None
-    return mean_interval(differences(own, expected_of_both(bits, calls)))
+    return closer(own, expected_of_both(bits, calls))
 
 
-def speedups_alone(job: Job) -> tuple[float | None, float | None]:
+def speedups_alone(timed: Timed | None) -> tuple[float | None, float | None]:
     """The speed-up of an image by bits alone and by calls alone; None where the job was not timed."""
-    timed = job.timed
     if timed is None or timed.rest is None:
         return None, None
     whole, calls = replace(timed, share=1.0).image_speedup(), (1 + timed.rest) / (timed.share + timed.rest)
@@ -98,16 +94,16 @@ def control_cells(record: Any) -> list[str]:
     return [named, f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)"]
 
 
-def lever_cells(job: Job) -> list[str]:
+def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
     """A row of the table."""
-    record, levers = job.record, at(job.record, "levers")
+    levers = at(record, "levers")
     bits, calls = (decibels(at(levers, name)) for name in ("bits_alone", "calls_alone"))
     half, until = at(levers, "half_calls"), at(levers, "guidance_until")
     made = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
-    speedup = job.timed.image_speedup() if job.timed is not None else None
-    alone = [DASH if each is None else f"{each:.2f}x" for each in speedups_alone(job)]
+    speedup = timed.image_speedup() if timed is not None else None
+    alone = [DASH if each is None else f"{each:.2f}x" for each in speedups_alone(timed)]
     return [
-        job.name,
+        name,
         f"{at(levers, 'calls')}" + (f", {half} of them halves" if half else ""),
         " ".join(filter(None, made)) or f"{at(levers, 'steps')} steps",
         DASH if speedup is None else f"{speedup.value:.2f}x",
@@ -136,5 +132,5 @@ def precise_cell(chosen: Any) -> str:
 
 def lever_tables(sweep: Sweep) -> list[Table]:
     """One of the jobs with levers beside bits, if there are any."""
-    rows = [lever_cells(job) for job in sweep.jobs if job.status == DONE and at(job.record, "levers")]
+    rows = [lever_cells(job.name, job.record, job.timed) for job in sweep.done if at(job.record, "levers")]
     return [table_of_texts(TITLES, rows, "Bits and other levers", CAPTION)] if rows else []

@@ -26,9 +26,10 @@ from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.drawing import svg
 from sd_quant.report.gallery import gallery
 from sd_quant.report.plots import much_the_worst
-from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, rule_of, unquantized_row
+from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, unquantized_row
 from sd_quant.report.recommendation import figures as figures_of
 from sd_quant.report.record import DONE, at, read_object
+from sd_quant.report.rule import rule_of
 from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of
 from sd_quant.report.table import Column, Table, knob_value
 from sd_quant.report.timing import occasions_of

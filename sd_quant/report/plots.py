@@ -21,12 +21,11 @@ from matplotlib.ticker import MaxNLocator
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
-from sd_quant.report.drawing import ACCENT, BAND, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
+from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
-from sd_quant.report.readings import memory_of, memory_to_fit, names, number_at, score_of
+from sd_quant.report.readings import WORKING, held, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
-from sd_quant.report.sensitivity_plot import COLOURS
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
 from sd_quant.text import fitted
@@ -34,7 +33,6 @@ from sd_quant.text import fitted
 PIXELS_PER_INCH = 300
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
 MOST_BARS = 8  # recipes whose bytes by part are drawn
-WORKING = "opening or calling one"
 WORST_LAYERS = 6
 STANDS_OUT = 1.4  # times the next layer's error
 CHANGING_LAYERS = 3  # whose ranges by step are drawn
@@ -156,15 +154,6 @@ def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
     handles, titles = figure.axes[-1].get_legend_handles_labels()
     figure.legend(handles, titles, loc="outside upper left", ncols=3, fontsize=9, borderaxespad=0)
     return figure
-
-
-def held(record: Any, variant: str) -> dict[str, float]:
-    """Bytes that each part's engine holds, and what the hungriest takes beyond while it works; empty if not known."""
-    if (fit := memory_to_fit(record, variant)) is None:
-        return {}
-    known = {part: memory_of(record, part, variant) for part in names(record, "memory")}
-    opened = {part: each.opened for part, each in known.items() if each is not None}
-    return opened | {WORKING: fit.together - sum(opened.values())}
 
 
 def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
@@ -424,6 +413,34 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Name, role and relative error of each layer that has an error."""
     columns = lambda row: (row["name"], row["role"], float(row["output_error"] or "nan"))  # noqa: E731
     return [layer for layer in read_table(job.directory / "layers.csv", columns) if math.isfinite(layer[2])]
+
+
+def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
+    """Draw what a measurement of sensitivity gives as a PNG of 1600 x 600 pixels.
+
+    ``rows``: the layers, as in ``sensitivity.csv``; ``curve``: the error by number of layers kept.
+    """
+    figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
+    layers, budget = figure.subplots(1, 2)
+    for role, colour in COLOURS.items():
+        chosen = [row for row in rows if row["role"] == role]
+        layers.bar(
+            [row["rank"] for row in chosen], [row["network_error"] for row in chosen], 1, color=colour, label=role
+        )
+    kept = sum(row["kept"] for row in rows)
+    if kept:
+        layers.axvline(kept + 0.5, color="black", linestyle=":", label=f"{kept} kept in fp16")
+    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel="relative error of the denoiser's output",
+               title="one layer quantized at a time")  # fmt: skip
+    layers.legend()
+    counts = [point["kept"] for point in curve]
+    budget.plot(counts, [point["relative_error"] for point in curve], "o-", label="measured")
+    budget.plot(counts, [point["predicted"] for point in curve], "--", label="root of the sum of squares")
+    budget.set(xscale="symlog", ylim=(0, None), xlabel="most sensitive layers kept in fp16",
+               ylabel="relative error of the denoiser's output", title="all others quantized")  # fmt: skip
+    budget.legend()
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 PLACE = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)")

@@ -1,5 +1,6 @@
 """Figures of a record, each with the reason where there is none, for whatever shows them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -7,6 +8,9 @@ from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.report.record import ABSENT, VARIANTS, at
 from sd_quant.report.table import DASH, plus_minus
+
+IDENTICAL_SSIM = 1 - 1e-6
+WORKING = "opening or calling one"
 
 
 class Number(NamedTuple):
@@ -82,29 +86,28 @@ class PartBytes(NamedTuple):
     peak: float  # while it was opened or called
 
 
-class ToFit(NamedTuple):
-    """Bytes of memory that a pipeline takes, derived from its parts': without the process and its libraries."""
-
-    together: float  # all parts open: what they hold, and the most that opening or calling one takes beyond
-    alone: float  # one part open at a time: the largest peak
-
-
-def memory_of(record: Any, part: str, variant: str) -> PartBytes | None:
-    """The memory of a part of a variant; what is not quantized takes the same in both. None where it is not known."""
-    both = at(record, "memory", part) or {}
-    entry = both.get(variant, both.get(VARIANTS[0]))
-    figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
-    return None if None in figures else PartBytes(figures[0], max(figures))
+def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
+    """The memory of each part of a variant; what is not quantized takes the same in both. None where unknown."""
+    found: dict[str, PartBytes | None] = {}
+    for part in names(record, "memory"):
+        both = at(record, "memory", part)
+        entry = both.get(variant, both.get(VARIANTS[0]))
+        figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
+        found[part] = None if None in figures else PartBytes(figures[0], max(figures))
+    return found
 
 
-def memory_to_fit(record: Any, variant: str) -> ToFit | None:
-    """What a variant's parts take together and one at a time; None where that of a part is not known."""
-    each = [memory_of(record, part, variant) for part in names(record, "memory")]
-    known = [part for part in each if part is not None]
-    if not known or len(known) < len(each):
-        return None
-    beyond = max(part.peak - part.opened for part in known)
-    return ToFit(sum(part.opened for part in known) + beyond, max(part.peak for part in known))
+def held(record: Any, variant: str) -> dict[str, float]:
+    """Bytes that a pipeline takes with all parts open, derived from its parts': without the process and its libraries.
+
+    What each holds, and what the hungriest takes beyond while it works; empty where that of a part is not known.
+    """
+    parts = memory_of(record, variant)
+    known = {part: each for part, each in parts.items() if each is not None}
+    if not known or len(known) < len(parts):
+        return {}
+    beyond = max(each.peak - each.opened for each in known.values())
+    return {part: each.opened for part, each in known.items()} | {WORKING: beyond}
 
 
 class Scored(NamedTuple):
@@ -131,16 +134,22 @@ def score_of(record: Any, score: Score) -> Scored:
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
 
 
+def are_identical(psnr: float | None, ssim: float | None) -> bool:
+    """True for images that equal full precision's: their PSNR is infinite, which a record has as null."""
+    return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
+
+
+def psnr_of_images(record: Any) -> list[float | None]:
+    """PSNR of each image in dB, infinite where it equals full precision's, None where it is not known."""
+    psnr, ssim = (score_of(record, SCORES[name]).values for name in ("psnr", "ssim"))
+    pairs = zip(psnr, ssim or [None] * len(psnr), strict=False)
+    return [math.inf if are_identical(*each) else each[0] for each in pairs]
+
+
 def interval_of(record: Any, score: Score) -> Interval | None:
     """The mean of a score with its interval over the images; None where some have no value, or none has one."""
     values = score_of(record, score).values
     return None if None in values else score.mean(values)
-
-
-def seconds_of_stages(record: Any) -> dict[str, float]:
-    """The seconds of each stage, in the order in which they ended."""
-    seconds = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
-    return {name: value for name, value in seconds.items() if value is not None}
 
 
 def names(record: Any, *keys: str) -> list[str]:

@@ -29,77 +29,15 @@ from typing import Any
 
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
-from sd_quant.report.readings import degenerate_images, interval_of, score_of
+from sd_quant.report.readings import are_identical, degenerate_images, interval_of, psnr_of_images, score_of
 from sd_quant.report.record import DONE, at
+from sd_quant.report.rule import FEWEST_IMAGES, Rule, rule_of
 from sd_quant.report.summary import Row, Sweep, interval_columns, scores_of
 from sd_quant.report.table import between
 from sd_quant.report.timing import Timed, log_speedup_over
 
-IDENTICAL_SSIM = 1 - 1e-6
-FEWEST_IMAGES = 5  # of which the interval of the mean counts, and not the mean alone
 MOST_TIES = 3  # that a sentence names
-NULLABLE = ("floor_db", "worst_db", "speedup", "image_ms")
 RECIPE, UNQUANTIZED, UNDECIDED = "recipe", "unquantized", "undecided"  # what a recommendation ships
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The worth of a recipe in dB; the knobs ``verdict`` of ``quantize.py``."""
-
-    enough_db: float = 40.0
-    time_of_a_db: float = 0.03
-    confidence: float = 0.95
-    floor_db: float | None = 28.0
-    worst_db: float | None = 20.0
-    speedup: float | None = None
-    image_ms: float | None = None
-
-    def __str__(self) -> str:
-        if self.target:
-            return (
-                f"the most faithful recipe is recommended that reaches {self.target} with a confidence of "
-                f"{self.confidence:.0%}; {self.floor}"
-            )
-        return (
-            f"worth of a recipe: its PSNR up to {self.enough_db:g} dB, and 1 dB for every "
-            f"{100 * self.time_of_a_db:g} % of an image's time that it saves over the unquantized engine; of those "
-            f"that cannot be told apart from the best with a confidence of {self.confidence:.0%}, the most faithful is "
-            f"recommended; {self.floor}"
-        )
-
-    @property
-    def target(self) -> str:
-        """The target of latency in words; empty where there is none."""
-        if self.image_ms is not None:
-            return f"{self.image_ms:,g} ms from prompt to image"
-        return "" if self.speedup is None else f"{self.speedup:g}x the speed of the unquantized engine"
-
-    @property
-    def floor(self) -> str:
-        """What a recipe has to have before its speed counts."""
-        bars = [] if self.floor_db is None else [
-            f"surely {self.floor_db:g} dB (the low end of the interval over prompts; of fewer than {FEWEST_IMAGES} "
-            "images the mean)"
-        ]  # fmt: skip
-        bars += [] if self.worst_db is None else [f"{self.worst_db:g} dB in its worst image"]
-        return f"the floor, before any speed counts: {', '.join([*bars, 'no degenerate image'])}"
-
-
-def rule_of(knobs: Any) -> Rule:
-    """The rule of a sweep's knobs; the usual constants stand in for missing and for impossible ones."""
-    stated = knobs if isinstance(knobs, Mapping) else {}
-    usable = {
-        name: stated[name]
-        for name in Rule.__dataclass_fields__
-        if name in stated and is_usable(stated[name], name in NULLABLE)
-    }
-    rule = Rule(**usable)
-    possible = rule.time_of_a_db < 1 and 0.5 <= rule.confidence < 1 and None in (rule.speedup, rule.image_ms)
-    return rule if possible else Rule()
-
-
-def is_usable(value: Any, nullable: bool) -> bool:
-    return nullable if value is None else type(value) in (int, float) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,26 +134,22 @@ def reaches(option: Option, rule: Rule) -> bool | None:
 
 def capped(record: Any, enough: float) -> tuple[float, ...]:
     """PSNR of each image in dB, ``enough`` for identical ones; one mean where the record has no more; or none."""
-    psnr, ssim = (score_of(record, SCORES[name]) for name in ("psnr", "ssim"))
-    images = list(zip(psnr.values, ssim.values or [None] * len(psnr.values), strict=False))
-    values = [enough if are_identical(*each) else each[0] for each in images or [(psnr.value.value, ssim.value.value)]]
+    psnr, ssim = (score_of(record, SCORES[name]).value.value for name in ("psnr", "ssim"))
+    values = psnr_of_images(record) or [math.inf if are_identical(psnr, ssim) else psnr]
     return () if None in values else tuple(min(value, enough) for value in values)
 
 
-def are_identical(psnr: float | None, ssim: float | None) -> bool:
-    """True for images that equal full precision's: their PSNR is infinite, which a record has as null."""
-    return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
+def closer(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The mean PSNR of ``a`` beyond that of ``b``, in dB: image by image where both have drawn as many."""
+    if len(a) == len(b):
+        return mean_interval([x - y for x, y in zip(a, b, strict=True)], confidence)
+    value, low, high = mean_interval(b, confidence)
+    return sum_of(mean_interval(a, confidence), Interval(-value, -high, -low))
 
 
 def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
     """The worth of ``a`` beyond that of ``b``, in dB."""
-    if not b.row:
-        fidelity = mean_interval([value - rule.enough_db for value in a.images], confidence)
-    elif len(a.images) == len(b.images):
-        fidelity = mean_interval([x - y for x, y in zip(a.images, b.images, strict=True)], confidence)
-    else:
-        value, low, high = mean_interval(b.images, confidence)
-        fidelity = sum_of(mean_interval(a.images, confidence), Interval(-value, -high, -low))
+    fidelity = closer(a.images, b.images if b.row else b.images * len(a.images), confidence)
     if a.timed is None or (b.row and b.timed is None):
         time = Interval(math.log(a.speedup / b.speedup), -math.inf, math.inf)
     else:

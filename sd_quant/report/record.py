@@ -274,21 +274,18 @@ OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by 
 
 
 class HandedPart(TypedDict):
-    """Another part than the denoiser in an export."""
+    """A part in an export."""
 
     quantized: Annotated[Finite, Doc("layers that are quantized in the folder; 0: it is not, or as in the checkpoint")]
     of: Annotated[Finite, Doc("layers that the recipe quantizes")]
-    lost: Annotated[dict[str, Count], Doc("layers that stay in high precision, by reason")]
+    lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
 
 
-class HandedOver(TypedDict):
-    """An export to another tool: see ``docs/hand_over.md``."""
+class HandedOver(HandedPart):
+    """An export to another tool, with the figures of its denoiser: see ``docs/hand_over.md``."""
 
     folder: Annotated[str, Doc("where it lies")]
-    quantized: Annotated[Finite, Doc("layers that are quantized in the folder")]
-    of: Annotated[Finite, Doc("layers that the recipe quantizes")]
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
-    lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
     parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
     fidelity: Annotated[dict[str, ImageScores] | None, Doc("what quantization changes, by score; null without images")]
     text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
@@ -318,30 +315,25 @@ class JudgedRuntime(TypedDict, total=False):
 
 
 class JudgedPart(TypedDict):
-    """Another part than the denoiser that a third-party checkpoint has quantized."""
+    """A part that a third-party checkpoint has quantized."""
 
     reader: Annotated[str, Doc("the reader that opened it")]
     maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
-    bits: Annotated[Finite, Doc("stored bits per weight of the part")]
-    stored_bytes: Annotated[Finite, Doc("of the part's network")]
+    bits: Annotated[Finite, Doc("stored bits per weight of the denoiser, or of the part")]
+    stored_bytes: Annotated[Finite, Doc("of the denoiser, or of the part's network")]
     formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
 
 
-class Judged(TypedDict):
-    """A third-party quantized checkpoint: see ``docs/judge.md``."""
+class Judged(JudgedPart):
+    """A third-party quantized checkpoint, with the figures of its denoiser: see ``docs/judge.md``."""
 
     name: Annotated[str, Doc("in tables")]
     path: Annotated[str, Doc("where it lies")]
-    reader: Annotated[str, Doc("the reader that opened it")]
-    maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
     loras: Annotated[
         str | None,
         Doc("where it has the LoRAs of the full-precision model: fused before quantization, or beside its weights"),
     ]
     schedule: Annotated[str | None, Doc("its steps: c as stored, h with unquantized inputs; null: all alike")]
-    bits: Annotated[Finite, Doc("stored bits per weight of the denoiser")]
-    stored_bytes: Annotated[Finite, Doc("of the denoiser")]
-    formats: Annotated[dict[str, Count], Doc("numbers of layers, by the format of their weights")]
     inputs: Annotated[dict[str, Count], Doc("numbers of layers, by how their inputs are computed")]
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]

@@ -5,10 +5,9 @@ dash, with its reason below the table.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sd_quant.engines import COMPILED
@@ -19,19 +18,18 @@ from sd_quant.report.named_scores import asked, difference_text
 from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
+    held,
     interval_of,
     latency_of,
     memory_of,
-    memory_to_fit,
     names,
     number_at,
     psnr_text,
     quotient,
     score_of,
-    seconds_of_stages,
 )
-from sd_quant.report.record import DONE, IMAGE, TORCH, VARIANTS, at
-from sd_quant.report.summary import Job, timed_alone, workload
+from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.summary import timed_alone, workload
 from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
 from sd_quant.report.timing import occasions_of
 from sd_quant.report.warnings import warnings_of_run
@@ -102,12 +100,13 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 def _memory(record: Mapping[str, Any]) -> Table:
     """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
-    known = {part: [memory_of(record, part, variant) for variant in VARIANTS] for part in names(record, "memory")}
-    figures = {part: [each and each.peak for each in both] for part, both in known.items()}
+    known = [memory_of(record, variant) for variant in VARIANTS]
+    peaks = [[each and each.peak for each in parts.values()] for parts in known]
+    figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
     if figures:
-        fit = [memory_to_fit(record, variant) for variant in VARIANTS]
-        figures["all parts open at once, derived"] = [each and each.together for each in fit]
-        figures["one at a time, derived"] = [each and each.alone for each in fit]
+        fit = [held(record, variant) for variant in VARIANTS]
+        figures["all parts open at once, derived"] = [sum(each.values()) or None for each in fit]
+        figures["one at a time, derived"] = [None if None in each else max(each) for each in peaks]
     rows = []
     for title, (full, quantized) in figures.items():
         cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
@@ -201,7 +200,7 @@ def _levers(record: Mapping[str, Any]) -> Table | list[str]:
     """What the levers beside bits buy."""
     if not at(record, "levers"):
         return []
-    cells = lever_cells(Job("", Path(), {}, DONE, None, record, timed=timed_alone("", record)))
+    cells = lever_cells("", record, timed_alone("", record))
     return table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True)))
 
 
@@ -262,7 +261,8 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
     whole = number_at(record, "seconds").value
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
-    costs += [f"{name} {seconds:.1f} s" for name, seconds in seconds_of_stages(record).items()]
+    stages = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
+    costs += [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds is not None]
     return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
 
 

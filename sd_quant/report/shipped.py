@@ -12,8 +12,9 @@ from typing import Any
 from sd_quant.files import write_json
 from sd_quant.places import shown, url
 from sd_quant.report.candidates import judgement
-from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, recommend, rule_of
+from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, recommend
 from sd_quant.report.record import VARIANTS, at, read_object
+from sd_quant.report.rule import rule_of
 from sd_quant.report.summary import RECOMMENDATION, REPORT, Job, Sweep
 from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line, printable

@@ -24,7 +24,6 @@ from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import AutoCompared
-from sd_quant.report.sensitivity_plot import plot_sensitivity
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
     Switched,
@@ -193,6 +192,8 @@ def most_sensitive(
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
     )
+    from sd_quant.report.plots import plot_sensitivity  # which imports matplotlib
+
     table = sensitivity_rows(sensitivity, assignment, loaded.kept)
     write_csv(table, directory / "sensitivity.csv")
     plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")

@@ -66,10 +66,8 @@ class EngineGroup:
     reference: Path  # the unquantized denoiser's file
     rest: float  # what an image of that job takes beside its calls of the denoiser, as a share of what those take
     image_ms: float  # what that job's unquantized image takes
-    engines: dict[str, Path] = field(default_factory=dict)  # the first denoiser's file by its ``hash_of``
-    jobs: dict[str, list[str]] = field(default_factory=dict)  # the names of jobs by the same hash
-    saved: dict[str, float] = field(default_factory=dict)  # by name, where other parts are quantized: of its ``rest``
-    shares: dict[str, float] = field(default_factory=dict)  # by name, where its images take other calls: their time
+    files: dict[str, Path] = field(default_factory=dict)  # the first denoiser's by its ``hash_of``
+    engines: dict[str, TimedEngine] = field(default_factory=dict)  # by the same hash, without rounds yet
 
 
 def time_sweep(directory: Path, again: bool = False) -> None:
@@ -96,9 +94,9 @@ def time_sweep(directory: Path, again: bool = False) -> None:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
     at_once = {key: most_at_once(open_unchecked(work.job.model), work.job) for key, work in workloads.items()}
     for key in [key for key, count in at_once.items() if count == 0]:
-        names = [name for names in workloads.pop(key).jobs.values() for name in names]
+        names = [name for engine in workloads.pop(key).engines.values() for name in engine["jobs"]]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
-    told = [f"{key} {[sorted(each.items()) for each in (w.jobs, w.saved, w.shares)]}" for key, w in workloads.items()]
+    told = [f"{key} {list(work.engines.values())}" for key, work in workloads.items()]
     origin = digest(machine_of(here), str(timing), str(left_out), *told)
     if not (workloads or left_out) or (not again and at(read_timing(directory), "origin") == origin):
         return
@@ -137,13 +135,14 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
         return f"what an image takes beside its denoiser is not known: {image['reason']}"
     work = workloads.setdefault(key, EngineGroup(knobs, reference, image["rest"], image["p50_ms"]))
     this = hash_of(engine)
-    work.engines.setdefault(this, engine)
-    work.jobs.setdefault(this, []).append(job.name)
+    work.files.setdefault(this, engine)
+    known = work.engines.setdefault(this, TimedEngine(sha256=this, jobs=[], samples_ms=[], saved={}, shares={}))
+    known["jobs"].append(job.name)
     quantized = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[1])
     if (rest := at(quantized, "rest")) is not None:
-        work.saved[job.name] = image["rest"] - rest
+        known["saved"][job.name] = image["rest"] - rest
     if (share := at(quantized, "calls_share")) is not None:
-        work.shares[job.name] = share
+        known["shares"][job.name] = share
     return None
 
 
@@ -165,7 +164,7 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
         budget_s = timing.budget_s * min(len(block), MOST_BUDGETS)
         LOG.info("timing %d engines beside the unquantized one, for about %g s", len(block), budget_s)
         began = perf_counter()
-        engines = baselines | {each: open_file(work.engines[each], infer) for each in block}
+        engines = baselines | {each: open_file(work.files[each], infer) for each in block}
         with working(f"timing {len(block)} engines"):
             rounds = denoiser_rounds(checkpoint, engines, infer, replace(timing, budget_s=budget_s))
         for each in block:
@@ -176,16 +175,7 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
             image_ms=work.image_ms,
             reference_ms=rounds.samples[REFERENCE],
             compiled_ms=rounds.samples.get(COMPILED),
-            subjects=[
-                TimedEngine(
-                    sha256=each,
-                    jobs=work.jobs[each],
-                    samples_ms=rounds.samples[each],
-                    saved={job: work.saved[job] for job in work.jobs[each] if job in work.saved},
-                    shares={job: work.shares[job] for job in work.jobs[each] if job in work.shares},
-                )
-                for each in block
-            ],
+            subjects=[{**work.engines[each], "samples_ms": rounds.samples[each]} for each in block],
             rounds=conditions([rounds], REFERENCE),
             seconds=perf_counter() - began,
         )

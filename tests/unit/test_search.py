@@ -1,13 +1,10 @@
 """Which jobs of a grid a search proposes, and that its sweep is one like any other, killed and begun again too."""
 
-import logging
 import math
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +16,7 @@ from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
 from sd_quant.report.record import DONE, RECORD
-from sd_quant.report.summary import FAILURE, REPORT, markdown, read_sweep
+from sd_quant.report.summary import FAILURE, markdown, read_sweep
 from sd_quant.search import Outcome, axis, propose, told_of
 
 from .report.sweeps import record_of
@@ -158,39 +155,6 @@ def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(beg
     assert sweep.outcome(cut, RuntimeError("no such cluster"))[1].startswith(
         "2 of 5 jobs are not done (the search failed with RuntimeError: no such cluster)"
     )
-
-
-@pytest.fixture
-def logging_as_it_was():
-    """Hydra configures it for its jobs; later tests look at what is logged."""
-    known = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
-    before = [(each, each.level, each.handlers[:], each.disabled, each.propagate) for each in known]
-    yield
-    for each, level, handlers, disabled, propagate in before:
-        each.setLevel(level)
-        each.handlers, each.disabled, each.propagate = handlers, disabled, propagate
-
-
-@pytest.mark.slow
-def test_hydra_does_what_is_proposed(tmp_path, monkeypatch, logging_as_it_was):
-    """And without ``search`` the rest of the grid in the same folder."""
-    given = ["quant_level=1,3", "verdict.speedup=1.2"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda *_: {})
-
-    def task(job: QuantizeJob, directory: Path) -> None:
-        if not (directory / RECORD).exists():
-            write_json(directory / RECORD, record_of(44 - 3 * job.quantize.quant_level, 1.25, 0.5))
-
-    command = cli.Command("quantize", QuantizeJob, task)
-    for more, rows in ((["search=0.5"], 1), ([], 2)):
-        monkeypatch.setattr(sys, "argv", ["quantize.py", "-m", *given, *more])
-        assert cli.run_sweep(command, cli.hydra_main(command), [*given, *more]) == 0
-        [folder] = (tmp_path / "outputs/sweeps").iterdir()
-        assert len(read_sweep(folder).rows) == rows
-        told = "1 of the grid&#39;s 2 jobs, proposed by the Gaussian process of Optuna" in (folder / REPORT).read_text()
-        assert told == bool(more)
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ from sd_quant.report import rebuild
 from sd_quant.report.summary import Sweep, read_sweep
 from sd_quant.report.timing import TIMING
 
-from .sweeps import write_sweep
-from .timings import timing
+from .sweeps import timing, write_sweep
 
 
 @pytest.fixture(autouse=True)

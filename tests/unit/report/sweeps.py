@@ -29,6 +29,7 @@ MEMORY = {  # of a denoiser that is quantized and a decoder that is not
     },
     "vae": {"full_precision": {"opened_bytes": 10e6, "opening_peak_bytes": 12e6, "call_peak_bytes": 25e6}},
 }
+QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 
 
@@ -127,6 +128,21 @@ def change_record(folder: Path, changes: Mapping[str, object]) -> Path:
     path = folder / "metrics.json"
     path.write_text(json.dumps(with_values(json.loads(path.read_text()), changes)))
     return folder
+
+
+def timing(jobs: dict[str, float], **changes) -> dict:
+    """``timing.json``: each job's denoiser is so many times as fast as the unquantized one, which takes 20 ms."""
+    wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
+    block = {
+        "engine": "openvino", "rest": 0.5, "image_ms": 60.0, "seconds": 3.0, "rounds": QUIET,
+        "reference_ms": [20.0 * each for each in wobble],
+        "subjects": [
+            {"sha256": name, "jobs": [name], "samples_ms": [20.0 / ratio * each for each in reversed(wobble)]}
+            for name, ratio in jobs.items()
+        ],
+    }  # fmt: skip
+    known = {"schema_version": 1, "origin": "x", "machine": "this one", "left_out": []}
+    return known | {"blocks": [block | changes]}
 
 
 def report_of(sweep: Sweep, **options) -> Path:

@@ -14,20 +14,10 @@ def gradient(count: int, size: int) -> np.ndarray:
     return np.broadcast_to(ramp[None, :, None, None], (count, size, size, 3)).copy()
 
 
-@pytest.mark.parametrize("names", [["../a", "b"], ["a", "a"], ["a"], ["", "b"]])
-def test_names_that_leave_the_folder_or_collide_are_refused(tmp_path, names):
-    with pytest.raises(ArtifactError, match="number the images"):
-        save_images(gradient(2, 8), tmp_path / "images", names)
-    assert not (tmp_path / "images").exists()
-
-
-def test_images_of_another_type_or_that_do_not_match_are_refused(tmp_path):
+def test_images_of_another_type_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match="float64"):
-        save_images(np.zeros((1, 8, 8, 3)), tmp_path, ["a"])
-    with pytest.raises(ArtifactError, match="same prompts and size"):
-        comparison_grid(gradient(2, 64), gradient(1, 64), tmp_path / "grid.png", ["a", "b"])
-    with pytest.raises(ArtifactError, match="expected the same shape twice"):
-        comparison_grid(gradient(2, 64), [*gradient(1, 32), *gradient(1, 64)], tmp_path / "grid.png", ["a", "b"])
+        save_images(np.zeros((1, 8, 8, 3)), tmp_path / "images", ["a"])
+    assert not (tmp_path / "images").exists()
 
 
 def test_a_videos_frames_are_played_one_after_the_other(tmp_path):

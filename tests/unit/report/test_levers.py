@@ -14,9 +14,10 @@ from sd_quant.report.levers import (
     lever_tables,
 )
 from sd_quant.report.run_table import run_table
-from sd_quant.report.summary import Job, timed_alone
+from sd_quant.report.summary import timed_alone
+from tests.nested import with_values
 
-from .timings import timing
+from .sweeps import record_of, timing
 
 pytestmark = pytest.mark.commit
 
@@ -35,24 +36,12 @@ def record(own: float = 36, controls=(30, 28), bits: float = 37, calls: float = 
         "share": 0.7, "twin": scores(38), "bits_alone": scores(bits), "calls_alone": scores(calls), "controls": steps,
         "reason": None if controls else "the recipe saves no step's time of full precision",
     }  # fmt: skip
-    rounds = [20.0 * (1 + 0.001 * (index % 7 - 3)) for index in range(40)]
-    call = {
-        "full_precision": {"samples_ms": rounds},
-        "quantized": {"samples_ms": [each / 2 for each in reversed(rounds)]},
-    }
-    image = {
-        "full_precision": {"p50_ms": 600.0, "rest": 0.5}, "quantized": {"p50_ms": 340.0, "calls_share": 0.7},
-    }  # fmt: skip
-    return {
-        "status": "done", "fidelity": scores(own), "levers": levers,
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-        "denoiser": {"part": "unet", "samples_per_image": 2},
-        "latency": {"openvino": {"unet": {"2": call}, "image": {"1": image}}},
-    }  # fmt: skip
+    changes = {"fidelity": scores(own), "latency.openvino.image.1.quantized.calls_share": 0.7}
+    return with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers}
 
 
-def job(of: dict) -> Job:
-    return Job("reuse=0.3", None, {}, "done", None, of, timed=timed_alone("reuse=0.3", of))
+def cells_of(record: dict) -> dict[str, str]:
+    return dict(zip(TITLES, lever_cells("reuse=0.3", record, timed_alone("reuse=0.3", record)), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +54,10 @@ def test_a_recipe_beats_the_control_if_it_is_closer_than_either(controls, verdic
     assert (found and found[0]) == verdict
     if found:
         assert found[1].value == pytest.approx(steps) and found[1].high - found[1].low < 0.1
-        cells = dict(zip(TITLES, lever_cells(job(record(controls=controls))), strict=True))
+        cells = cells_of(record(controls=controls))
         assert cells["against it"].startswith(f"{verdict} (") and cells["control"].startswith("12 steps")
     else:
-        assert "saves no step's time" in lever_cells(job(record(controls=controls)))[8]
+        assert "saves no step's time" in cells_of(record(controls=controls))["control"]
 
 
 def test_a_single_prompt_shows_nothing():
@@ -89,7 +78,7 @@ def test_independent_errors_add_in_squares():
 
 def test_time_is_told_apart_by_what_saved_it():
     """A call is twice as fast, and 0.7 of the calls are made; half as much time as that of all calls is elsewhere."""
-    cells = dict(zip(TITLES, lever_cells(job(record())), strict=True))
+    cells = cells_of(record())
     assert cells["of that by bits"] == f"{1.5 / (0.5 + 0.5):.2f}x" and cells["by calls"] == f"{1.5 / (0.7 + 0.5):.2f}x"
     assert cells["speed-up"] == f"{1.5 / (0.35 + 0.5):.2f}x" and cells["calls"] == "14"
     assert cells["schedule"] == "ccrccr" and cells["beyond it"].startswith("-0.")
@@ -116,5 +105,5 @@ def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
 def test_precise_steps_have_their_gain_their_price_and_a_verdict(chosen, cell):
     of = record()
     of["levers"]["precise"] = chosen and {"tried": "cchh", "gain_db": [3.0, 2.0, 4.0], **chosen}
-    assert lever_cells(job(of))[TITLES.index("precise steps")] == cell
+    assert cells_of(of)["precise steps"] == cell
     assert all(word in run_table(of) for word in cell.split())

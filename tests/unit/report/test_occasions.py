@@ -10,8 +10,7 @@ from sd_quant.report.occasions import CALL, IMAGE, RECIPES, between, count_occas
 from sd_quant.report.run_table import run_table
 from sd_quant.report.timing import Timed, log_speedup_over
 
-from .sweeps import record_of, report_of
-from .timings import QUIET
+from .sweeps import QUIET, record_of, report_of
 
 pytestmark = pytest.mark.commit
 

@@ -10,7 +10,6 @@ from PIL import Image
 
 from sd_quant.report import drawing, plots
 from sd_quant.report.recommendation import Recommendation, recommend
-from sd_quant.report.sensitivity_plot import COLOURS, plot_sensitivity
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
@@ -236,11 +235,11 @@ CURVE = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / 
 def test_the_plot_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_path):
     """One layer costs nothing, on an axis that is logarithmic."""
     path, free = tmp_path / "plots" / "sensitivity.png", ROWS[0] | {"rank": 41, "network_error": 0.0, "kept": False}
-    plot_sensitivity([row for row in (*ROWS, free) if row["role"] != "qkv"], CURVE, path)
+    plots.plot_sensitivity([row for row in (*ROWS, free) if row["role"] != "qkv"], CURVE, path)
     assert [file.name for file in path.parent.iterdir()] == ["sensitivity.png"]
     with Image.open(path) as image:
         assert (image.format, image.size) == ("PNG", (1600, 600))
         bars = np.asarray(image.convert("RGB"))[:, :700]  # the left plot, without its legend at the right
-    for role, colour in COLOURS.items():
+    for role, colour in drawing.COLOURS.items():
         painted = (abs(bars - np.multiply(to_rgb(colour), 255)) < 2).all(axis=-1).sum()
         assert (painted > 500) == (role != "qkv"), role

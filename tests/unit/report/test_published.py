@@ -12,6 +12,8 @@ from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import as_markdown
 from sd_quant.report.timing import Timed
 
+from .sweeps import record_of
+
 pytestmark = pytest.mark.commit
 
 NEMO = HOME / "examples/published/nemo_docs.yaml"
@@ -20,17 +22,13 @@ PUBLISHED = read_published(NEMO, str(NEMO))
 
 def job(batch: int, framework: float | None, unquantized: float, quantized: float, weights: str = "int8"):
     sides = {"full_precision": {"p50_ms": unquantized}, "quantized": {"p50_ms": quantized}}
-    record = {
-        "knobs": {
-            "infer": {"engine": "openvino", "batch_size": batch, "steps": 5, "scale": 1.5, "width": 64, "height": 64},
-            "enable": {"conv": {"weight": weights}, "linear": {"weight": weights}},
-        },
-        "latency": {
-            "torch": {"image": {str(batch): {"full_precision": {"p50_ms": framework}}}},
-            "openvino": {"image": {str(batch): sides}},
-        },
-        "environment": {"machine": {"cpu": "<b>CPU", "usable_cores": 2, "gpus": []}, "versions": {"openvino": "1"}},
+    image = {"torch": {"full_precision": {"p50_ms": framework}}, "openvino": sides}
+    infer = {"engine": "openvino", "batch_size": batch, "steps": 5, "scale": 1.5, "width": 64, "height": 64}
+    record = record_of(37.0, 1.3, 0.6) | {
+        "knobs": {"infer": infer, "enable": dict.fromkeys(("conv", "linear"), {"weight": weights})},
+        "latency": {engine: {"image": {str(batch): each}} for engine, each in image.items()},
     }
+    record["environment"]["machine"]["cpu"] = "<b>CPU"
     return Job(f"batch_size={batch}", Path(), {}, "done", None, record)
 
 
@@ -100,7 +98,7 @@ def test_a_speed_up_over_the_unquantized_engine_has_its_interval():
 def test_what_differs_is_said():
     [table, _] = tables(job(1, 100.0, 50.0, 40.0))
     for text in ("at guidance_scale 1.5 here",
-                 "2 cores here, NVIDIA H100 there", "openvino 1 here, TensorRT 9.3.0 there", "steps: 5 here",
+                 "2 cores here, NVIDIA H100 there", "openvino 2026.4 here, TensorRT 9.3.0 there", "steps: 5 here",
                  "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
         assert text in table.caption
     assert r"\<b\>CPU" in as_markdown(table)

@@ -3,8 +3,6 @@
 import csv
 import json
 import pkgutil
-import sys
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,40 +19,16 @@ from .sweeps import change_record, report_of, write_job
 pytestmark = pytest.mark.commit
 
 
-def mean_difference(reference: np.ndarray, images: np.ndarray) -> list[float | None]:
-    """In levels; undefined for a second image that equals its reference."""
-    means = np.abs(reference.astype(float) - images).mean((1, 2, 3)).tolist()
-    return [value or None for value in means]
-
-
-def drift(reference: torch.Tensor, latents: torch.Tensor) -> list[float | None]:
-    return (reference - latents).abs().mean((0, *range(2, latents.ndim))).tolist()
-
-
 @pytest.fixture
-def added(monkeypatch) -> None:
-    """Two scores of the test's own."""
-    module = ModuleType("added_scores")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    scores = (
-        Score("difference", "mean difference", Against.IMAGES, "added_scores:mean_difference", "{:.3f}", "levels",
-              more_is_better=False, columns=("difference", "difference_worst"), undefined="it equals its reference"),
-        Score("drift", "drift", Against.LATENTS, "added_scores:drift", "{:.1f}", more_is_better=False,
-              columns=("drift",)),
-    )  # fmt: skip
-    for score, function in zip(scores, (mean_difference, drift), strict=True):
-        monkeypatch.setattr(module, score.function.partition(":")[2], function, raising=False)
+def run(monkeypatch, tmp_path):
+    """The folder of a run with two scores of the test's own, whose second image is identical."""
+    difference = Score("difference", "mean difference", Against.IMAGES, "", "{:.3f}", "levels", more_is_better=False,
+                       columns=("difference", "difference_worst"))  # fmt: skip
+    drift = Score("drift", "drift", Against.LATENTS, "", "{:.1f}", more_is_better=False, columns=("drift",))
+    for score in (difference, drift):
         monkeypatch.setitem(SCORES, score.key, score)
-
-
-@pytest.fixture
-def run(added, tmp_path):
-    """The folder of a run whose second image is identical."""
-    reference = np.full((2, 64, 64, 3), 100, np.uint8)
-    images = reference + np.array([3, 0], np.uint8).reshape(2, 1, 1, 1)
-    latents = torch.zeros(2, 3, 4, 8, 8)
-    scores = fidelity(reference, images, latents, latents + torch.arange(1, 4).reshape(3, 1, 1, 1))
-    return change_record(write_job(tmp_path / "run", size=64), {"fidelity": scores})
+    entry = {"mean": 3.0, "max": 3.0, "values": [3.0, None], "reason": "it equals its reference"}
+    return change_record(write_job(tmp_path / "run"), {"fidelity.difference": entry, "fidelity.drift": [1.0, 2.0, 3.0]})
 
 
 def test_an_added_score_is_in_the_table_of_a_run_in_the_summaries_and_on_the_page(run, without_plots):

@@ -12,8 +12,7 @@ from sd_quant.report.summary import read_sweep, write_summary
 from sd_quant.report.timing import log_speedup_over
 from tests.pasting import words_of
 
-from .sweeps import report_of
-from .timings import QUIET, timing
+from .sweeps import QUIET, report_of, timing
 
 pytestmark = pytest.mark.commit
 

@@ -19,7 +19,6 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, stored_bytes
 from sd_quant.quantization.low_rank import rank_of
-from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages import choose, load
 from sd_quant.stages import fit as stage
 from sd_quant.stages.load import Loaded, Offered
@@ -114,73 +113,6 @@ def test_a_budget_that_cannot_be_met_or_asks_for_nothing_is_refused_with_the_nea
     )
     with pytest.raises(ConfigError, match=f"expected from {least(given)} bytes"):
         stage.limit_of(loaded(budget=least(given) - 1))
-
-
-ERRORS = {
-    INT4: {"conv": 1e-3, "q": 0.3, "k": 1e-3, "out": 0.2},
-    INT8: {"conv": 1e-4, "q": 0.02, "k": 1e-4, "out": 0.01},
-}
-
-
-@pytest.fixture
-def derived(monkeypatch) -> list[tuple]:
-    """What is derived; errors of layers add up, in images to ten times as much for those of INT8."""
-    found = []
-
-    def assign(_, statistics, kept, recipes, because):
-        found.append((kept, recipes, because))
-        return recipes
-
-    def label_of(recipe) -> str:
-        return INT8 if recipe.enable.linear.weight == "int8" else INT4
-
-    def measure(_, recipes, *rest):
-        label = label_of(recipes["q"])
-        own = {name: ERRORS[label][name] for name in recipes}
-        return Sensitivity(own, [{"kept": 0, "relative_error": sum(error**2 for error in own.values()) ** 0.5}])
-
-    def squared_error_of(given, what):
-        (recipes,) = given.values()
-        rates = {INT4: 1, INT8: 100}
-        labels = {name: label_of(own) for name, own in recipes.items()}
-        return sum(rates[label] * ERRORS[label][name] ** 2 for name, label in labels.items())
-
-    monkeypatch.setattr(stage, "assign", assign)
-    monkeypatch.setattr(stage, "measure_sensitivity", measure)
-    monkeypatch.setattr(stage, "image_errors", lambda _: (squared_error_of, {}))
-    monkeypatch.setattr(
-        stage, "quantized_alone", lambda made, names: {name: own for name, own in made.items() if name in names}
-    )
-    return found
-
-
-def fitted_by(given: SimpleNamespace, folder: Path) -> stage.Fitted:
-    limited = stage.limit_of(given)
-    return stage.fit(given, None, limited, stage.measure_presets(given, None, limited.offers), folder)
-
-
-def test_the_layers_that_err_most_get_more_bits(derived, tmp_path):
-    """With room for two linears in INT8: those that read one input take it together, or not at all.
-
-    In images they err ten times as much. Still no other choice that fits is better.
-    """
-    recipe = loaded().recipe
-    int4, int8 = (stored_bytes(SHAPES["q"], "qkv", each) for each in (recipe, recipe.beside(INT8)))
-    given = loaded(budget=least(loaded()) + 2 * (int8 - int4) + 100)
-    found = fitted_by(given, tmp_path).entry()
-    kept, recipes, because = derived[-1]
-    assert kept == ["first", "proj"] and because == stage.LEFT
-    assert {name for name, recipe in recipes.items() if recipe.rank == 0} == {"q", "k"}
-    first = found["candidates"]["by layer"]
-    assert first["formats"] == {"unet": {INT4: 2, INT8: 2}}
-    assert first["expected_psnr"] == pytest.approx(first["psnr"])
-    assert first["psnr"] == pytest.approx(-10 * math.log10(1e-6 + 100 * (0.02**2 + 1e-8) + 0.2**2))
-    assert found["rates"] == pytest.approx({INT4: 1, INT8: 100})
-    assert found["limit_bytes"] == given.recipe.budget == first["weight_bytes"]["unet"] + 100
-    with (tmp_path / "budget.csv").open(newline="") as file:
-        rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert {name: row["chosen"] for name, row in rows.items()} == {"conv": INT4, "q": INT8, "k": INT8, "out": INT4}
-    assert rows["q"][f"network_error_{INT8}"] == "0.02" and int(rows["q"]["bytes_unquantized"]) == 2 * 64 * 64
 
 
 # All parts
