@@ -78,7 +78,7 @@ def targets_page() -> str:
 
 {MADE}
 What a tool opens and computes, by the facts with which [`hand_over`](hand_over.md) adapts a recipe. Single layers may
-still stay in fp16; the README of a result counts them with the reasons.
+still stay in fp16.
 
 ## Which target takes a preset
 
@@ -131,12 +131,11 @@ def opened_section() -> str:
     text = """
 ## Who has opened it
 
-`make programs-check` has each program open what is written of tiny checkpoints, of the first family in every preset
-that the target holds; [programs.tsv](../benchmarks/results/programs.tsv) has a line for each file, with the call that
-opened it. *Ok*: the program took every tensor, found every parameter, holds as many layers as quantized as were
-written, and computes what our reader predicts. *Layer* and *call* are the largest relative errors, in fp32: of a layer,
-and of a call of the denoiser, where an input that falls to the next code changes all behind it. *Image*: the lowest
-PSNR against the simulation's image.
+`make programs-check` has each program open exports of tiny checkpoints, of the first family in every preset that the
+target holds; [programs.tsv](../benchmarks/results/programs.tsv) has each file with the call that opened it. *Ok*: the
+program took every tensor, found every parameter, holds as many quantized layers as were written, and computes what our
+reader predicts. *Layer* and *call*: the largest relative errors, in fp32, of a layer and of a call of the denoiser.
+*Image*: the lowest PSNR against the simulation's image.
 
 | target | program | presets, families | layer | call | image | |
 |---|---|---|---|---|---|---|
