@@ -39,12 +39,7 @@ def test_the_main_job_reads_an_image_a_row(done, given, tmp_path):
     record = record_of(folder / "run")
     assert record["simulated"] is False and record["prompts"][0] == "make it yellow"
     named = {key for key in record["inputs"] if key.startswith(("infer.table", "model.calibration_table"))}
-    assert {
-        "infer.table",
-        "infer.table 1 image",
-        "model.calibration_table",
-        "model.calibration_table 16 image",
-    } <= named
+    assert {"infer.table", "infer.table 1 image", "model.calibration_table 16 image"} <= named
     parts = {path.name for path in (folder / "run/onnx").iterdir()}
     assert {"transformer", "vae", "vae_encoder"} <= parts and ("image_encoder" in parts) == (name == "wan")
     assert record["handed_over"]["diffusers_torchao"]["fidelity"]["psnr"]["mean"] > 20
