@@ -38,9 +38,12 @@ from sd_quant.stages.checks import (
     check_request,
     check_sizes,
     check_steps,
+    check_table,
     check_tile,
+    first_row,
     sides_of,
 )
+from sd_quant.stages.generate import pixels_of
 from sd_quant.stages.resources import (
     NOTHING,
     Needs,
@@ -174,10 +177,13 @@ def open_unchecked(model: Model) -> Session:
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
+    example = None if model.calibration_table is None else first_row(model)
+    check_table(input_path(model.path), model.given_arguments(), example)
     opened = open_observed(
         input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
-        model.arguments or {}, tuple(model.excluded), model.denoiser,
+        pixels_of(model.given_arguments()), tuple(model.excluded), model.denoiser,
         cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
+        examples={} if example is None else pixels_of(example.arguments),
     )  # fmt: skip
     check_parts_named(model.dtype, opened.parts())
     return opened
