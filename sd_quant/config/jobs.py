@@ -161,8 +161,10 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
     if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
     if isinstance(job, InferJob):
-        return parts_of(job.model.parts, job.model.encoder)
-    return parts_of(model["parts"], model["encoder"]) if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+        return parts_of(job.model.parts, job.model.encoder, job.model.controlnets)
+    if model:
+        return parts_of(model["parts"], model["encoder"], model["controlnets"])
+    return list(dict.fromkeys((*PART_NAMES, *job.files)))
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:

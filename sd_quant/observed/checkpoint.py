@@ -137,7 +137,9 @@ class ObservedCheckpoint:
             part = part_of(name, observed.signature, observed.rung, partial(self.build_one, name))
             contract, identity = replace(part.contract, axes=tuple(observed.axes.items())), asdict(observed.rung)
             refused = why_refused(observed.rung)
-            found[name] = replace(part, contract=contract, identity=json.dumps(identity), refused=refused)
+            conditions = name in self.observation.conditioners
+            own = {"identity": json.dumps(identity), "refused": refused, "in_steps": conditions}
+            found[name] = replace(part, contract=contract, **own)
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:

@@ -54,6 +54,7 @@ REFERENCE = {  # knobs that decide full precision's images, by section; samplers
     "model": ("arguments", "max_sequence_length"),
 }
 FILES = ("image", "mask", "latents")  # knobs of infer that name a file, which the record's inputs have by its hash
+CONTROL = "control "  # begins such names of condition images
 
 
 class Run(NamedTuple):
@@ -192,7 +193,8 @@ def check_comparable(run: Run, baseline: Run) -> None:
     }
     for section, names in REFERENCE.items():
         pairs |= {f"{section}.{name}": tuple(at(each, "knobs", section, name) for each in (a, b)) for name in names}
-    for name in FILES:
+    controls = {name for each in (a, b) for name in at(each, "inputs") or () if name.startswith(CONTROL)}
+    for name in (*FILES, *sorted(controls)):
         hashes = (at(each, "inputs", name, "sha256") for each in (a, b))
         pairs[f"infer.{name}"] = tuple(
             sha256 or at(each, "knobs", "infer", name) for each, sha256 in zip((a, b), hashes, strict=True)

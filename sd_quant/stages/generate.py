@@ -1,16 +1,21 @@
 """Images by the knobs of ``infer``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from sd_quant.calibration.prompts import KEPT, write_prompts
 from sd_quant.config import Infer, Model, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
+from sd_quant.files.images import read_fitted
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.pipeline import ByBatch, Generated, Pipeline, Sampling, in_turn
 from sd_quant.inference.source_images import SourceImages, read_source
+from sd_quant.knobs import check
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.places import input_path
 from sd_quant.progress import progress
@@ -22,6 +27,7 @@ def sampling_of(infer: Infer) -> Sampling:
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
         sizes_of(infer) if infer.sizes else None, infer.vae_tile,
+        arguments=conditions_of("infer.control", infer.control, infer.width, infer.height, infer.num_samples),
     )  # fmt: skip
 
 
@@ -56,6 +62,28 @@ def images_of(
     images = image_files(f"{knobs}image", input_path(image))
     masks = None if mask is None else mask_files(f"{knobs}mask", input_path(mask), images)
     return read_source(images, masks, width, height, strength)
+
+
+def conditions_of(
+    knob: str, control: Sequence[str], width: int, height: int, samples: int = 1
+) -> list[dict[str, Any]] | None:
+    """The condition images in turn, each for ``samples`` images, as arguments of the pipeline's call; None without any.
+
+    A ControlNet with one image has it for all. Raises ConfigError for different numbers of images, and what
+    ``read_fitted`` raises.
+    """
+    if not control:
+        return None
+    each = [image_files(knob, input_path(path)) for path in control]
+    count = max(map(len, each))
+    for path, files in zip(control, each, strict=True):
+        check(len(files) in (1, count), knob, f"{path} with {len(files)} images", f"{count}, as another has, or one")
+    found = []
+    for number in range(count):
+        read = [read_fitted(files[number % len(files)], width, height, "RGB")[0] for files in each]
+        images = list(map(Image.fromarray, read))
+        found += [{"image": images if len(images) > 1 else images[0]}] * samples
+    return found
 
 
 def latents_of(infer: Infer) -> Tensor | None:

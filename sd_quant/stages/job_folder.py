@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from sd_quant import report, stages
-from sd_quant.config import Model, QuantizeJob, deciding, lora_of
+from sd_quant.config import Model, QuantizeJob, controls_by_name, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -41,7 +41,9 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     inputs = job.model.inputs()
     if job.quantize.calibration is None:
         names = ("calibration_prompts", "calibration_image", "calibration_mask")
-        inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
+        given = {name: path for name in names if (path := getattr(job.model, name))}
+        given |= controls_by_name("calibration_control", job.model.calibration_control)
+        inputs |= {name: input_path(path) for name, path in given.items()}
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
@@ -72,7 +74,9 @@ def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
     names = ("path", "vae", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
-    knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
+    for name in ("loras", "controlnets"):
+        knobs[name] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, knobs[name])]
+    knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
 
 

@@ -46,7 +46,7 @@ def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path
     infer = knobs.infer
     same = (
         infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
-        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+        infer.image, infer.mask, infer.strength, infer.control,  # by which an image takes fewer steps, and an encoder beside them
         knobs.compiled_baseline,
     )  # fmt: skip
     runtimes = str(versions("torch", RUNTIMES[infer.engine].package))

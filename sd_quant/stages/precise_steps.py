@@ -30,7 +30,7 @@ from sd_quant.simulation.sensitivity import Switched
 from sd_quant.source import source_digest
 from sd_quant.stages.assign import measure_sensitivity
 from sd_quant.stages.compare import CallsOfAnImage, KeptOutputs
-from sd_quant.stages.generate import calibration_source_of, recipe_sampling
+from sd_quant.stages.generate import calibration_source_of, conditions_of, recipe_sampling
 from sd_quant.stages.latency import costs_of
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
@@ -44,10 +44,11 @@ Control = Callable[[float], Latents | None]
 
 def choosing_sampling(job: QuantizeJob) -> Sampling:
     """The recipe's sampling for the prompts by which a schedule is chosen."""
-    infer, recipe = job.infer, job.quantize
+    infer, recipe, model = job.infer, job.quantize, job.model
+    control = conditions_of("model.calibration_control", model.calibration_control, infer.width, infer.height)
     return replace(
         recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
-        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
+        source=calibration_source_of(model, infer), negative_prompts=infer.negative_prompts(), arguments=control,
     )  # fmt: skip
 
 
