@@ -203,7 +203,8 @@ def collect_segment(
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
-    unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
+    encodes = sampling.source is not None or isinstance(checkpoint.family, Observed)
+    unused = {"vae"} if encodes else {"vae", VAE_ENCODER}
     decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
     used = [part for part in model.parts if part not in unused or part == decoder]
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}

@@ -102,7 +102,7 @@ def collect_parts(
     denoised = observed or (DECODER in names and not known)
     left_out = set() if denoised else {checkpoint.family.DENOISER, DECODER}
     used = [part for part in model.parts if part in names or part not in left_out]
-    if sampling.source is None:
+    if sampling.source is None and not observed:
         used = [part for part in used if part != VAE_ENCODER]
     with on_device(fabric, model, used), ExitStack() as stack:
         networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in names}

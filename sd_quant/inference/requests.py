@@ -9,11 +9,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
+from sd_quant.files.given_images import fitted
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
@@ -37,6 +39,8 @@ def request(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a pipeline's call, of those that its class knows.
 
+    Images among the ``arguments`` are fitted to the run's size, but those that ``style`` keeps as they are. One image,
+    or negative prompt, is for all prompts of a batch; a list has one for each, or several for one prompt.
     Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
     """
     known = inspect.signature(type(pipe).__call__).parameters
@@ -44,10 +48,18 @@ def request(
     given = {
         "prompt": list(run.prompts) if style.batched else run.prompts[0], "width": run.width, "height": run.height,
         "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
-        "generator": generators if style.each else generators[0],
+        "generator": generators if style.each else generators[0], "max_area": run.width * run.height,
     }  # fmt: skip
+    arguments = {
+        name: value if name in style.keeps else fitted(value, run.width, run.height)
+        for name, value in arguments.items()
+    }
     if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
-        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
+        arguments["negative_prompt"] = [text] * len(run.prompts)
+    if style.batched and len(run.prompts) > 1:
+        arguments |= {
+            name: [value] * len(run.prompts) for name, value in arguments.items() if isinstance(value, Image.Image)
+        }
     if "prompt" not in known:
         given["batch_size"] = len(run.prompts)
     if unknown := sorted(arguments.keys() - known.keys()):
@@ -67,8 +79,9 @@ def request(
     ]  # fmt: skip
     if missing:
         raise ConfigError(
-            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, expected a pipeline that makes images "
-            "of a prompt or of nothing; give values of it in model.arguments, if they are numbers or texts"
+            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, and nothing gives it; state it in "
+            f"model.arguments={{{missing[0]}: <a number, a text or the file of an image>}}, or give tables with a "
+            "column of that name, model.calibration_table and infer.table"
         )
     return taken
 

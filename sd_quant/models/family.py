@@ -74,10 +74,11 @@ def family_named(name: str) -> Family:
 
 @dataclass(frozen=True)
 class Style:
-    """How a pipeline takes prompts and noise."""
+    """How a pipeline takes prompts, noise and images."""
 
     batched: bool = True  # a list of prompts; False: one prompt
     each: bool = True  # a generator for each image; False: one for all
+    keeps: tuple[str, ...] = ()  # arguments whose images have sizes of their own; others get that of what is made
 
 
 @dataclass(frozen=True)

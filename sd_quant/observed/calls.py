@@ -81,7 +81,14 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and values of a container; None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
+    if is_distribution(value):
+        return [("parameters", value.parameters)]
     return list(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+def is_distribution(value: Any) -> bool:
+    """Whether a value is what an autoencoder's encoder returns, a distribution of latents that one tensor describes."""
+    return isinstance(getattr(value, "parameters", None), Tensor)
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
@@ -131,7 +138,7 @@ def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) ->
     if found is None or not any(True for _ in tensors_in(value)):
         return leaf(value, path)
     trees = [(key, tree_of(child, leaf, (*path, key))) for key, child in found]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or is_distribution(value):
         return {"dict": {str(key): tree for key, tree in trees}, **class_of(value)}
     return {"list" if isinstance(value, list) else "tuple": [tree for _, tree in trees]}
 
@@ -141,10 +148,11 @@ def output_class(name: str) -> type:
 
     The name may come from a file that others can write.
     """
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.utils import BaseOutput
     from transformers.utils import ModelOutput
 
-    root, accepted = name.partition(".")[0], (BaseOutput, ModelOutput)
+    root, accepted = name.partition(".")[0], (BaseOutput, ModelOutput, DiagonalGaussianDistribution)
     found = resolve_name(name) if root in LIBRARIES else None
     if not (isinstance(found, type) and issubclass(found, accepted)):
         raise SdQuantError(
@@ -156,7 +164,7 @@ def output_class(name: str) -> type:
 def class_of(value: Any) -> dict[str, str]:
     """Returns the class of an output with attributes, as ``module:name``; nothing for a plain dictionary."""
     kind = type(value)
-    return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) else {}
+    return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) or is_distribution(value) else {}
 
 
 def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:

@@ -55,7 +55,8 @@ ENCODERS = set(
     "qwen3 qwen3_vl siglip smollm3 t5 t5gemma t5gemma2 umt5".split()
 )
 ELSEWHERE = ("backbone", "use_pretrained_backbone", "use_timm_backbone")  # entries that name a network on a hub
-NOT_WANTED = ("safety_checker", "feature_extractor", "image_encoder", "watermark")  # parts that a pipeline may lack
+NOT_WANTED = ("safety_checker", "watermark")  # parts that a pipeline may lack
+OF_IMAGES = ("feature_extractor", "image_encoder")  # likewise, where no image is given
 OTHER_MEDIA = {"audio": ("audio", "music", "sound", "speech"), "3D": ("shape", "mesh", "3d")}
 CONFIGS = (
     "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
@@ -108,16 +109,19 @@ def read_index(path: Path) -> tuple[type, dict[str, Any]]:
     return kind, index
 
 
-def components_of(path: Path, kind: type, index: Mapping[str, Any]) -> dict[str, Component]:
+def components_of(path: Path, kind: type, index: Mapping[str, Any], images: bool = False) -> dict[str, Component]:
     """Returns the components that the pipeline is made of by name, without those that it may lack.
+
+    Those that read images are among them where it is given ``images``.
 
     Raises ConfigError for a class that is none of diffusers' or transformers' networks, schedulers, tokenizers and
     processors; ArtifactError where the index has no network at all or no scheduler.
     """
     taken, found = inspect.signature(kind.__init__).parameters, {}
+    unwanted = NOT_WANTED if images else (*NOT_WANTED, *OF_IMAGES)
     for name, described in index.items():
         named = isinstance(described, list) and len(described) == 2 and all(described)
-        if name not in taken or not named or (name in NOT_WANTED and name not in needed(kind)):
+        if name not in taken or not named or (name in unwanted and name not in needed(kind)):
             continue
         library, class_name = map(str, described)
         found[name] = Component(name, *public_class(path, name, library, class_name))

@@ -165,7 +165,9 @@ class Needs:
 
 def test_a_pipeline_that_wants_an_image_is_refused():
     run = Run("base", ["a"], 64, 64)
-    with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, expected a pipeline that makes"):
+    with pytest.raises(
+        ConfigError, match=r"Needs takes image, ratio beside a prompt, and nothing gives it; state it in"
+    ):
         request(Needs(), run, 5.0, 2, {}, [0], Style())
     given = request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style())
     assert given.keys() == {"prompt", "image", "ratio"}
