@@ -12,7 +12,7 @@ from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
-from sd_quant.config.targets import check_consumers, check_fused, check_targets
+from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.files import check_replaceable, check_writable
@@ -141,6 +141,7 @@ class HandOverJob:
         job = recipe_of_run(self.run, self.cache)
         check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize, job.mixed())
         check_fused("to", self.targets(), job.quantize)
+        check_uncontrolled("to", self.targets(), job.model.controlnets, job.quantize)
         self.cache.check_files()
         check_consumers(self.targets())
 

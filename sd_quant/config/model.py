@@ -150,7 +150,9 @@ class Model:
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         for path, _ in map(lora_of, self.controlnets):
-            known = (existing("model.controlnets", path, "the path of a folder, or folder:scale") / "config.json").is_file()
+            known = (
+                existing("model.controlnets", path, "the path of a folder, or folder:scale") / "config.json"
+            ).is_file()
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
         check_control_files("model.calibration_control", self.calibration_control)
@@ -163,7 +165,10 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
 
 
 def lora_of(stated: str) -> tuple[str, float]:
-    """Split an entry of ``model.loras``, or of ``model.controlnets``, into path and strength. Raises ValueError for a strength that is no number."""
+    """Split an entry of ``model.loras``, or of ``model.controlnets``, into path and strength.
+
+    Raises ValueError for a strength that is no number.
+    """
     path, colon, strength = stated.rpartition(":")
     return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 

@@ -90,7 +90,7 @@ class ControlNetPart(nn.Module):
 
 
 class ControlledPart(nn.Module):
-    """A denoiser's part whose UNet, ``unet`` by name, gets residuals too: ``residuals`` are the names of these inputs."""
+    """A denoiser's part whose UNet, ``unet`` by name, gets residuals too: inputs of the names ``residuals``."""
 
     def __init__(self, part: nn.Module, unet: str, inputs: Sequence[str], residuals: Sequence[str]):
         super().__init__()
@@ -170,7 +170,7 @@ def unguessed(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def with_controlnets(parts: dict[str, Part], denoiser: str, controlnets: ControlNets) -> dict[str, Part]:
-    """Returns the parts of a checkpoint, its ``denoiser`` with the residuals as inputs, and the ControlNets as the last."""
+    """Returns the parts of a checkpoint, its ``denoiser`` with residuals as inputs, and the ControlNets last."""
     if not controlnets:
         return parts
     plain = parts[denoiser]

@@ -99,7 +99,7 @@ StandIn = Callable[[str, nn.Module], Any]
 
 
 def remade(name: str, pipe: Any, **others: Any) -> Any:
-    """Returns a pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``, and others."""
+    """Returns a pipeline of diffusers' class ``name`` with the components and configuration of ``pipe``, and others."""
     import diffusers
 
     kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components, **others}

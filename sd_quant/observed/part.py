@@ -4,8 +4,7 @@ The graph's module takes one tensor an input, puts the arguments of the observed
 itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial

@@ -680,7 +680,10 @@ def base_sha256(made: Mapping[str, Any]) -> str | None:
     These are another autoencoder, and ControlNets with their scales. ``made`` as for ``weights_sha256``.
     """
     inputs = at(made, "inputs") or {}
-    own, names = at(inputs, "checkpoint", "sha256"), [name for name in inputs if name == VAE or name.startswith(CONTROLNET)]
+    own, names = (
+        at(inputs, "checkpoint", "sha256"),
+        [name for name in inputs if name == VAE or name.startswith(CONTROLNET)],
+    )
     others = [each for name in names for each in (name, at(inputs, name, "sha256"))]
     return digest(json.dumps([own, *others])) if own and others else own
 

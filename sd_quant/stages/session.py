@@ -172,7 +172,8 @@ def open_unchecked(model: Model) -> Session:
     return Session(open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder, dtypes=model.dtype,
-        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None, controlnets=model.opened_controlnets(),
+        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None,
+        controlnets=model.opened_controlnets(),
     ))  # fmt: skip
 
 
