@@ -70,7 +70,8 @@ def calibrate_parts(
         for part, layers in names.items() if cache else ():
             summed = hessians.get(part, NO_HESSIANS)
             made_from = origin(checkpoint_sha256, layers, sampling, fabric.device.type, summed)
-            kept = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
+            made_from |= {"inputs": inputs, "part": part, "of_parts": source}
+            kept = Entries(cache, made_from, sampling.texts_of(prompts))
             if lockable(kept.folder):
                 stack.enter_context(locked(kept.folder / ".lock", "waiting for another process, as it calibrates"))
                 entries[part] = kept

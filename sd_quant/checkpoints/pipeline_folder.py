@@ -37,7 +37,7 @@ def copy_files(source: Path, target: Path, without: str | None = None) -> None:
 def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
     """Writes model_index.json, scheduler, tokenizers, configs and all weights except those of ``components``.
 
-    ControlNets are left out. Raises ArtifactError for a vocabulary that is not CLIP's and ResourceError when the disk is
+    ControlNets are left out. Raises ArtifactError for a vocabulary that is not CLIP's, ResourceError when the disk is
     full.
     """
     checkpoint = without_controlnets(checkpoint)

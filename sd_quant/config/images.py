@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
 from sd_quant.config.model import check_control_files, check_source_files, controls_by_name
 from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
@@ -21,6 +22,7 @@ from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
 AUTO = "auto"
+TABLE = "infer.table"
 # of the recipe's images alone
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
@@ -44,6 +46,9 @@ class Infer:
     sizes: Annotated[Sizes, "sizes that the images take in turn; null: infer.width x infer.height, as timed calls"]
     batch_size: Annotated[int, COUNT, "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a file: a prompt a line, or a data set's table or JSON"]
+    table: Annotated[
+        str | None, "a table of calls, columns named as arguments: prompt, image, ...; null: prompts alone"
+    ]
     num_prompts: Annotated[
         int | None, COUNT, "prompts drawn at random from that file, evenly over its categories; null: all"
     ]
@@ -130,6 +135,9 @@ class Infer:
         if not isinstance(self.prompts, str):
             for name in ("num_prompts", "prompts_category"):
                 yield name, None, "infer.prompts is a list and names no file"
+        if self.table is not None:
+            for name in ("num_prompts", "prompts_category", "latents", "image"):
+                yield name, None, "infer.table has the calls of all images, in its order"
         if self.num_prompts is None:
             yield "prompts_seed", 0, "without infer.num_prompts nothing is drawn"
         if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
@@ -234,7 +242,9 @@ class Infer:
     def inputs(self) -> dict[str, Path]:
         """Return the files and folders that images start from, by their names in a record."""
         found = {name: path for name in ("latents", "image", "mask") if (path := getattr(self, name))}
-        return {name: input_path(path) for name, path in (found | controls_by_name("control", self.control)).items()}
+        found |= controls_by_name("control", self.control)
+        files = {name: input_path(path) for name, path in found.items()}
+        return files | (files_by_row(TABLE, input_path(self.table)) if self.table else {})
 
     def prompt_list(self) -> list[str]:
         """Return every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
@@ -263,6 +273,8 @@ class Infer:
 
     def distinct_prompts(self) -> list[Prompt]:
         """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
+        if (rows := self.rows()) is not None:
+            return [Prompt(row.prompt or "") for row in rows]
         if not isinstance(self.prompts, str):
             expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
             check(bool(self.prompts), "infer.prompts", "an empty list", expected)
@@ -273,6 +285,10 @@ class Infer:
         expected = f"at most {len(prompts)}, which {self.prompts} has"
         check(self.num_prompts <= len(prompts), "infer.num_prompts", self.num_prompts, expected)
         return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
+
+    def rows(self) -> list[Row] | None:
+        """Return the rows of ``table``, one for each image of one sample; None without one. Raises ConfigError."""
+        return None if self.table is None else read_rows(TABLE, input_path(self.table))
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
         """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""

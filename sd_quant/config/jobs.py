@@ -77,6 +77,7 @@ class InferJob:
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
+        self.model.calibration_table = self.infer.table or self.model.calibration_table  # whose columns are observed
 
     def check_files(self) -> None:
         """Choose the engine for ``infer=auto`` by the files, then raise SdQuantError for what is missing or damaged."""
@@ -111,6 +112,7 @@ class JudgeJob:
         )
         check(self.infer.engine == "torch", "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
+        self.model.calibration_table = self.infer.table or self.model.calibration_table  # whose columns are observed
 
     def check_files(self) -> None:
         self.model.check_files()

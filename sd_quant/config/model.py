@@ -6,16 +6,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
-from sd_quant.files.image_files import image_files, mask_files
+from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
 from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
 from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes, controlnet_names
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import CONTROLNET, LORA, VAE
+
+CALIBRATION_TABLE = "model.calibration_table"
 
 
 @dataclass(slots=True)
@@ -46,10 +48,13 @@ class Model:
     ]
     max_sequence_length: Annotated[int | None, COUNT, "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
+    calibration_table: Annotated[
+        str | None, "a table of calls to calibrate on, columns named as arguments; null: calibration_prompts"
+    ]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
     arguments: Annotated[
         dict[str, int | float | bool | str | list[int] | list[float] | list[str] | None] | None,
-        "further arguments of the pipeline's call, such as num_frames",
+        "further arguments of the pipeline's call, such as num_frames, or files of images",
     ]
     excluded: Annotated[list[str], "patterns of layers that stay in high precision beside those that are observed"]
     denoiser: Annotated[str | None, "which of a pipeline's denoisers is quantized; null: the first that it calls"]
@@ -112,6 +117,7 @@ class Model:
             yield "arguments", None, because
             yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
             yield "denoiser", None, f"{because}; this family has one denoiser"
+            yield "calibration_table", None, because
         else:
             yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
@@ -132,7 +138,14 @@ class Model:
         others = {VAE: input_path(self.vae)} if self.vae else {}
         for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
             others[f"{CONTROLNET}{index} at {scale!r}"] = path
-        return {"checkpoint": input_path(self.path), **others, **loras}
+        own = {"checkpoint": input_path(self.path), **others, **loras}
+        return own | named_files("argument", self.given_arguments())
+
+    def given_arguments(self) -> dict[str, Any]:
+        """Return ``arguments`` with files for images. Raises ConfigError for one that is missing."""
+        return {
+            name: files_of("model.arguments", name, value, input_path) for name, value in (self.arguments or {}).items()
+        }
 
     def check_files(self) -> None:
         """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
@@ -156,6 +169,7 @@ class Model:
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
         check_control_files("model.calibration_control", self.calibration_control)
+        self.given_arguments()
 
 
 def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:

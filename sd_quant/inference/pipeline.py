@@ -8,6 +8,7 @@ few operations on latents a step. The roads not taken are a loop of our own, whi
 for every family, scheduler and autoencoder, and to cut each class into its phases, which takes a file for each family.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -129,6 +130,13 @@ class Sampling:
             name: [row[name] for row in rows] if isinstance(value, str) or has_images(value) else value
             for name, value in rows[0].items()
         }
+
+    def texts_of(self, prompts: Sequence[str]) -> list[str]:
+        """What tells the images of ``prompts`` apart, where settings are the same: a prompt, with its arguments."""
+        if self.arguments is None:
+            return list(prompts)
+        of_each = [json.dumps(identities(self.arguments_of([number]))) for number in range(len(prompts))]
+        return [f"{prompt}\n{own}" for prompt, own in zip(prompts, of_each, strict=True)]
 
     def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
         """The negative prompts of the images with these ``numbers``."""

@@ -1,7 +1,7 @@
 """The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -62,16 +62,7 @@ def request(
         }
     if "prompt" not in known:
         given["batch_size"] = len(run.prompts)
-    if unknown := sorted(arguments.keys() - known.keys()):
-        raise ConfigError(
-            f"model.arguments has {unknown[0]}, which {type(pipe).__name__} does not take; it takes "
-            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
-        )
-    if decided := sorted(arguments.keys() & DECIDED):
-        raise ConfigError(
-            f"model.arguments has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number "
-            "of images have knobs of their own; leave it out"
-        )
+    check_taken(type(pipe), "model.arguments", arguments)
     taken = {name: value for name, value in {**given, **arguments}.items() if name in known}
     missing = [
         name for name, each in known.items()
@@ -84,6 +75,21 @@ def request(
             "column of that name, model.calibration_table and infer.table"
         )
     return taken
+
+
+def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
+    """Raises ConfigError for arguments that ``where`` has, and a pipeline's call does not take, or knobs decide."""
+    known = inspect.signature(kind.__call__).parameters
+    if unknown := sorted(set(names) - known.keys()):
+        raise ConfigError(
+            f"{where} has {unknown[0]}, which {kind.__name__} does not take; it takes "
+            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
+        )
+    if decided := sorted(set(names) & DECIDED):
+        raise ConfigError(
+            f"{where} has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number of "
+            "images have knobs of their own; leave it out"
+        )
 
 
 @contextmanager

@@ -366,13 +366,12 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
 
     Things that are neither tensors nor constants, such as a cache, are left out, and noted.
     """
-    results: list[str] = []
+    results: dict[int, str] = {}  # by the tensor's identity: an encoder returns its last hidden state twice
     notes = list(signature.notes)
 
     def leaf(value: Any, path: tuple) -> Tree:
         if isinstance(value, Tensor):
-            results.append(identifier(("out", *path)))
-            return {"tensor": results[-1]}
+            return {"tensor": results.setdefault(id(value), identifier(("out", *path)))}
         try:
             return {"constant": encoded(value, path)}
         except ArtifactError:
@@ -382,9 +381,9 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
     tree = tree_of(output, leaf)
     if not results:
         raise ArtifactError(f"the network returns a {type(output).__name__} without a tensor; it cannot be exported")
-    return replace(signature, outputs=tree, results=tuple(results), notes=tuple(notes))
+    return replace(signature, outputs=tree, results=tuple(results.values()), notes=tuple(notes))
 
 
 def result_tensors(output: Any) -> tuple[Tensor, ...]:
     """Returns the tensors of what a network returned, in the order of ``Signature.results``."""
-    return tuple(tensor for _, tensor in tensors_in(output))
+    return tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())

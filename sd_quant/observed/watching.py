@@ -126,7 +126,7 @@ class Stand(EngineNetwork):
         empty = any(parameter.is_meta for parameter in network.parameters())
         with torch.no_grad():
             if empty:
-                output = pytree.tree_map(partial_random, shapes_of_output(network, method, args, kwargs))
+                output = partial_random(shapes_of_output(network, method, args, kwargs))
             else:
                 output = getattr(network, method)(*args, **kwargs)
         self.answers.setdefault(method, output)
@@ -153,15 +153,22 @@ def to_meta(values: Any) -> Any:
     return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
 
 
-def partial_random(value: Any) -> Any:
-    """Returns small random numbers in place of a tensor without numbers, and of a distribution's."""
-    if is_distribution(value):
-        return type(value)(partial_random(value.parameters))
-    if not (isinstance(value, Tensor) and value.is_meta):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
-    return torch.zeros(value.shape, dtype=value.dtype)
+def partial_random(values: Any) -> Any:
+    """Returns nested values with small random numbers in place of tensors without numbers; one tensor stays one."""
+    drawn: dict[int, Any] = {}
+
+    def draw(value: Any) -> Any:
+        if is_distribution(value):
+            return type(value)(draw(value.parameters))
+        if not (isinstance(value, Tensor) and value.is_meta):
+            return value
+        if id(value) not in drawn:
+            zeros = torch.zeros(value.shape, dtype=value.dtype)
+            random = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
+            drawn[id(value)] = random if value.is_floating_point() else zeros
+        return drawn[id(value)]
+
+    return pytree.tree_map(draw, values)
 
 
 @contextmanager

@@ -84,9 +84,10 @@ def command_of(job: Job, unquantized: bool) -> str:
         chosen = {"schedule": schedule} if (schedule := at(job.record, "levers", "schedule")) else {}
         values |= {name: at(infer, name) for name in LEVERS} | chosen
     prompt = next(iter(at(job.record, "prompts") or []), "what the image shows")
+    table = at(infer, "table")  # has the prompts of a pipeline that takes images
     return pasted(
         "infer", f"run={literal(shown(job.directory))}", *(["variant=full_precision"] if unquantized else []),
-        f"prompts=[{literal(one_line(prompt))}]",
+        f"infer.table={literal(table)}" if table else f"prompts=[{literal(one_line(prompt))}]",
         *(f"infer.{name}={written(value)}" for name, value in values.items() if value is not None),
     )  # fmt: skip
 

@@ -3,19 +3,27 @@
 Only ``session`` calls them.
 """
 
+import inspect
 import re
+from collections.abc import Collection
+from pathlib import Path
 
+from sd_quant.calibration.call_tables import Row, read_rows
 from sd_quant.checkpoints.lora import bundled_words, open_lora
-from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
+from sd_quant.config.images import TABLE
 from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.requests import check_taken
 from sd_quant.knobs import check
-from sd_quant.models import FAMILIES, LATENT_FACTOR
+from sd_quant.models import FAMILIES, LATENT_FACTOR, OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
-from sd_quant.stages.generate import calibration_source_of, conditions_of, latents_of, source_of
+from sd_quant.observed.opening import read_index
+from sd_quant.places import input_path
+from sd_quant.stages.generate import calibration_source_of, calls_of, conditions_of, latents_of, source_of
 
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
@@ -45,8 +53,9 @@ def check_request(model: Model, infer: Infer) -> None:
     latents_of(infer)
     source_of(infer)
     calibration_source_of(model, infer)
-    conditions_of("infer.control", infer.control, infer.width, infer.height)
-    conditions_of("model.calibration_control", model.calibration_control, model.width, model.height)
+    conditions_of("infer.control", infer.control)
+    conditions_of("model.calibration_control", model.calibration_control)
+    check_calls(model, infer)
 
 
 def check_controls(model: Model, infer: Infer) -> None:
@@ -66,6 +75,42 @@ def check_controls(model: Model, infer: Infer) -> None:
             check(image is None, name, image, f"null, because images with {knob} begin with noise here")
         expected = "1, because several ControlNets take the condition images of one prompt at a time"
         check(nets == 1 or infer.batch_size == 1, "infer.batch_size", infer.batch_size, expected)
+
+
+def check_calls(model: Model, infer: Infer) -> None:
+    """Raises SdQuantError for a table of calls whose images cannot be read, or has others than calibration's."""
+    if infer.table is None:
+        return
+    check(model.family == OBSERVED, TABLE, infer.table, "null, because tables of calls are for model=diffusers alone")
+    rows, columns = infer.rows() or [], columns_of(model)
+    found = sorted(rows[0].arguments)
+    expected = f"columns {', '.join(columns)} as model.calibration_table has, because each is observed"
+    check(found == columns, TABLE, f"a table with {', '.join(found)}", expected)
+    check("negative_prompt" not in found or infer.negative_prompt is None, "infer.negative_prompt",
+          infer.negative_prompt, "null, because infer.table has a column of this name")  # fmt: skip
+    calls_of(rows)
+
+
+def columns_of(model: Model) -> list[str]:
+    """The columns of the table that calibration makes calls of, by name."""
+    table = model.calibration_table
+    return [] if table is None else sorted(read_rows(CALIBRATION_TABLE, input_path(table))[0].arguments)
+
+
+def check_table(path: Path, arguments: Collection[str], example: Row | None) -> None:
+    """Raises ConfigError for a table whose columns are not what the pipeline in the folder at ``path`` takes.
+
+    ``arguments`` are those of all calls, ``example`` is a row of the table; None: there is none.
+    """
+    if example is None:
+        return
+    kind, _ = read_index(path)
+    check_taken(kind, CALIBRATION_TABLE, example.arguments)
+    both = sorted(example.arguments.keys() & set(arguments))
+    check(not both, "model.arguments", f"with {both[:1]}", f"others than the columns of {CALIBRATION_TABLE}")
+    takes, has = "prompt" in inspect.signature(kind.__call__).parameters, example.prompt is not None
+    expected = f"one, because {kind.__name__} takes a prompt" if takes else f"none, because {kind.__name__} takes none"
+    check(has == takes, CALIBRATION_TABLE, f"{'with' if has else 'without'} a column prompt", expected)
 
 
 def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:

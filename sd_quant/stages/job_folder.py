@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from sd_quant import report, stages
-from sd_quant.config import Model, QuantizeJob, controls_by_name, deciding, lora_of
+from sd_quant.calibration.call_tables import files_by_row
+from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -44,6 +45,9 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
         given = {name: path for name in names if (path := getattr(job.model, name))}
         given |= controls_by_name("calibration_control", job.model.calibration_control)
         inputs |= {name: input_path(path) for name, path in given.items()}
+        if job.model.calibration_table is not None:
+            inputs.pop("calibration_prompts")
+            inputs |= files_by_row(CALIBRATION_TABLE, input_path(job.model.calibration_table))
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
@@ -72,12 +76,23 @@ def kept_knobs(job: QuantizeJob) -> dict:
 
 def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
-    names = ("path", "vae", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
+    names = (
+        "path", "vae", "calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "prompts"
+    )  # fmt: skip
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
+    if model.arguments is not None:
+        knobs["arguments"] = {name: lasting_files(value) for name, value in model.given_arguments().items()}
     for name in ("loras", "controlnets"):
         knobs[name] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, knobs[name])]
     knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
+
+
+def lasting_files(value: Any) -> Any:
+    """The value of an argument of a pipeline's call, its files as absolute paths."""
+    if isinstance(value, list):
+        return [lasting_files(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def fingerprint_of(job: QuantizeJob, facts: dict) -> str:

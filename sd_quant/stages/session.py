@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from sd_quant.cache import Cache
+from sd_quant.calibration.call_tables import read_rows
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
-from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
+from sd_quant.config import CALIBRATION_TABLE, CacheFolder, Infer, Model, Quantize, sizes_of
 from sd_quant.config.model import check_parts_named
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
@@ -39,9 +40,11 @@ from sd_quant.stages.checks import (
     check_request,
     check_sizes,
     check_steps,
+    check_table,
     check_tile,
     sides_of,
 )
+from sd_quant.stages.generate import pixels_of
 from sd_quant.stages.resources import (
     NOTHING,
     Needs,
@@ -179,10 +182,14 @@ def open_unchecked(model: Model) -> Session:
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
+    table = model.calibration_table
+    example = None if table is None else read_rows(CALIBRATION_TABLE, input_path(table))[0]
+    check_table(input_path(model.path), model.given_arguments(), example)
     opened = open_observed(
         input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
-        model.arguments or {}, tuple(model.excluded), model.denoiser,
+        pixels_of(model.given_arguments()), tuple(model.excluded), model.denoiser,
         cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
+        examples={} if example is None else pixels_of(example.arguments),
     )  # fmt: skip
     check_parts_named(model.dtype, opened.parts())
     return opened
