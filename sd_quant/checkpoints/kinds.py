@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from sd_quant.checkpoints.accepted import INDEX, check_kind
+from sd_quant.checkpoints.controlnet import with_controlnets
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
 from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo
@@ -30,6 +31,7 @@ def open_checkpoint(
     dtypes: Dtypes = None,
     pipeline: str | None = None,
     vae: Path | None = None,
+    controlnets: Sequence[tuple[Path, float]] = (),
 ) -> Checkpoint:
     """Opens a checkpoint of ``family``; reads no weight.
 
@@ -43,6 +45,7 @@ def open_checkpoint(
     ``dtypes``: of exported weights, for all parts or by part; None for the family's.
     ``pipeline``: who makes images of SDXL's files, "nemo" or "diffusers"; None for NeMo of its own.
     ``vae``: a folder or a file of the autoencoder that takes the place of the checkpoint's.
+    ``controlnets``: folders of ControlNets beside its networks, with the scales of their outputs.
     Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
     """
     if max_sequence_length is not None and family_named(family).TOKENS is None:
@@ -59,9 +62,12 @@ def open_checkpoint(
         opened = with_vae(opened, vae)
     if loras:
         opened = fused(opened, loras, family)
+    if controlnets:
+        opened = with_controlnets(opened, controlnets)
     again = partial(
         open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, parts=parts, loras=loras,
         encodes=encodes, dtypes=dtypes, pipeline=pipeline, vae=vae,
+        controlnets=controlnets,
     )  # fmt: skip
     return replace(opened, encodes=encodes, dtypes=dtypes, reopen=again)
 

@@ -13,7 +13,7 @@ from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
 from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
-from sd_quant.config.targets import check_consumers, check_fused, check_targets
+from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.inference.samplers import WEIGHTS_ALONE
@@ -152,6 +152,7 @@ class QuantizeJob(RecipeJob):
             "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
         )
         check_fused("hand_over", self.hand_over, self.quantize)
+        check_uncontrolled("hand_over", self.hand_over, self.model.controlnets, self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
 from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
-from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
+from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes, controlnet_names
 from sd_quant.places import existing, input_path
-from sd_quant.report.record import LORA, VAE
+from sd_quant.report.record import CONTROLNET, LORA, VAE
 
 CALIBRATION_TABLE = "model.calibration_table"
 
@@ -64,6 +64,11 @@ class Model:
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
         "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
     ]
+    controlnets: Annotated[
+        list[str],
+        Limit(lambda stated: is_lora(stated), "a folder, or folder:scale with a number", each=True),
+        "folders of ControlNets, each with the scale of its outputs: [canny:0.8,depth:0.5]",
+    ]
     vae: Annotated[str | None, "a folder or a file of another autoencoder; null: the checkpoint's own"]
     pipeline: Annotated[
         str | None,
@@ -73,6 +78,7 @@ class Model:
     encoder: Annotated[bool, "export the autoencoder's encoder too, which image to image needs; infer.image implies it"]
     calibration_image: Annotated[str | None, "image or folder of images to calibrate on in turn; null: noise"]
     calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
+    calibration_control: Annotated[list[str], "condition images of calibration, as for infer.control"]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
     sizes: Annotated[Sizes, "sizes that calibration images take in turn; null: model.width x model.height"]
@@ -85,7 +91,7 @@ class Model:
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
         self.encoder |= self.calibration_image is not None
         if self.parts and isinstance(self.dtype, dict):
-            check_parts_named(self.dtype, [*self.parts, VAE_ENCODER])
+            check_parts_named(self.dtype, parts_of(self.parts, True, self.controlnets))
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
         """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
@@ -101,6 +107,7 @@ class Model:
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
         if self.sizes is not None:
             yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
+            yield "calibration_control", [], "condition images are read at one size, and model.sizes is given"
         if self.calibration_image is None:
             yield "calibration_mask", None, "there is no model.calibration_image"
         if self.family != "sdxl":
@@ -114,16 +121,24 @@ class Model:
         else:
             yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
+            yield "controlnets", [], "a pipeline that is observed has its ControlNet in its folder"
             yield "loras", [], "adapters are fused into the layers of known families alone"
 
     def adapters(self) -> list[tuple[Path, float]]:
         """Return the files of ``loras`` and their strengths, 1 where none is given."""
         return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
 
+    def opened_controlnets(self) -> list[tuple[Path, float]]:
+        """Return the folders of ``controlnets`` and their scales, 1 where none is given."""
+        return [(input_path(path), scale) for path, scale in map(lora_of, self.controlnets)]
+
     def inputs(self) -> dict[str, Path]:
         """Return the files that the weights come from, by their names in a record."""
         loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
-        own = {"checkpoint": input_path(self.path), **({VAE: input_path(self.vae)} if self.vae else {}), **loras}
+        others = {VAE: input_path(self.vae)} if self.vae else {}
+        for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
+            others[f"{CONTROLNET}{index} at {scale!r}"] = path
+        own = {"checkpoint": input_path(self.path), **others, **loras}
         return own | named_files("argument", self.given_arguments())
 
     def given_arguments(self) -> dict[str, Any]:
@@ -147,7 +162,13 @@ class Model:
             )
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+        for path, _ in map(lora_of, self.controlnets):
+            known = (
+                existing("model.controlnets", path, "the path of a folder, or folder:scale") / "config.json"
+            ).is_file()
+            check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
+        check_control_files("model.calibration_control", self.calibration_control)
         self.given_arguments()
 
 
@@ -158,7 +179,10 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
 
 
 def lora_of(stated: str) -> tuple[str, float]:
-    """Split an entry of ``model.loras`` into path and strength. Raises ValueError for a strength that is no number."""
+    """Split an entry of ``model.loras``, or of ``model.controlnets``, into path and strength.
+
+    Raises ValueError for a strength that is no number.
+    """
     path, colon, strength = stated.rpartition(":")
     return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
@@ -182,6 +206,17 @@ def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
             mask_files(f"{knobs}mask", input_path(mask), images)
 
 
+def controls_by_name(name: str, control: Sequence[str]) -> dict[str, str]:
+    """Return the paths of condition images by their names in a record: ``name`` and the number of the ControlNet."""
+    return {f"{name} {number}": path for number, path in enumerate(control, 1)}
+
+
+def check_control_files(knob: str, control: Sequence[str]) -> None:
+    """Raises ConfigError for a missing condition image, or a folder without any."""
+    for path in control:
+        image_files(knob, existing(knob, path, "an existing image or a folder of images"))
+
+
 def check_checkpoint(path: str, family: str) -> None:
     """Raises SdQuantError for a missing checkpoint, one of a kind that the family does not take, and a broken archive.
 
@@ -194,6 +229,6 @@ def check_checkpoint(path: str, family: str) -> None:
         open_members(checkpoint)
 
 
-def parts_of(parts: list[str], encoder: bool) -> list[str]:
-    """Return the names of the exported parts, the encoder last."""
-    return [*parts, VAE_ENCODER] if encoder else parts
+def parts_of(parts: list[str], encoder: bool, controlnets: list[str]) -> list[str]:
+    """Return the names of the exported parts, the encoder and the ControlNets last."""
+    return [*parts, *([VAE_ENCODER] if encoder else []), *controlnet_names(len(controlnets))]

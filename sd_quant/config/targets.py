@@ -15,6 +15,7 @@ from sd_quant.config.recipe import FUSED, Quantize, recipe_of
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check
+from sd_quant.models import controlnet_names
 from sd_quant.quantization.recipe import Recipe
 
 
@@ -52,6 +53,18 @@ def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None
         "model.loras and give the tool these, or fuse them with quantize.loras=fused"
     )
     check(not targets or quantize.loras == FUSED, knob, list(targets), expected)
+
+
+def check_uncontrolled(knob: str, targets: Collection[str], controlnets: Sequence[str], quantize: Quantize) -> None:
+    """Raises ConfigError for ControlNets with a target whose graphs take none, or that are quantized themselves.
+
+    A target's folder has none: an application adds its own, as to any checkpoint of the base.
+    """
+    graphs = [name for name in targets if controlnets and TARGETS[name].runtime is not None]
+    expected = "targets without graphs with model.controlnets, because the pipelines that open these have none"
+    check(not graphs, knob, graphs, expected)
+    parts = [name for name in controlnet_names(len(controlnets)) if targets and name in (quantize.parts or {})]
+    check(not parts, "quantize.parts", parts, f"no ControlNet with {knob}: no target's folder has one")
 
 
 def check_targets(

@@ -186,6 +186,7 @@ class Pipeline:
         self.call, self.parts = call, parts
         self.own_sampler = call.pipe.scheduler
         self.decoders = [name for name, each in parts.items() if each.part.method == "decode"]
+        self.conditioners = [name for name, each in parts.items() if each.part.in_steps]
 
     def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
@@ -268,7 +269,7 @@ class Pipeline:
     def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
         """Compute what comes before denoising, one part at a time for all batches."""
         waiting, turn = list(range(len(calls))), list[str]()
-        last = {*self.call.denoisers, *self.decoders}
+        last = {*self.call.denoisers, *self.conditioners, *self.decoders}
         while waiting:
             ends = {place: calls[place](answers[place], turn)[1] for place in waiting}
             before = {
@@ -332,6 +333,8 @@ class Pipeline:
             part.begin(known[name], name not in computing)
             if name in call.denoisers:
                 part.through, part.on_call = calls, count
+            elif name in self.conditioners:  # computed and guided as the denoiser, whose inputs it computes
+                part.through = calls_of(sampling, pipe, lambda: len(steps), part.part.contract.batched)
             elif name in self.decoders:
                 part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
         draws = DrawsByImage(seeds) if len(seeds) > 1 else None

@@ -71,7 +71,8 @@ class AnsweredPart:
 class EngineNetwork(nn.Module):
     """A network of a pipeline, of which parts compute some methods. Everything else is the ``network``'s own.
 
-    ``network`` may be on the meta device: its configuration and the signatures of its methods are used.
+    ``network`` may be on the meta device: its configuration and the signatures of its methods are used, and its class,
+    by which some pipelines tell one ControlNet from several.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -80,6 +81,7 @@ class EngineNetwork(nn.Module):
         """``parts`` are given by method."""
         super().__init__()
         self.network, self.parts = [network], parts  # in a list, so that it is no submodule
+        self.register_buffer("at", torch.empty(0))  # tells diffusers device and dtype of several ControlNets
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("parts", ()):
@@ -88,6 +90,10 @@ class EngineNetwork(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.network[0], name)
+
+    @property
+    def __class__(self) -> type:  # of ``isinstance``
+        return type(self.network[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call("forward", *args, **kwargs)

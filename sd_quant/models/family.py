@@ -18,6 +18,7 @@ class Family:
 
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
     FROM_IMAGES: tuple[str, str] | None = None  # the classes that change an image, and a part of one; None: no such
+    CONTROLLED: str | None = None  # the class with ControlNets; None: no such
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
     OPTIONAL: tuple[str, ...] = ()  # networks that a pipeline may lack, each a part of the same name
     DENOISER: str = "transformer"  # name of the part that is quantized
@@ -97,11 +98,11 @@ class PipelineCall:
 StandIn = Callable[[str, nn.Module], Any]
 
 
-def remade(name: str, pipe: Any) -> Any:
-    """Returns a pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``."""
+def remade(name: str, pipe: Any, **others: Any) -> Any:
+    """Returns a pipeline of diffusers' class ``name`` with the components and configuration of ``pipe``, and others."""
     import diffusers
 
-    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
+    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components, **others}
     made = kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
     if "encode_prompt" in vars(pipe):  # an author's own way to encode texts
         made.encode_prompt = pipe.encode_prompt

@@ -138,7 +138,10 @@ class ObservedCheckpoint:
             part = part_of(observed.component, observed.signature, observed.rung, build)
             contract, identity = replace(part.contract, axes=tuple(observed.axes.items())), asdict(observed.rung)
             refused = why_refused(observed.rung)
-            found[name] = replace(part, contract=contract, identity=json.dumps(identity), refused=refused)
+            found[name] = replace(
+                part, contract=contract, identity=json.dumps(identity), refused=refused,
+                in_steps=name in self.observation.conditioners,
+            )  # fmt: skip
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:

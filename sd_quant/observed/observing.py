@@ -113,13 +113,14 @@ def observe(
         lambda stands: pipeline_of_components(kind, index, {**others, **stands}),
         networks, width, height, scale, arguments,
     )  # fmt: skip
-    names = [*watched.denoisers, *(name for name in watched.calls if name not in watched.denoisers)]
+    called = [*watched.denoisers, *watched.conditioners]
+    names = [*called, *(name for name in watched.calls if name not in called)]
     parts = {}
     for name in names:
         component = watched.components[name]
         prepared = watched.prepared.get(component, [])
         build = partial(network_of, described[component].kind, configs[component], prepared)
-        dtype = torch.float16 if name in watched.denoisers else torch.float32  # T5 and autoencoders overflow in fp16
+        dtype = torch.float16 if name in called else torch.float32  # T5 and autoencoders overflow in fp16
         recorded = chosen(watched.calls[name])
         rung = climb(
             build, recorded, weights[component], method=watched.methods[name], dtype=dtype,
@@ -205,7 +206,7 @@ def text_of(calls: Sequence[Call]) -> set[str]:
 
 def axes_of(part: Part, watched: Watched, calls: Sequence[Call], name: str, width: int, height: int) -> dict[str, Axis]:
     """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size."""
-    samples = watched.samples_per_image if name in watched.denoisers else 1
+    samples = watched.samples_per_image if name in (*watched.denoisers, *watched.conditioners) else 1
     found: dict[str, list[int]] = {}
     runs = []
     for run, requests in runs_of(width, height, watched.style).items():

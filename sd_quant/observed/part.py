@@ -4,8 +4,7 @@ The graph's module takes one tensor an input, puts the arguments of the observed
 itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import SdQuantError
-from sd_quant.models.parts import Contract, Part
+from sd_quant.models.parts import Contract, NamedForward, Part
 from sd_quant.observed.calls import AGAIN, Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
 from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, run, same
@@ -60,22 +59,6 @@ class Rung:
     cause: str | None = None  # of a refusal
 
 
-class Forward:
-    """The forward of a module with these ``names`` as its parameters, which calls ``module.called`` with a mapping."""
-
-    def __init__(self, module: "ObservedNetwork", names: Collection[str]):
-        self.module = module
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    @property
-    def __code__(self) -> Any:  # torch.export asks where a forward is defined
-        return type(self.module).called.__code__
-
-    def __call__(self, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-        return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
-
-
 class InputsAsWeights(TorchFunctionMode):
     """Casts the input of a linear or a convolution to the dtype of its weight."""
 
@@ -97,7 +80,7 @@ class ObservedNetwork(nn.Module):
             for buffer in filter(Tensor.is_floating_point, network.buffers()):
                 buffer.data = buffer.data.to(getattr(torch, rung.weights))
         self.signature, self.method, self.remedies = signature, rung.method, rung.remedies
-        self.forward = Forward(self, signature.inputs)
+        self.forward = NamedForward(self, signature.inputs)
 
     def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         with ExitStack() as stack:

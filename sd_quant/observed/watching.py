@@ -52,10 +52,18 @@ class Log:
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
     step: int = 0
+    made: list[tuple[str, Any]] = field(default_factory=list)  # what networks returned in this step
+    conditioning: set[str] = field(default_factory=set)  # networks of whose outputs another takes one in a later step
 
     def next_step(self, result: Any) -> None:
         self.events.append(("step", None))
         self.step += 1
+        self.made.clear()
+
+    def takes(self, name: str, arguments: Any) -> None:
+        """Notes whose outputs are among the arguments of a network: by their memory, which stays theirs in a step."""
+        given = memory_of(arguments) if self.step else set()  # texts are encoded before the first
+        self.conditioning |= {other for other, made in self.made if other != name and given & memory_of(made)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,7 @@ class Facts:
     """How a pipeline calls its networks."""
 
     denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
+    conditioners: tuple[str, ...]  # likewise, whose outputs go into a denoiser and not to the scheduler: a ControlNet
     samples_per_image: int  # in one call of a denoiser
     calls_a_step: int  # of the denoisers
     style: Style  # in which it takes prompts and noise
@@ -110,9 +119,10 @@ class Stand(EngineNetwork):
         self.answers: dict[str, Any] = {}  # the first one by method
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        network = self.network[0]
+        network, place = self.network[0], f"{self.name}.{method}"
+        self.log.takes(place, (args, kwargs))
         arguments = bound(getattr(network, method), args, kwargs)
-        self.log.events.append((f"{self.name}.{method}", Call(arguments, self.log.run, self.log.step)))
+        self.log.events.append((place, Call(arguments, self.log.run, self.log.step)))
         empty = any(parameter.is_meta for parameter in network.parameters())
         with torch.no_grad():
             if empty:
@@ -120,6 +130,7 @@ class Stand(EngineNetwork):
             else:
                 output = getattr(network, method)(*args, **kwargs)
         self.answers.setdefault(method, output)
+        self.log.made.append((place, output))
         return output
 
 
@@ -263,6 +274,7 @@ def watch(
         methods={parts[name]: method for name, (_, method) in split.items()},
         components={parts[name]: component for name, (component, _) in split.items()},
         denoisers=tuple(parts[name] for name in denoisers),
+        conditioners=tuple(parts[name] for name in sorted(logs["base"].conditioning) if name.endswith(".forward")),
         samples_per_image=batch_of(calls[denoisers[0]][0].arguments),
         calls_a_step=max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
         style=style, prepared=prepared, unequal=unequal(style, logs, failures), sizes=sizes, outputs=outputs,
@@ -317,14 +329,24 @@ def kind_of(pipe: Any, result: Any) -> str:
 
 
 def denoisers_of(log: Log) -> list[str]:
-    """Returns what is called between two steps of the scheduler, or last before the first of them."""
+    """Returns what is called between two steps of the scheduler, or last before the first of them, for the scheduler.
+
+    The road not taken is to follow outputs up to the scheduler: guidance makes new tensors of them.
+    """
     names = [name for name, _ in log.events]
     steps = [index for index, name in enumerate(names) if name == "step"]
     if not steps:
         return []
     between = [name for name in names[steps[0] + 1 : steps[-1]] if name != "step"]
     before = names[steps[0] - 1 : steps[0]]
-    return list(dict.fromkeys(name for name in [*before, *between] if name.endswith(".forward")))
+    called = dict.fromkeys(name for name in [*before, *between] if name.endswith(".forward"))
+    return [name for name in called if name not in log.conditioning]
+
+
+def memory_of(values: Any) -> set[int]:
+    """Returns where the numbers of all tensors among these values lie."""
+    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:

@@ -178,15 +178,16 @@ def images_of(record: Any) -> str | None:
     sizes = infer.get("sizes") or [f"{infer['width']}x{infer['height']}"]
     size = ", ".join(str(each).replace("x", " × ") for each in sizes)
     files = [f"{kind} {Path(str(infer[kind])).name}" for kind in ("image", "mask") if infer.get(kind)]
+    files += [f"control {Path(str(each)).name}" for each in infer.get("control") or ()]
     start = f", from {' and '.join(files)}" if files else ""
     return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{start}"
 
 
 def weights_of(record: Any) -> str:
-    """The names of the checkpoint's file, of another autoencoder and of the LoRAs that are fused into it."""
+    """The names of the checkpoint's file, of another autoencoder, of the LoRAs that are fused, and of ControlNets."""
     model = at(record, "knobs", "model")
-    loras = at(model, "loras")
-    files = (at(model, "path"), at(model, "vae"), *(loras if isinstance(loras, list) else []))
+    lists = [each for name in ("loras", "controlnets") if isinstance(each := at(model, name), list)]
+    files = (at(model, "path"), at(model, "vae"), *(file for each in lists for file in each))
     return " + ".join(Path(str(each)).name for each in files if each)
 
 

@@ -31,7 +31,7 @@ from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes,
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
-from sd_quant.stages.generate import calibration_source_of, calls_of
+from sd_quant.stages.generate import calibration_calls, calibration_source_of
 from sd_quant.stages.load import Loaded
 from sd_quant.text import counted
 
@@ -60,7 +60,7 @@ def statistics_of(
     sampling = Sampling(
         knobs.n_steps, job.infer.scale, height, width, knobs.batch_size, knobs.seed, job.infer.negative_prompts(),
         source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
-        arguments=calls_of(job.calibration_rows()),
+        arguments=calibration_calls(job.model, job.calibration_rows()),
     )  # fmt: skip
     network = empty_denoiser(checkpoint)
     watched = [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)]

@@ -23,7 +23,7 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, 
 from sd_quant.models.family import family_named
 from sd_quant.observed.opening import read_index
 from sd_quant.places import input_path
-from sd_quant.stages.generate import calibration_source_of, calls_of, latents_of, source_of
+from sd_quant.stages.generate import calibration_source_of, calls_of, conditions_of, latents_of, source_of
 
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
@@ -40,6 +40,7 @@ def check_request(model: Model, infer: Infer) -> None:
         for knob, value in knobs.items():
             check(value is None, knob, value, f"null, because only {able} begin with images here")
         check(not model.encoder, "model.encoder", True, f"false, because only {able} begin with images here")
+    check_controls(model, infer)
     guides = family_named(model.family).GUIDES
     expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
     check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
@@ -52,7 +53,28 @@ def check_request(model: Model, infer: Infer) -> None:
     latents_of(infer)
     source_of(infer)
     calibration_source_of(model, infer)
+    conditions_of("infer.control", infer.control)
+    conditions_of("model.calibration_control", model.calibration_control)
     check_calls(model, infer)
+
+
+def check_controls(model: Model, infer: Infer) -> None:
+    """Raises ConfigError for ControlNets without condition images, for the reverse, and for what does not go with them.
+
+    Where nothing is calibrated, no condition images of calibration are needed.
+    """
+    nets, knob = len(model.controlnets), "model.controlnets"
+    expected = f"{nets or 'no'} images or folders, one for each of {knob}"
+    check(len(infer.control) == nets, "infer.control", infer.control, expected)
+    check(len(model.calibration_control) in (0, nets), "model.calibration_control", model.calibration_control, expected)
+    if nets:
+        able = ", ".join(name for name in FAMILIES if family_named(name).CONTROLLED)
+        expected = f"[], because only {able} have ControlNets here; a pipeline of another is for model=diffusers"
+        check(family_named(model.family).CONTROLLED is not None, knob, model.controlnets, expected)
+        for name, image in (("infer.image", infer.image), ("model.calibration_image", model.calibration_image)):
+            check(image is None, name, image, f"null, because images with {knob} begin with noise here")
+        expected = "1, because several ControlNets take the condition images of one prompt at a time"
+        check(nets == 1 or infer.batch_size == 1, "infer.batch_size", infer.batch_size, expected)
 
 
 def check_calls(model: Model, infer: Infer) -> None:

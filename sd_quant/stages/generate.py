@@ -15,6 +15,7 @@ from sd_quant.files.images import read_whole
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.pipeline import ByBatch, Generated, Pipeline, Sampling, in_turn
 from sd_quant.inference.source_images import SourceImages, read_source
+from sd_quant.knobs import check
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.places import input_path
 from sd_quant.progress import progress
@@ -27,7 +28,9 @@ def sampling_of(infer: Infer) -> Sampling:
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
-        sizes_of(infer) if infer.sizes else None, infer.vae_tile, arguments=calls_of(infer.rows(), infer.num_samples),
+        sizes_of(infer) if infer.sizes else None, infer.vae_tile,
+        arguments=conditions_of("infer.control", infer.control, infer.num_samples)
+        or calls_of(infer.rows(), infer.num_samples),
     )  # fmt: skip
 
 
@@ -62,6 +65,27 @@ def images_of(
     images = image_files(f"{knobs}image", input_path(image))
     masks = None if mask is None else mask_files(f"{knobs}mask", input_path(mask), images)
     return read_source(images, masks, width, height, strength)
+
+
+def conditions_of(knob: str, control: Sequence[str], samples: int = 1) -> list[dict[str, Any]] | None:
+    """The condition images in turn, each for ``samples`` images, as arguments of the pipeline's call; None without any.
+
+    A ControlNet with one image has it for all. Raises ConfigError for different numbers of images, and what
+    ``read_whole`` raises.
+    """
+    if not control:
+        return None
+    each = [image_files(knob, input_path(path)) for path in control]
+    count = max(map(len, each))
+    for path, files in zip(control, each, strict=True):
+        check(len(files) in (1, count), knob, f"{path} with {len(files)} images", f"{count}, as another has, or one")
+    rows = [[files[number % len(files)] for files in each] for number in range(count)]
+    return [call for row in rows for call in [pixels_of({"image": row if len(row) > 1 else row[0]})] * samples]
+
+
+def calibration_calls(model: Model, rows: Sequence[Row] | None) -> list[dict[str, Any]] | None:
+    """The arguments of calibration's calls: its condition images, or those that ``rows`` of its table state."""
+    return conditions_of("model.calibration_control", model.calibration_control) or calls_of(rows)
 
 
 def calls_of(rows: Sequence[Row] | None, times: int = 1) -> list[dict[str, Any]] | None:

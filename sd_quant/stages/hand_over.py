@@ -345,7 +345,8 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """The parts of the pipeline that the target's result lacks, in words."""
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
-    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else [])]
+    nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
+    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else []), *nets]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:

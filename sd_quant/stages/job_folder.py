@@ -16,7 +16,7 @@ import yaml
 
 from sd_quant import report, stages
 from sd_quant.calibration.call_tables import files_by_row
-from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, deciding, lora_of
+from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -42,7 +42,9 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     inputs = job.model.inputs()
     if job.quantize.calibration is None:
         names = ("calibration_prompts", "calibration_image", "calibration_mask")
-        inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
+        given = {name: path for name in names if (path := getattr(job.model, name))}
+        given |= controls_by_name("calibration_control", job.model.calibration_control)
+        inputs |= {name: input_path(path) for name, path in given.items()}
         if job.model.calibration_table is not None:
             inputs.pop("calibration_prompts")
             inputs |= files_by_row(CALIBRATION_TABLE, input_path(job.model.calibration_table))
@@ -80,7 +82,9 @@ def kept_model(model: Model) -> dict:
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
     if model.arguments is not None:
         knobs["arguments"] = {name: lasting_files(value) for name, value in model.given_arguments().items()}
-    knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
+    for name in ("loras", "controlnets"):
+        knobs[name] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, knobs[name])]
+    knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
 
 

@@ -24,6 +24,7 @@ from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
+from sd_quant.knobs import check
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
@@ -101,6 +102,9 @@ class Session:
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
             if quantize.calibration is None:
+                lacking = len(model.controlnets) - len(model.calibration_control)
+                expected = "condition images for each of model.controlnets, because calibration sees what they compute"
+                check(not lacking, "model.calibration_control", model.calibration_control, expected)
                 check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
             check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
@@ -172,6 +176,7 @@ def open_unchecked(model: Model) -> Session:
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder, dtypes=model.dtype,
         pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None,
+        controlnets=model.opened_controlnets(),
     ))  # fmt: skip
 
 
