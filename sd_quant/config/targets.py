@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from sd_quant.config.recipe import FUSED, Quantize, recipe_of
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
+from sd_quant.interchange import FP16, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check
 from sd_quant.models import controlnet_names
 from sd_quant.quantization.recipe import Recipe
@@ -27,14 +27,9 @@ def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
-        f"{linear} with inputs in {inputs or 'high precision'}": lambda target: (
-            target.formats.get(linear) not in (IN_BLOCKS, STATIC)
-            or inputs == target.inputs_in.get(linear, linear)
-            or (inputs is None and linear in target.weights_alone)
-        ),
+        f"{linear} with inputs in {inputs or 'high precision'}": lambda target: target.takes_inputs(linear, inputs),
         f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (
-            target.per_channel.get(linear, recipe.per_channel) == recipe.per_channel
-            or (recipe.per_token and target.formats.get(linear) == STATIC)
+            target.takes_scales(linear, recipe.per_channel, recipe.per_token)
         ),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or recipe.rank == 0,
         f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (

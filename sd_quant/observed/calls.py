@@ -51,7 +51,6 @@ class Signature:
     outputs: Tree = field(default_factory=dict)
     results: tuple[str, ...] = ()  # names of the outputs' tensors
     outside: dict[str, list[Tree]] = field(default_factory=dict)  # of modules whose outputs are inputs, by their paths
-    decisions: list[Any] = field(default_factory=list)  # numbers that the network's code asked tensors for
     notes: tuple[str, ...] = ()  # sentences about what is not as it was given
 
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import Contract, NamedForward, Part
-from sd_quant.observed.calls import AGAIN, Signature, as_reals, given_tensors, rebuilt, result_tensors
+from sd_quant.observed.calls import Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
-from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, run, same
+from sd_quant.observed.sizes import Outside, given_outputs, named_tensors, run
 
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
@@ -28,7 +27,6 @@ SIZES = "sizes"  # modules of sizes alone are computed outside of the graph
 KNOWN = "known"  # likewise modules without weights that no weight has a part in
 BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
 INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their weights, which autocast does elsewhere
-DECISIONS = "decisions"  # they are frozen as observed
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,6 @@ class ObservedNetwork(nn.Module):
                 stack.enter_context(InputsAsWeights())
             if self.signature.outside:
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
-            if self.signature.decisions and torch.compiler.is_exporting():  # else it decides itself, as quantizers do
-                stack.enter_context(frozen(self.signature.decisions))
             return result_tensors(run(self.network, self.method, rebuilt(self.signature.arguments, tensors)))
 
 
@@ -100,18 +96,11 @@ def inputs_of(
 ) -> dict[str, Tensor]:
     """Returns the contract's inputs from a call's arguments.
 
-    Raises SdQuantError for a call with another structure, constant or decision than observed.
+    Raises SdQuantError for a call with another structure or constant than observed.
     """
     tensors = given_tensors(signature, given)
     if outside is not None:
-        seen = outside(given)
-        decisions = seen.decisions(signature.outside)[: len(signature.decisions)]
-        if not same(decisions, signature.decisions):
-            raise SdQuantError(
-                f"the network decides {decisions!r:.200} by its inputs' numbers, expected "
-                f"{signature.decisions!r:.200} as observed; {AGAIN}"
-            )
-        tensors |= {name: as_reals(each) for name, each in named_tensors(signature.outside, seen.outputs).items()}
+        tensors |= {name: as_reals(each) for name, each in named_tensors(signature.outside, outside(given)).items()}
     return tensors
 
 
@@ -122,9 +111,9 @@ def part_of(component: str, signature: Signature, rung: Rung, build: Callable[[]
     network without weights; it is needed where some inputs are computed outside of the graph.
     """
     outside, weights = None, getattr(torch, rung.weights)
-    if signature.outside or signature.decisions:
+    if signature.outside:
         counts = {path: len(trees) for path, trees in signature.outside.items()}
-        outside = Outside(build, rung.method, counts, len(signature.decisions), KNOWN not in rung.remedies)
+        outside = Outside(build, rung.method, counts, KNOWN not in rung.remedies)
     dtypes = {name: getattr(torch, dtype) for name, dtype in signature.dtypes.items()}
     for name, dtype in dtypes.items():
         if dtype.is_floating_point:
