@@ -25,7 +25,7 @@ def open_checkpoint(
     io: str | None,
     max_sequence_length: int | None,
     parts: Sequence[str] | None = None,
-    loras: Sequence[tuple[Path, float]] = (),
+    loras: Sequence[tuple] = (),
     encodes: bool = False,
     dtypes: Dtypes = None,
     pipeline: str | None = None,
@@ -38,7 +38,7 @@ def open_checkpoint(
     ``io``: whose names the denoiser's inputs have, "nemo" or "diffusers"; None for those of the kind of file.
     ``max_sequence_length``: the longest text of a T5 in tokens; None for the family's default.
     ``parts``: names of the parts that are used; None for all. An optional network is left out unless it is among them.
-    ``loras``: files of adapters to fuse into the weights, with their strengths.
+    ``loras``: files of adapters to fuse into the weights, and their strengths.
     ``encodes``: whether the autoencoder's encoder is a part.
     ``dtypes``: of exported weights, for all parts or by part; None for the family's.
     ``pipeline``: who makes images of SDXL's files, "nemo" or "diffusers"; None for NeMo of its own.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
@@ -16,6 +16,8 @@ from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
 from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import LORA, VAE
+
+P = TypeVar("P", str, Path)
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class Model:
     loras: Annotated[
         list[str],
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
-        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
+        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]; of a pipeline "
+        "with several denoisers each with one: [transformer_2:style.safetensors:0.8]",
     ]
     vae: Annotated[str | None, "a folder or a file of another autoencoder; null: the checkpoint's own"]
     pipeline: Annotated[
@@ -78,6 +81,9 @@ class Model:
         self.check_sides("model", self.width, self.height, self.sizes)
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        for each in map(lora_of, self.loras):
+            expected = f"a file, or file:strength, because {self.family} has one denoiser"
+            check(each.denoiser is None or self.family == OBSERVED, "model.loras", f"one{each.place}", expected)
         self.encoder |= self.calibration_image is not None
         if self.parts and isinstance(self.dtype, dict):
             check_parts_named(self.dtype, [*self.parts, VAE_ENCODER])
@@ -108,15 +114,15 @@ class Model:
         else:
             yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
-            yield "loras", [], "adapters are fused into the layers of known families alone"
 
-    def adapters(self) -> list[tuple[Path, float]]:
-        """Return the files of ``loras`` and their strengths, 1 where none is given."""
-        return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
+    def adapters(self) -> list["Lora[Path]"]:
+        """Return the files of ``loras`` with their strengths, 1 where none is given."""
+        return [Lora(input_path(each.path), each.strength, each.denoiser) for each in map(lora_of, self.loras)]
 
     def inputs(self) -> dict[str, Path]:
         """Return the files that the weights come from, by their names in a record."""
-        loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
+        loras = {f"{LORA}{index}{each.place} at {each.strength!r}": each.path
+                 for index, each in enumerate(self.adapters(), 1)}  # fmt: skip
         return {"checkpoint": input_path(self.path), **({VAE: input_path(self.vae)} if self.vae else {}), **loras}
 
     def check_files(self) -> None:
@@ -132,8 +138,8 @@ class Model:
             check(
                 known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
             )
-        for path, _ in map(lora_of, self.loras):
-            existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+        for each in map(lora_of, self.loras):
+            existing("model.loras", each.path, "the path of a .safetensors file, or file:strength")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
 
 
@@ -143,17 +149,32 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
         check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
 
-def lora_of(stated: str) -> tuple[str, float]:
-    """Split an entry of ``model.loras`` into path and strength. Raises ValueError for a strength that is no number."""
-    path, colon, strength = stated.rpartition(":")
-    return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
+class Lora(NamedTuple, Generic[P]):
+    """A LoRA's file."""
+
+    path: P
+    strength: float
+    denoiser: str | None = None  # of a pipeline with several, the one it changes
+
+    @property
+    def place(self) -> str:
+        """Return which denoiser it changes, for names; empty where that is not said."""
+        return "" if self.denoiser is None else f" of {self.denoiser}"
+
+
+def lora_of(stated: str) -> Lora[str]:
+    """Split an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    denoiser, rest = re.fullmatch(r"(?:((?:unet|transformer)\w*):)?(.*)", stated, re.DOTALL).groups()
+    path, colon, strength = rest.rpartition(":")
+    weighted = colon and not stated.lower().endswith(".safetensors")
+    return Lora(path, float(strength), denoiser) if weighted else Lora(rest, 1.0, denoiser)
 
 
 def is_lora(stated: str) -> bool:
     """Whether an entry of ``model.loras`` has a path and a finite strength."""
     with suppress(ValueError):
-        path, strength = lora_of(stated)
-        return bool(path) and math.isfinite(strength)
+        lora = lora_of(stated)
+        return bool(lora.path) and math.isfinite(lora.strength)
     return False
 
 

@@ -72,7 +72,10 @@ def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
     names = ("path", "vae", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
-    knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
+    knobs["loras"] = [
+        f"{each.denoiser}:{lasting(each.path)}:{each.strength!r}".removeprefix("None:")
+        for each in map(lora_of, model.loras)
+    ]
     return knobs
 
 

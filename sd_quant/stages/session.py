@@ -28,6 +28,7 @@ from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
 from sd_quant.observed.checkpoint import OBSERVED_JSON, ObservedCheckpoint
+from sd_quant.observed.loras import with_loras
 from sd_quant.observed.observing import open_observed
 from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
@@ -180,7 +181,7 @@ def observed_checkpoint(model: Model) -> ObservedCheckpoint:
         cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
     )  # fmt: skip
     check_parts_named(model.dtype, opened.parts())
-    return opened
+    return with_loras(opened, model.adapters())
 
 
 def write_observed(session: Session, directory: Path) -> None:
