@@ -1,9 +1,10 @@
 """Opens a checkpoint with the reader of its kind, which its path and the family tell."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sd_quant.checkpoints.accepted import INDEX, check_kind
 from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, open_pipeline
@@ -30,6 +31,7 @@ def open_checkpoint(
     dtypes: Dtypes = None,
     pipeline: str | None = None,
     vae: Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint of ``family``; reads no weight.
 
@@ -42,6 +44,7 @@ def open_checkpoint(
     ``encodes``: whether the autoencoder's encoder is a part.
     ``dtypes``: of exported weights, for all parts or by part; None for the family's.
     ``pipeline``: who makes images of SDXL's files, "nemo" or "diffusers"; None for NeMo of its own.
+    ``arguments``: further ones of the pipeline's call.
     ``vae``: a folder or a file of the autoencoder that takes the place of the checkpoint's.
     Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
     """
@@ -61,9 +64,9 @@ def open_checkpoint(
         opened = fused(opened, loras, family)
     again = partial(
         open_checkpoint, path, family, io=io, max_sequence_length=max_sequence_length, parts=parts, loras=loras,
-        encodes=encodes, dtypes=dtypes, pipeline=pipeline, vae=vae,
+        encodes=encodes, dtypes=dtypes, pipeline=pipeline, vae=vae, arguments=arguments,
     )  # fmt: skip
-    return replace(opened, encodes=encodes, dtypes=dtypes, reopen=again)
+    return replace(opened, encodes=encodes, dtypes=dtypes, arguments=dict(arguments or {}), reopen=again)
 
 
 def _opened(

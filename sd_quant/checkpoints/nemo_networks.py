@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class NemoCheckpoint:
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
 
     @property
     def family(self) -> Family:
@@ -77,7 +78,8 @@ class NemoCheckpoint:
     def called(self, stand_in: StandIn) -> PipelineCall:
         networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
         sampler = self.pipeline.scheduler(self.model_config)
-        return self.pipeline.called(networks, tokenizers(self.clip1, self.clip2), sampler)
+        call = self.pipeline.called(networks, tokenizers(self.clip1, self.clip2), sampler)
+        return replace(call, arguments=self.arguments)
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""

@@ -83,7 +83,7 @@ class Model:
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
         for each in map(lora_of, self.loras):
             expected = f"a file, or file:strength, because {self.family} has one denoiser"
-            check(each.denoiser is None or self.family == OBSERVED, "model.loras", f"one{each.place}", expected)
+            check(each.denoiser is None or self.family == OBSERVED, "model.loras", f"for {each.denoiser}", expected)
         self.encoder |= self.calibration_image is not None
         if self.parts and isinstance(self.dtype, dict):
             check_parts_named(self.dtype, [*self.parts, VAE_ENCODER])
@@ -108,7 +108,6 @@ class Model:
             yield "pipeline", None, f"only SDXL comes in files of NeMo's, and model.family is {self.family}"
         if self.family != OBSERVED:
             because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
-            yield "arguments", None, because
             yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
             yield "denoiser", None, f"{because}; this family has one denoiser"
         else:

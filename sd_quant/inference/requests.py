@@ -1,6 +1,7 @@
 """The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,8 +47,14 @@ def request(
         "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
         "generator": generators if style.each else generators[0],
     }  # fmt: skip
-    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
-        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
+    arguments = {
+        name: [value] * len(run.prompts)
+        if style.batched and isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d)?", name)
+        else tuple(value)
+        if isinstance(value, list) and name in known and re.search(r"(?i)\btuple", str(known[name].annotation))
+        else value
+        for name, value in arguments.items()
+    }
     if "prompt" not in known:
         given["batch_size"] = len(run.prompts)
     if unknown := sorted(arguments.keys() - known.keys()):

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sd_quant.calibration.prompts import KEPT, write_prompts
-from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config import Infer, Model, Quantize, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.pipeline import ByBatch, Generated, Pipeline, Sampling, in_turn
@@ -30,6 +30,15 @@ def recipe_sampling(infer: Infer) -> Sampling:
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
         schedule=infer.given_schedule, guidance_until=infer.guidance_until,
+    )  # fmt: skip
+
+
+def calibration_sampling(model: Model, infer: Infer, knobs: Quantize) -> Sampling:
+    """The settings of sampling for calibration. Raises what ``calibration_source_of`` raises."""
+    (width, height), *others = sizes = sizes_of(model)
+    return Sampling(
+        knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
+        source=calibration_source_of(model, infer), sizes=sizes if others else None,
     )  # fmt: skip
 
 

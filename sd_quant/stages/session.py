@@ -24,6 +24,7 @@ from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
+from sd_quant.inference.trial import check_arguments
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
@@ -42,6 +43,7 @@ from sd_quant.stages.checks import (
     check_tile,
     sides_of,
 )
+from sd_quant.stages.generate import calibration_sampling, recipe_sampling, sampling_of
 from sd_quant.stages.resources import (
     NOTHING,
     Needs,
@@ -103,6 +105,10 @@ class Session:
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
             check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
             check_sizes(self.checkpoint, "model", model)
+        if model.arguments and model.family != OBSERVED:
+            own = [] if quantize is None or quantize.calibration else [calibration_sampling(model, infer, quantize)]
+            recipes = [recipe_sampling(infer)] if infer.pulls_levers else []
+            check_arguments(self.checkpoint, [sampling_of(infer), *recipes, *own])
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
         """Check a request for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
@@ -169,7 +175,7 @@ def open_unchecked(model: Model) -> Session:
     return Session(open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder, dtypes=model.dtype,
-        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None,
+        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None, arguments=model.arguments,
     ))  # fmt: skip
 
 
