@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,6 +87,7 @@ class DiffusersCheckpoint:
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
     controlnets: ControlNets = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
 
     @property
     def family(self) -> Family:
@@ -113,7 +114,7 @@ class DiffusersCheckpoint:
         components = {**networks, "scheduler": self.scheduler(), **tokenizers}
         pipe = pipeline_of_components(getattr(diffusers, self.index["_class_name"]), self.index, components)
         shortest = min(tokenizers.values(), key=lambda tokenizer: tokenizer.model_max_length)
-        arguments = family.call_arguments(self.tokens)
+        arguments = {**family.call_arguments(self.tokens), **self.arguments}
         call = PipelineCall(family, pipe, [family.DENOISER], arguments, tokenizer=shortest)
         return controlled_call(call, networks, self.controlnets)
 

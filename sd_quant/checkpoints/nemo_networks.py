@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class NemoCheckpoint:
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
     controlnets: ControlNets = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
 
     @property
     def family(self) -> Family:
@@ -83,7 +84,7 @@ class NemoCheckpoint:
         sampler = self.pipeline.scheduler(self.model_config)
         own = {name: networks[name] for name in self.family.NETWORKS}
         call = self.pipeline.called(own, tokenizers(self.clip1, self.clip2), sampler)
-        return controlled_call(call, networks, self.controlnets)
+        return controlled_call(replace(call, arguments=self.arguments), networks, self.controlnets)
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
@@ -18,6 +18,8 @@ from sd_quant.places import existing, input_path
 from sd_quant.report.record import CONTROLNET, LORA, VAE
 
 CALIBRATION_TABLE = "model.calibration_table"
+
+P = TypeVar("P", str, Path)
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class Model:
     loras: Annotated[
         list[str],
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
-        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
+        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]; of a pipeline "
+        "with several denoisers each with one: [transformer_2:style.safetensors:0.8]",
     ]
     controlnets: Annotated[
         list[str],
@@ -89,6 +92,9 @@ class Model:
         self.check_sides("model", self.width, self.height, self.sizes)
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        for each in map(lora_of, self.loras):
+            expected = f"a file, or file:strength, because {self.family} has one denoiser"
+            check(each.denoiser is None or self.family == OBSERVED, "model.loras", f"for {each.denoiser}", expected)
         self.encoder |= self.calibration_image is not None
         if self.parts and isinstance(self.dtype, dict):
             check_parts_named(self.dtype, parts_of(self.parts, True, self.controlnets))
@@ -114,7 +120,6 @@ class Model:
             yield "pipeline", None, f"only SDXL comes in files of NeMo's, and model.family is {self.family}"
         if self.family != OBSERVED:
             because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
-            yield "arguments", None, because
             yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
             yield "denoiser", None, f"{because}; this family has one denoiser"
             yield "calibration_table", None, because
@@ -122,24 +127,23 @@ class Model:
             yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
             yield "controlnets", [], "a pipeline that is observed has its ControlNet in its folder"
-            yield "loras", [], "adapters are fused into the layers of known families alone"
 
-    def adapters(self) -> list[tuple[Path, float]]:
-        """Return the files of ``loras`` and their strengths, 1 where none is given."""
-        return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
+    def adapters(self) -> list["Lora[Path]"]:
+        """Return the files of ``loras`` with their strengths, 1 where none is given."""
+        return [Lora(input_path(each.path), each.strength, each.denoiser) for each in map(lora_of, self.loras)]
 
     def opened_controlnets(self) -> list[tuple[Path, float]]:
         """Return the folders of ``controlnets`` and their scales, 1 where none is given."""
-        return [(input_path(path), scale) for path, scale in map(lora_of, self.controlnets)]
+        return [(input_path(path), scale) for path, scale in map(weighted, self.controlnets)]
 
     def inputs(self) -> dict[str, Path]:
         """Return the files that the weights come from, by their names in a record."""
-        loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
         others = {VAE: input_path(self.vae)} if self.vae else {}
         for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
             others[f"{CONTROLNET}{index} at {scale!r}"] = path
-        own = {"checkpoint": input_path(self.path), **others, **loras}
-        return own | named_files("argument", self.given_arguments())
+        for index, each in enumerate(self.adapters(), 1):
+            others[f"{LORA}{index}{each.place} at {each.strength!r}"] = each.path
+        return {"checkpoint": input_path(self.path), **others, **named_files("argument", self.given_arguments())}
 
     def given_arguments(self) -> dict[str, Any]:
         """Return ``arguments`` with files for images. Raises ConfigError for one that is missing."""
@@ -160,12 +164,11 @@ class Model:
             check(
                 known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
             )
-        for path, _ in map(lora_of, self.loras):
-            existing("model.loras", path, "the path of a .safetensors file, or file:strength")
-        for path, _ in map(lora_of, self.controlnets):
-            known = (
-                existing("model.controlnets", path, "the path of a folder, or folder:scale") / "config.json"
-            ).is_file()
+        for each in map(lora_of, self.loras):
+            existing("model.loras", each.path, "the path of a .safetensors file, or file:strength")
+        for path, _ in map(weighted, self.controlnets):
+            folder = existing("model.controlnets", path, "the path of a folder, or folder:scale")
+            known = (folder / "config.json").is_file()
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
         check_control_files("model.calibration_control", self.calibration_control)
@@ -178,20 +181,36 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
         check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
 
-def lora_of(stated: str) -> tuple[str, float]:
-    """Split an entry of ``model.loras``, or of ``model.controlnets``, into path and strength.
+class Lora(NamedTuple, Generic[P]):
+    """A LoRA's file."""
 
-    Raises ValueError for a strength that is no number.
-    """
-    path, colon, strength = stated.rpartition(":")
-    return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
+    path: P
+    strength: float
+    denoiser: str | None = None  # of a pipeline with several, the one it changes
+
+    @property
+    def place(self) -> str:
+        """Return which denoiser it changes, for names; empty where that is not said."""
+        return "" if self.denoiser is None else f" of {self.denoiser}"
+
+
+def lora_of(stated: str) -> Lora[str]:
+    """Split an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    denoiser, rest = re.fullmatch(r"(?:((?:unet|transformer)\w*):)?(.*)", stated, re.DOTALL).groups()
+    return Lora(*weighted(rest), denoiser)
+
+
+def weighted(stated: str) -> tuple[str, float]:
+    """Split a path and a number behind it, 1 where there is none. Raises ValueError for one that is no number."""
+    path, colon, number = stated.rpartition(":")
+    return (path, float(number)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
 
 def is_lora(stated: str) -> bool:
     """Whether an entry of ``model.loras`` has a path and a finite strength."""
     with suppress(ValueError):
-        path, strength = lora_of(stated)
-        return bool(path) and math.isfinite(strength)
+        lora = lora_of(stated)
+        return bool(lora.path) and math.isfinite(lora.strength)
     return False
 
 

@@ -1,6 +1,7 @@
 """The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -54,12 +55,12 @@ def request(
         name: value if name in style.keeps else fitted(value, run.width, run.height)
         for name, value in arguments.items()
     }
-    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
-        arguments["negative_prompt"] = [text] * len(run.prompts)
-    if style.batched and len(run.prompts) > 1:
-        arguments |= {
-            name: [value] * len(run.prompts) for name, value in arguments.items() if isinstance(value, Image.Image)
-        }
+    for name, value in arguments.items():
+        of_each = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d)?", name)
+        if style.batched and (of_each or (isinstance(value, Image.Image) and len(run.prompts) > 1)):
+            arguments[name] = [value] * len(run.prompts)
+        elif isinstance(value, list) and name in known and re.search(r"(?i)\btuple", str(known[name].annotation)):
+            arguments[name] = tuple(value)
     if "prompt" not in known:
         given["batch_size"] = len(run.prompts)
     check_taken(type(pipe), "model.arguments", arguments)

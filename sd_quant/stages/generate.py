@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompts import KEPT, write_prompts
-from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config import Infer, Model, Quantize, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
 from sd_quant.files.images import read_whole
 from sd_quant.inference.latents import read_latents
@@ -39,6 +39,19 @@ def recipe_sampling(infer: Infer) -> Sampling:
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
         schedule=infer.given_schedule, guidance_until=infer.guidance_until,
+    )  # fmt: skip
+
+
+def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] | None = None) -> Sampling:
+    """The settings of sampling for calibration, whose table has these ``rows``; None without one.
+
+    Raises what ``calibration_source_of`` and ``calibration_calls`` raise.
+    """
+    (width, height), *others = sizes = sizes_of(model)
+    return Sampling(
+        knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
+        source=calibration_source_of(model, infer), sizes=sizes if others else None,
+        arguments=calibration_calls(model, rows),
     )  # fmt: skip
 
 

@@ -278,7 +278,10 @@ def write_target(
             "precise_ends": ends,
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
-            "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
+            "loras": {
+                f"{lora.path.name}:{lora.strength:g}{lora.place}": licence_of(lora.path)
+                for lora in job.model.adapters()
+            },
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
             "versions": versions(*PACKAGES),
             "files": [*sizes, "README.md", FIGURES],

@@ -16,7 +16,7 @@ import yaml
 
 from sd_quant import report, stages
 from sd_quant.calibration.call_tables import files_by_row
-from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of
+from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of, weighted
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -82,8 +82,11 @@ def kept_model(model: Model) -> dict:
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
     if model.arguments is not None:
         knobs["arguments"] = {name: lasting_files(value) for name, value in model.given_arguments().items()}
-    for name in ("loras", "controlnets"):
-        knobs[name] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, knobs[name])]
+    knobs["loras"] = [
+        f"{each.denoiser}:{lasting(each.path)}:{each.strength!r}".removeprefix("None:")
+        for each in map(lora_of, model.loras)
+    ]
+    knobs["controlnets"] = [f"{lasting(path)}:{scale!r}" for path, scale in map(weighted, model.controlnets)]
     knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
 
