@@ -82,7 +82,7 @@ def check_calls(model: Model, infer: Infer) -> None:
     given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
     lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
     both = (given[lacking] is None) == (given[there] is None)
-    check(both, lacking, None, f"a table, because {there} is one: calibration and the images are of the same calls")
+    check(both, lacking, "null", f"a table, because {there} is one: calibration and the images are of the same calls")
     if (rows := infer.rows()) is None:
         return
     check(model.family == OBSERVED, TABLE, infer.table, "null, because tables of calls are for model=diffusers alone")

@@ -49,7 +49,7 @@ UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where 
 MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
 # A run's own knobs that decide its statistics, beside the recipe
 OF_CALIBRATION = (
-    *("calibration_prompts", "calibration_image", "calibration_mask", "calibration_control"),
+    *("calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "calibration_control"),
     *("width", "height", "sizes"),
 )
 OF_GUIDANCE = ("scale", "negative_prompt", "strength")

@@ -42,7 +42,7 @@ def test_the_main_job_reads_an_image_a_row(done, given, tmp_path):
     assert {"infer.table", "infer.table 1 image", "model.calibration_table 16 image"} <= named
     parts = {path.name for path in (folder / "run/onnx").iterdir()}
     assert {"transformer", "vae", "vae_encoder"} <= parts and ("image_encoder" in parts) == (name == "wan")
-    assert record["handed_over"]["diffusers_torchao"]["fidelity"]["psnr"]["mean"] > 20
+    assert record["hand_over"]["diffusers_torchao"]["fidelity"]["psnr"]["mean"] > 20
     done("infer.py", f"run='{folder}/run'", TABLES[1], "steps=2", "num_warmup_runs=0", f"hydra.run.dir={tmp_path}/out")
     again, before = tmp_path / "out/images/0000.png", folder / "run/images/quantized/0000.png"
     assert np.array_equal(pixels(again), pixels(before)) and pixels(again).std() > 5
@@ -53,7 +53,7 @@ def test_a_candidate_is_judged_by_the_same_calls(done, given, tmp_path):
     if name == "kontext":
         candidates = f"candidates=['{folder}/run']", TABLES[1], "infer.steps=2"
         done("judge.py", *knobs(folder, name), *candidates, f"hydra.run.dir={tmp_path}/out")
-        (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/record.json"))
+        (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/metrics.json"))
         assert record["fidelity"]["psnr"]["mean"] > 20
 
 

@@ -1,4 +1,4 @@
-"""Three tiny pipelines that take an image: one edits it, one begins with it, and one makes a video of it."""
+"""Four tiny pipelines that take an image: to edit it, to fill a part of it, to begin with it, and to make a video."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from tests.zoo import autoencoders, images, text, video_autoencoders, videos
 from tests.zoo.cases import enliven
 
 
-def kontext() -> Any:
+def flux(kind: type, channels: int) -> Any:
+    """Returns a pipeline of Flux; ``channels`` are those of a token that its denoiser reads; it writes 16."""
     denoiser = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, joint_attention_dim=32, pooled_projection_dim=32,
-        guidance_embeds=True, axes_dims_rope=images.AXES, **images.HEADS,
+        in_channels=channels, out_channels=16, num_layers=2, num_single_layers=2, joint_attention_dim=32,
+        pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=images.AXES, **images.HEADS,
     )  # fmt: skip
-    vae = autoencoders.kl(shifted=True)
-    return diffusers.FluxKontextPipeline(images.dynamic_flow(), vae, *text.clip(), *text.t5(), denoiser)
+    return kind(images.dynamic_flow(), autoencoders.kl(shifted=True), *text.clip(), *text.t5(), denoiser)
 
 
 def image_to_image() -> Any:
@@ -41,7 +41,8 @@ def wan() -> Any:
 
 SHORT = {"max_sequence_length": 32}
 BUILT: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "kontext": (kontext, SHORT | {"_auto_resize": False}),
+    "kontext": (lambda: flux(diffusers.FluxKontextPipeline, 16), SHORT | {"_auto_resize": False}),
+    "fill": (lambda: flux(diffusers.FluxFillPipeline, 16 + 16 + 4 * 64), SHORT),  # with a masked image, and its mask
     "image to image": (image_to_image, SHORT | {"strength": 0.5}),
     "wan": (wan, SHORT | {"num_frames": 5}),
 }

@@ -31,6 +31,11 @@ def pictures(count: int, width: int = WIDTH, height: int = HEIGHT) -> list[Image
     return list(map(Image.fromarray, drawn))
 
 
+def call(name: str, image: Image.Image) -> dict[str, Image.Image]:
+    mask = Image.fromarray(np.repeat(np.uint8([[0, 255]]), WIDTH // 2, axis=1).repeat(HEIGHT, axis=0))
+    return {"image": image} | ({"mask_image": mask} if name == "fill" else {})
+
+
 @pytest.fixture(scope="module")
 def observe(tmp_path_factory) -> Callable[[str], ObservedCheckpoint]:
     """``observe(name)``: the pipeline, watched with an image, with no network exported."""
@@ -42,7 +47,7 @@ def observe(tmp_path_factory) -> Callable[[str], ObservedCheckpoint]:
             refused = lambda *_, method="forward", **__: Rung("refused", method=method, cause="not tried")  # noqa: E731
             patch.setattr(observing, "climb", refused)
             return observing.open_observed(
-                folder, WIDTH, HEIGHT, 3.0, BUILT[name][1], (), None, Cache(None), examples={"image": pictures(1)[0]}
+                folder, WIDTH, HEIGHT, 3.0, BUILT[name][1], (), None, Cache(None), examples=call(name, *pictures(1))
             )
 
     return opened
@@ -52,7 +57,7 @@ def theirs(name: str, prompt: str, image: Image.Image, seed: int) -> np.ndarray:
     pipe = built(name)
     torch.manual_seed(seed)
     given = {
-        "prompt": [prompt], "image": image, "width": WIDTH, "height": HEIGHT, "num_inference_steps": 2,
+        "prompt": [prompt], **call(name, image), "width": WIDTH, "height": HEIGHT, "num_inference_steps": 2,
         "guidance_scale": 3.0, "output_type": "np", "max_area": WIDTH * HEIGHT,
         "generator": [torch.Generator().manual_seed(seed)], **BUILT[name][1],
     }  # fmt: skip
@@ -66,7 +71,7 @@ def theirs(name: str, prompt: str, image: Image.Image, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("name", BUILT)
 def test_images_of_images_are_those_of_diffusers_bit_for_bit(observe, name):
     checkpoint, given = observe(name), pictures(2)
-    sampling = Sampling(2, 3.0, HEIGHT, WIDTH, 1, 5, arguments=[{"image": each} for each in given])
+    sampling = Sampling(2, 3.0, HEIGHT, WIDTH, 1, 5, arguments=[call(name, each) for each in given])
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
     made = pipeline(PROMPTS, sampling)
     for number, (prompt, image) in enumerate(zip(PROMPTS, given, strict=True)):
@@ -77,7 +82,7 @@ def test_images_of_images_are_those_of_diffusers_bit_for_bit(observe, name):
     observed = checkpoint.observation
     assert observed.parts["vae_encoder"].component == "vae" and observed.parts["vae_encoder"].rung.method == "encode"
     assert observed.style.keeps == (("image",) if name == "kontext" else ())
-    together = name == "image to image"
+    together = name in ("image to image", "fill")
     assert (observed.unequal is None) == together
     if together:
         of_both = pipeline(PROMPTS, replace(sampling, batch_size=2))
