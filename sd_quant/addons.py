@@ -9,6 +9,8 @@ step: an add-on is asked, and a run without it has the same record.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sd_quant.errors import ResourceError, SdQuantError, of_the_machine
@@ -56,3 +58,10 @@ def at_work(addon: str) -> Iterator[None]:
         raise of_the_machine(error) or SdQuantError(
             f"the add-on {addon} failed ({said}), which changes nothing of the run; report it to its authors"
         ) from error
+
+
+def code_of(addon: str) -> Path | None:
+    """The folder of an add-on's code, on which its results depend; None where it is not installed. Imports nothing."""
+    names = {point.module.partition(".")[0] for point in entry_points(group=f"sd_quant.{addon}.{INTERFACE}")}
+    specs = filter(None, map(find_spec, sorted(names)))
+    return next((Path(spec.submodule_search_locations[0]) for spec in specs), None)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from sd_quant import report, stages
+from sd_quant.addons import code_of
 from sd_quant.config import Model, QuantizeJob, deciding, lora_of
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
@@ -81,6 +82,8 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
     decided_by.append(job.infer.categories())
+    if any(dataclasses.asdict(job.metrics).values()) and (code := code_of("scores")):
+        decided_by.append(source_digest(package=code))
     return digest(json.dumps(decided_by, sort_keys=True))
 
 

@@ -35,6 +35,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "README.md": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
     "SECURITY.md": ("tests/unit/test_docs.py",),
     "addons/": ("tests/cli/test_installed.py", "tests/cli/test_main_job.py"),
+    "addons/scores/": ("tests/cli/test_installed.py", "tests/cli/test_judge.py", "tests/unit/stages/*"),
+    "addons/scores/tests/": (),
     "addons/votes/tests/": (),
     "benchmarks/": ("tests/unit/benchmarks/*",),
     "benchmarks/results/": (),
