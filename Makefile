@@ -33,7 +33,7 @@ soak-tests: $(VENV)/.sd-quant-test
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
-	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),tests/cli/test_documents.py tests/cli/test_hand_over.py \
+	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),addons tests/cli/test_documents.py tests/cli/test_hand_over.py \
 		tests/unit) -m consumer \
 		--dist loadfile --durations 10
 

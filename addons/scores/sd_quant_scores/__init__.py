@@ -27,5 +27,5 @@ DINO = Score(
     "Apache-2.0), or of another DINOv2",
 )  # fmt: skip
 OCR = Score(
-    "ocr", "text read", Against.PROMPTS, f"{HERE}.ocr:ocr", "{:.3f}", least=0, most=1, check=f"{HERE}.ocr:check_package"
+    "ocr", "text read", Against.PROMPTS, f"{HERE}.ocr:ocr", "{:.3f}", least=0, most=1, check=f"{HERE}.ocr:reader"
 )

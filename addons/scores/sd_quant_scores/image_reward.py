@@ -18,11 +18,11 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import read_regular, refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
-from sd_quant.metrics.network_scores import Opened, Opener, check_folder, normalized, reader_of
+from sd_quant.metrics.network_scores import Opened, Opener, check_folder
 from sd_quant.models.empty import Read, with_weights, without_weights
 from sd_quant.names.nemo import Location
 from sd_quant_scores import IMAGE_REWARD
-from sd_quant_scores.blip import blip_vision_name
+from sd_quant_scores.authors import blip_vision_name, normalized, reader_of
 
 WEIGHTS, VOCABULARY = "ImageReward.pt", "vocab.txt"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's number over the authors' images

@@ -15,7 +15,6 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate
 from statistics import fmean
 
@@ -31,7 +30,6 @@ QUOTED = re.compile(
     r'(?<!\w)"([^"]*)"|[“„]([^“”„]+)[“”]|«([^«»]+)»|‘([^‘]+?)’(?!\w)'
     r"|(?<![\w'])'(?=\S)([^\"]+?)(?<=\S)'(?!\w)"
 )
-PACKAGE = "rapidocr"
 NO_WORDS = "no prompt asks for words in quotes"
 
 
@@ -100,14 +98,6 @@ def similarity(a: str, b: str) -> float:
     return 1 - edit_distance(a, b, reduction="sum").item() / max(len(a), len(b), 1)
 
 
-def check_package() -> None:
-    if not find_spec(PACKAGE):
-        raise ResourceError(
-            f"metrics.ocr needs the package {PACKAGE}, which is not installed; install it with: "
-            "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
-        )
-
-
 @cache
 def reader() -> Callable[[np.ndarray], list[str]]:
     """Reads the words of an image uint8 [H, W, 3], in reading order. Raises ResourceError where it cannot be had."""
@@ -115,7 +105,8 @@ def reader() -> Callable[[np.ndarray], list[str]]:
         from rapidocr import RapidOCR
     except ImportError as error:
         raise ResourceError(
-            f"the package {PACKAGE} cannot be imported here ({error}); install it with: pip install 'sd-quant[ocr]'"
+            f"metrics.ocr needs the package rapidocr, which cannot be imported ({error}); install it with: "
+            "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
         ) from error
     runtime = "EngineConfig.onnxruntime"
     options = {"Global.log_level": "critical", f"{runtime}.intra_op_num_threads": threads()}

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
-from sd_quant.metrics.network_scores import Opened, Opener, normalized, reader_of
+from sd_quant.metrics.network_scores import Opened, Opener
 from sd_quant.metrics.text_image import clip_config, cosines, open_clip_folder
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.empty import Read, with_weights, without_weights
 from sd_quant_scores import HPS, PICKSCORE
-from sd_quant_scores.open_clip import open_clip_locations
+from sd_quant_scores.authors import normalized, open_clip_locations, reader_of
 
 SIZE = 224  # pixels of a side that the network sees
 TOKENS = 77

@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -188,9 +189,10 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_before_anything_is_computed(tmp_path, monkeypatch, knobs, installed, kind, named):
-    for module in (ocr, inception.importlib.util):
-        found = SimpleNamespace(submodule_search_locations=[""]) if installed else None
-        monkeypatch.setattr(module, "find_spec", lambda package, found=found: found)
+    found = SimpleNamespace(submodule_search_locations=[""]) if installed else None
+    monkeypatch.setattr(inception.importlib.util, "find_spec", lambda package: found)
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    ocr.reader.cache_clear()
     given = {knob: str(tmp_path) if value == "{here}" else value for knob, value in knobs.items()}
     with refused(named, kind):
         metrics_of(**given).check_files()
