@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from sd_quant import report, stages
+from sd_quant.addons import code_of
 from sd_quant.calibration.call_tables import files_by_row
 from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of, weighted
 from sd_quant.errors import ConfigError, SdQuantError
@@ -103,6 +104,8 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
     decided_by.append(job.infer.categories())
+    if any(dataclasses.asdict(job.metrics).values()) and (code := code_of("scores")):
+        decided_by.append(source_digest(package=code))
     return digest(json.dumps(decided_by, sort_keys=True))
 
 

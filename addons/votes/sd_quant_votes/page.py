@@ -104,7 +104,7 @@ def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_
     if not any(pair["kind"] == VOTE for pair in pairs.values()):
         return None
     text = rendered(
-        "votes",
+        Path(__file__).with_name("votes.html"),
         title=model_name(sweep),
         rule=RULE,
         count=len(data),

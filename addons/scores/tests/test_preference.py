@@ -9,14 +9,13 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, network_scores, preference
-
-from ...preference_networks import CLIP_SIZES, CLIP_WIDTH, small_hps
-from ...text_scores import LONGEST, small_clip
+from sd_quant.metrics import network_scores
+from sd_quant_scores import HPS, preference
+from sd_quant_scores import PICKSCORE as PICK_SCORE
+from tests.preference_networks import CLIP_SIZES, CLIP_WIDTH, small_hps
+from tests.text_scores import LONGEST, small_clip
 
 pytestmark = pytest.mark.commit
-
-PICK_SCORE, HPS = SCORES["pickscore"], SCORES["hps"]
 
 PROMPTS = ["a cat", "a dog on a mat in a large old house by the sea", "rain"]
 SIZES = ((64, 48), (300, 200), (224, 224))

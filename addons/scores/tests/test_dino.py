@@ -8,13 +8,11 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, network_scores
-
-from ...preference_networks import small_dino
+from sd_quant.metrics import network_scores
+from sd_quant_scores import DINO
+from tests.preference_networks import small_dino
 
 pytestmark = pytest.mark.commit
-
-DINO = SCORES["dino_distance"]
 
 
 def images(seed: int) -> list[np.ndarray]:

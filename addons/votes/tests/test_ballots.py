@@ -6,10 +6,10 @@ import json
 import pytest
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics.votes import votes_needed
-from sd_quant.report.ballots import count_votes, notes, votes_table, write_count
 from sd_quant.report.table import as_text
-from sd_quant.report.votes import RULE
+from sd_quant_votes.ballots import count_votes, notes, votes_table, write_count
+from sd_quant_votes.page import RULE
+from sd_quant_votes.statistics import votes_needed
 
 from .cast import PAGE, write_ballot, write_key
 

@@ -18,11 +18,11 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import read_regular, refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
-from sd_quant.metrics import SCORES
-from sd_quant.metrics.network_scores import Opened, Opener, check_folder, normalized, reader_of
+from sd_quant.metrics.network_scores import Opened, Opener, check_folder
 from sd_quant.models.empty import Read, with_weights, without_weights
-from sd_quant.names.blip import blip_vision_name
 from sd_quant.names.nemo import Location
+from sd_quant_scores import IMAGE_REWARD
+from sd_quant_scores.authors import blip_vision_name, normalized, reader_of
 
 WEIGHTS, VOCABULARY = "ImageReward.pt", "vocab.txt"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's number over the authors' images
@@ -67,7 +67,7 @@ def image_reward(weights: Path) -> Opener:
     of which stays the separator. Raises SdQuantError unless the folder has the tensors in their shapes and the
     vocabulary; reads no weights.
     """
-    check_folder(weights, SCORES["image_reward"], (WEIGHTS,), (VOCABULARY,))
+    check_folder(weights, IMAGE_REWARD, (WEIGHTS,), (VOCABULARY,))
     network, read = empty_image_reward(weights / WEIGHTS)
     tokenizer = bert_tokenizer(weights / VOCABULARY)
 
@@ -94,7 +94,7 @@ def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
     tensors = stored_tensors(whole_file(path))
     places = {name: Location(authors_name(name)) for name, _ in network.named_parameters()}
     unused = [name for name in tensors if name.startswith(UNUSED)]
-    return network, reader_of(network, path, tensors, places, SCORES["image_reward"].weights, unused)
+    return network, reader_of(network, path, tensors, places, IMAGE_REWARD.weights, unused)
 
 
 def authors_name(name: str) -> str:
@@ -117,8 +117,7 @@ def bert_tokenizer(path: Path):
     expected = TEXT["vocab_size"] - ADDED
     if len(words) != expected:
         raise ArtifactError(
-            f"{path} has {len(words)} tokens, expected the {expected} of bert-base-uncased; name "
-            f"{SCORES['image_reward'].weights}"
+            f"{path} has {len(words)} tokens, expected the {expected} of bert-base-uncased; name {IMAGE_REWARD.weights}"
         )
     return BertTokenizer(vocab={word: index for index, word in enumerate(words)})
 

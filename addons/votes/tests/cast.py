@@ -4,8 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from sd_quant.report.ballots import checksum
-from sd_quant.report.votes import DAMAGED, RULE, VOTE
+from sd_quant_votes.ballots import checksum
+from sd_quant_votes.page import DAMAGED, RULE, VOTE
 
 PAGE = "0123456789abcdef"
 COMPARED = [{"a": "full precision", "b": "int8"}, {"a": "full precision", "b": "nvfp4"}]

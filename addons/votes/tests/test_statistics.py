@@ -5,8 +5,8 @@ import random
 import pytest
 from scipy import stats
 
-from sd_quant.metrics import votes as votes_module
-from sd_quant.metrics.votes import Vote, agreement, exact, preference, votes_needed
+from sd_quant_votes import statistics
+from sd_quant_votes.statistics import Vote, agreement, exact, preference, votes_needed
 
 pytestmark = pytest.mark.commit
 
@@ -70,7 +70,7 @@ def test_voters_who_agree_on_everything_leave_some_doubt():
 @pytest.mark.slow
 def test_the_crossed_interval_holds_the_truth(monkeypatch):
     """Of voters and prompts that both vary, in as many trials as it states, or more."""
-    monkeypatch.setattr(votes_module, "RESAMPLES", 999)
+    monkeypatch.setattr(statistics, "RESAMPLES", 999)
     chance = random.Random(0)
     held = 0
     for _ in range(200):

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from sd_quant.commands import votes
 from sd_quant.errors import UNDECIDED, ConfigError
 from sd_quant.places import HOME
-from sd_quant.report.votes import read_key
+from sd_quant_votes import command
+from sd_quant_votes.page import read_key
+from tests.unit.report.sweeps import write_job, write_plan
 
-from ..report.cast import write_ballot, write_key
-from ..report.sweeps import write_job, write_plan
+from .cast import write_ballot, write_key
 
 pytestmark = pytest.mark.commit
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.commit
 def call(monkeypatch, *words) -> int:
     monkeypatch.setattr(sys, "argv", ["votes", *map(str, words)])
     try:
-        votes.main()
+        command.main()
     except SystemExit as ended:
         return ended.code
     return 0

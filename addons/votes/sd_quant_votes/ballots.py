@@ -20,11 +20,11 @@ from typing_extensions import TypedDict
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_replaceable, read_regular, write_json
 from sd_quant.metrics.intervals import holm
-from sd_quant.metrics.votes import Agreement, Preference, Vote, agreement, preference, votes_needed
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.table import Table, between, figure, table_of_texts
-from sd_quant.report.votes import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
 from sd_quant.text import one_line, printable
+from sd_quant_votes.page import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
+from sd_quant_votes.statistics import Agreement, Preference, Vote, agreement, preference, votes_needed
 
 FORMAT = "sd-quant votes 1"
 MOST_BYTES = 2**24  # of a voter's file
@@ -180,7 +180,7 @@ def answer_of(vote: Cast, key: Key) -> int:
 
 
 def why_dropped(ballot: Ballot, key: Key) -> str | None:
-    """Why the voter is not counted, by ``sd_quant.report.votes.RULE``; None if the voter is."""
+    """Why the voter is not counted, by ``sd_quant_votes.page.RULE``; None if the voter is."""
     answers: dict[str, list[int]] = {DAMAGED: [], EQUAL: []}
     for vote in ballot.votes:
         if (kind := key["pairs"][vote["pair"]]["kind"]) != VOTE:

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.torch_weights import stored_tensors
-from sd_quant.metrics import SCORES
-from sd_quant.metrics.network_scores import Opened, Opener, normalized, reader_of
+from sd_quant.metrics.network_scores import Opened, Opener
 from sd_quant.metrics.text_image import clip_config, cosines, open_clip_folder
 from sd_quant.models.clip_tokenizer import clip_tokenizer
 from sd_quant.models.empty import Read, with_weights, without_weights
-from sd_quant.names.open_clip import open_clip_locations
+from sd_quant_scores import HPS, PICKSCORE
+from sd_quant_scores.authors import normalized, open_clip_locations, reader_of
 
 SIZE = 224  # pixels of a side that the network sees
 TOKENS = 77
@@ -52,7 +52,7 @@ def pick_score(weights: Path) -> Opener:
     are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError unless the folder is
     complete and its configuration is PickScore's; reads no weights.
     """
-    vision = clip_config(weights, SCORES["pickscore"]).vision_config
+    vision = clip_config(weights, PICKSCORE).vision_config
     names = {"num_hidden_layers": "layers", "hidden_size": "width", "patch_size": "patch"}
     found, expected = (
         ", ".join(f"{title} {values[name]}" for name, title in names.items())
@@ -61,7 +61,7 @@ def pick_score(weights: Path) -> Opener:
     if found != expected:
         raise ArtifactError(
             f"{weights} holds a CLIP whose vision network has {found}, expected PickScore's {expected}; name "
-            f"{SCORES['pickscore'].weights}"
+            f"{PICKSCORE.weights}"
         )
 
     def opened() -> Opened:
@@ -103,7 +103,7 @@ def empty_hps(weights: Path) -> tuple[Any, Read]:
     """HPSv2's network without weights, and what reads them. Raises SdQuantError for another file."""
     from transformers import CLIPConfig, CLIPModel
 
-    wanted = SCORES["hps"].weights
+    wanted = HPS.weights
     if not weights.is_file():
         raise ConfigError(f"{weights} is no file, expected HPSv2's weights; name {wanted}")
     with without_weights():

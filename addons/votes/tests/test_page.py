@@ -10,12 +10,11 @@ import pytest
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.report import votes
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.summary import read_sweep
-from sd_quant.report.votes import DAMAGED, EQUAL, VOTE, draw_votes, named, read_key, write_votes
-
-from .sweeps import change_record, write_job, write_plan
+from sd_quant_votes import page as votes
+from sd_quant_votes.page import DAMAGED, EQUAL, VOTE, draw_votes, named, read_key, write_votes
+from tests.unit.report.sweeps import change_record, write_job, write_plan
 
 pytestmark = pytest.mark.commit
 
@@ -26,6 +25,12 @@ NAMES = {"a": "alpha=a", "b": "alpha=b"}
 def pixels(path) -> np.ndarray:
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
+
+
+@pytest.fixture
+def without_plots(monkeypatch) -> None:
+    """Plots take most of the time."""
+    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda sweep, advice: {})
 
 
 @pytest.fixture

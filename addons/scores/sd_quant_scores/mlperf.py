@@ -5,9 +5,9 @@ accepts scores within 0.2 % and 2 % of the fp32 reference's 31.74981837 and 23.4
 Its images are made by backend_pytorch.py and scored by coco.py, with CLIP from open_clip and Inception from
 pytorch-fid.
 
-Weights and definitions are those of ``text_image``. The resizing for Inception differs: ours is that of Heusel et al.,
-whose pixels lie half a pixel off from pytorch-fid's. CLIP is recognized by the size of its network, not by its weights.
-So images that pass here still have to pass there.
+Weights and definitions are those of ``sd_quant.metrics.text_image``. The resizing for Inception differs: ours is that
+of Heusel et al., whose pixels lie half a pixel off from pytorch-fid's. CLIP is recognized by the size of its network,
+not by its weights. So images that pass here still have to pass there.
 """
 
 import hashlib
@@ -38,6 +38,22 @@ NAMES_OF_DIGESTS = {  # the names of what PROTOCOL has by digest; all in text_to
     "latents": "the one noise of tools/latents.pt",
     "fid_references": "tools/val2014.npz",
 }
+
+
+def verdict(entries: Mapping[str, Mapping], made: Mapping[str, Any]) -> dict:
+    """``{passes, reason}`` of the scores of one variant's images.
+
+    ``made`` says how they were made by the names of PROTOCOL, with the prompts and the path of FID's references, None
+    without any.
+    """
+    clip, fid, references = entries["clip_score"], entries["fid"], made["fid_references"]
+    judged = {
+        "prompts": captions_sha256(made["prompts"]),
+        "clip_network": clip.get("network"),
+        "fid_network": fid.get("network"),
+        "fid_references": None if references is None else git_blob(references),
+    }
+    return mlperf_window(clip["value"], fid["value"], {**made, **judged})
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, made: Mapping[str, Any]) -> dict:

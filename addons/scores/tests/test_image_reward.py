@@ -9,13 +9,12 @@ import torch
 from PIL import Image
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.metrics import SCORES, image_reward, network_scores
-
-from ...preference_networks import TEXT, VISION, VOCABULARY, image_reward_by_formula, small_image_reward
+from sd_quant.metrics import network_scores
+from sd_quant_scores import IMAGE_REWARD as REWARD
+from sd_quant_scores import image_reward
+from tests.preference_networks import TEXT, VISION, VOCABULARY, image_reward_by_formula, small_image_reward
 
 pytestmark = pytest.mark.commit
-
-REWARD = SCORES["image_reward"]
 
 IMAGES = [
     np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)

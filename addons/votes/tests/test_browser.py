@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_quant.commands import votes
-from sd_quant.report.ballots import read_ballot
-from sd_quant.report.votes import EQUAL, read_key, write_votes
+from sd_quant_votes import command
+from sd_quant_votes.ballots import read_ballot
+from sd_quant_votes.page import EQUAL, read_key, write_votes
+from tests.cli.browsing import HOSTILE, chromium, needs_chromium, pages
 from tests.unit.report.sweeps import write_job, write_plan
-
-from .browsing import HOSTILE, needs_chromium, pages
 
 pytestmark = [pytest.mark.commit, needs_chromium]
 PROMPTS = [HOSTILE, *(f"a long prompt on the number {index}, its colours and its materials" for index in range(9))]
@@ -35,6 +34,12 @@ def folder(tmp_path_factory) -> Path:
         Image.fromarray(chance.integers(0, 255, PORTRAIT, np.uint8)).save(path)
     write_votes(write_plan(folder, {"int8": {"quantize": "int8"}}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture
@@ -118,7 +123,7 @@ def test_votes_are_cast_with_keys_saved_and_counted(open_votes, folder, size, ke
     assert (ballot["voter"], ballot["page"], len(ballot["votes"])) == ("AB", key["page"], 12)
     assert all(0 <= each["ms"] < 10_000 for each in ballot["votes"])
     monkeypatch.setattr(sys, "argv", ["votes", str(folder), str(path)])
-    votes.main()
+    command.main()
     told = capsys.readouterr().out
     assert "10 0 0 % (0 to 31) 0.00195" in " ".join(told.split())
     assert "Counted: AB." in told and "about one person" in told

@@ -22,7 +22,6 @@ import numpy as np
 
 from sd_quant.devices import threads
 from sd_quant.errors import ResourceError
-from sd_quant.metrics import OCR_PACKAGE
 from sd_quant.metrics.images import Images
 from sd_quant.progress import progress
 
@@ -106,7 +105,8 @@ def reader() -> Callable[[np.ndarray], list[str]]:
         from rapidocr import RapidOCR
     except ImportError as error:
         raise ResourceError(
-            f"the package {OCR_PACKAGE} cannot be imported here ({error}); install it with: pip install 'sd-quant[ocr]'"
+            f"metrics.ocr needs the package rapidocr, which cannot be imported ({error}); install it with: "
+            "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
         ) from error
     runtime = "EngineConfig.onnxruntime"
     options = {"Global.log_level": "critical", f"{runtime}.intra_op_num_threads": threads()}

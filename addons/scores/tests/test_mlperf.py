@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from sd_quant.metrics import mlperf
-from sd_quant.metrics.mlperf import PROTOCOL, mlperf_window
+from sd_quant_scores import mlperf
+from sd_quant_scores.mlperf import PROTOCOL, mlperf_window
 
 pytestmark = pytest.mark.commit
 

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from sd_quant.errors import ResourceError
-from sd_quant.metrics import OCR_PACKAGE, ocr
-from sd_quant.metrics.ocr import NO_WORDS, asked_texts, best_similarity, similarity
+from sd_quant_scores import ocr
+from sd_quant_scores.ocr import NO_WORDS, asked_texts, best_similarity, similarity
 
 pytestmark = pytest.mark.commit
 
@@ -86,18 +86,18 @@ def test_prompts_without_words_have_no_score(monkeypatch):
 
 
 def test_without_the_package_there_is_a_reason(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, OCR_PACKAGE, None)
+    monkeypatch.setitem(__import__("sys").modules, "rapidocr", None)
     ocr.reader.cache_clear()
     found = ocr.ocr(BLANK, ['"a"', "b"])
     assert found["value"] is None and found["values"] == [None, None]
-    assert found["reason"].startswith("the package rapidocr cannot be imported here")
-    assert found["reason"].endswith("pip install 'sd-quant[ocr]'")
+    assert found["reason"].startswith("metrics.ocr needs the package rapidocr, which cannot be imported (")
+    assert found["reason"].endswith("pip install 'sd-quant[ocr]', or set metrics.ocr=false")
     with pytest.raises(ResourceError):
         ocr.reader()
 
 
 @pytest.mark.consumer
-@pytest.mark.skipif(find_spec(OCR_PACKAGE) is None, reason="pip install 'sd-quant[ocr]', 92 MB")
+@pytest.mark.skipif(find_spec("rapidocr") is None, reason="pip install 'sd-quant[ocr]', 92 MB")
 def test_words_that_are_drawn_are_read():
     """Of two sizes of images; those that show something else have less."""
     ocr.reader.cache_clear()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from sd_quant.errors import UNDECIDED, ConfigError
 from sd_quant.places import existing, shown, url
-from sd_quant.report.ballots import count_votes, notes, votes_table, write_count
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.table import as_text
-from sd_quant.report.votes import MOST_PAIRS, draw_votes, named
+from sd_quant_votes.ballots import count_votes, notes, votes_table, write_count
+from sd_quant_votes.page import MOST_PAIRS, draw_votes, named
 
 MOST_DRAWN = 1000
 KNOBS = ("against", "pairs")

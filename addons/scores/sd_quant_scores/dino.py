@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
-from sd_quant.metrics import SCORES
 from sd_quant.metrics.network_scores import Opened, Opener, check_folder, config_of
+from sd_quant_scores import DINO
 
 MOST_LAYERS = 100  # dinov2-giant has 40; transformers makes a name for each, whatever their number
 KINDS = ("dinov2", "dinov2_with_registers")  # ``model_type`` in config.json
@@ -27,18 +27,17 @@ def dino_distance(weights: Path) -> Opener:
     ``weights``: a folder of transformers' Dinov2Model with its image processor. The pooled feature is the class token's
     behind the last norm. Raises SdQuantError unless the folder is complete and DINOv2's; reads no weights.
     """
-    score = SCORES["dino_distance"]
-    check_folder(weights, score, *FILES)
-    layers = config_of(weights, score, *KINDS).get("num_hidden_layers", 0)
+    check_folder(weights, DINO, *FILES)
+    layers = config_of(weights, DINO, *KINDS).get("num_hidden_layers", 0)
     if not isinstance(layers, int) or layers > MOST_LAYERS:
         raise ArtifactError(
-            f"{weights} holds a DINOv2 with {layers} layers, expected at most {MOST_LAYERS}; name {score.weights}"
+            f"{weights} holds a DINOv2 with {layers} layers, expected at most {MOST_LAYERS}; name {DINO.weights}"
         )
 
     def opened() -> Opened:
         from transformers import AutoImageProcessor, AutoModel
 
-        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=f"name {score.weights}", folder=weights):
+        with refusing(f"{weights} cannot be loaded as a Dinov2Model", advice=f"name {DINO.weights}", folder=weights):
             model = AutoModel.from_pretrained(weights, local_files_only=True, dtype=torch.float32).eval()
             processor = AutoImageProcessor.from_pretrained(weights, local_files_only=True)
 
