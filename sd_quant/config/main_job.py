@@ -48,11 +48,6 @@ class RecipeJob:
         self.quantize = with_attention(self.quantize)
         if not self.model.loras:
             check_unused(self.quantize, "quantize.", [("loras", FUSED, "model.loras names no LoRA")])
-        if self.quantize.calibration is None:
-            because = "null with the other, because calibration makes the same calls: give both tables or none"
-            both = (self.model.calibration_table is None) == (self.infer.table is None)
-            given = CALIBRATION_TABLE if self.infer.table is None else "infer.table"
-            check(both, given, self.infer.table or self.model.calibration_table, because)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
         for part, preset in (self.quantize.parts or {}).items() if self.quantize.calibration is not None else ():

@@ -33,6 +33,8 @@ def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) 
         texts = [text.strip() for text in re.split("[;|]", value)]
     says_so = OF_IMAGES.search(name) is not None and not NUMBERS.match(name)
     if texts and "prompt" not in name and (says_so or all(is_image(text) for text in texts)):
+        if "" in texts:
+            raise ConfigError(f"{where} has no image for {name}, expected the path of a file or a folder; name one")
         found = [file for text in texts for file in one_or_all(where, name, resolve(text))]
         if len(found) > MOST_OF_ONE:
             raise ConfigError(f"{where} has {len(found)} images for {name}, expected at most {MOST_OF_ONE}")

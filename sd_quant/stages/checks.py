@@ -78,23 +78,26 @@ def check_controls(model: Model, infer: Infer) -> None:
 
 
 def check_calls(model: Model, infer: Infer) -> None:
-    """Raises SdQuantError for a table of calls whose images cannot be read, or has others than calibration's."""
-    if infer.table is None:
+    """Raises SdQuantError for a table without one for calibration or with other columns, and images that are broken."""
+    given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
+    lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
+    both = (given[lacking] is None) == (given[there] is None)
+    check(both, lacking, None, f"a table, because {there} is one: calibration and the images are of the same calls")
+    if (rows := infer.rows()) is None:
         return
     check(model.family == OBSERVED, TABLE, infer.table, "null, because tables of calls are for model=diffusers alone")
-    rows, columns = infer.rows() or [], columns_of(model)
-    found = sorted(rows[0].arguments)
-    expected = f"columns {', '.join(columns)} as model.calibration_table has, because each is observed"
-    check(found == columns, TABLE, f"a table with {', '.join(found)}", expected)
-    check("negative_prompt" not in found or infer.negative_prompt is None, "infer.negative_prompt",
-          infer.negative_prompt, "null, because infer.table has a column of this name")  # fmt: skip
+    found, known = sorted(rows[0].arguments), sorted(first_row(model).arguments)
+    expected = f"the columns {', '.join(known)} of {CALIBRATION_TABLE}, with which the pipeline is observed"
+    check(found == known, TABLE, f"a table with {', '.join(found)}", expected)
+    same = "negative_prompt" not in found or infer.negative_prompt is None
+    expected = f"null, because {TABLE} has a column of this name"
+    check(same, "infer.negative_prompt", infer.negative_prompt, expected)
     calls_of(rows)
 
 
-def columns_of(model: Model) -> list[str]:
-    """The columns of the table that calibration makes calls of, by name."""
-    table = model.calibration_table
-    return [] if table is None else sorted(read_rows(CALIBRATION_TABLE, input_path(table))[0].arguments)
+def first_row(model: Model) -> Row:
+    """The first row of the table that calibration makes calls of. Raises what ``read_rows`` raises."""
+    return read_rows(CALIBRATION_TABLE, input_path(model.calibration_table or ""))[0]
 
 
 def check_table(path: Path, arguments: Collection[str], example: Row | None) -> None:

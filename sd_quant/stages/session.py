@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from sd_quant.cache import Cache
-from sd_quant.calibration.call_tables import read_rows
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
-from sd_quant.config import CALIBRATION_TABLE, CacheFolder, Infer, Model, Quantize, sizes_of
+from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
 from sd_quant.config.model import check_parts_named
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
@@ -42,6 +41,7 @@ from sd_quant.stages.checks import (
     check_steps,
     check_table,
     check_tile,
+    first_row,
     sides_of,
 )
 from sd_quant.stages.generate import pixels_of
@@ -182,8 +182,7 @@ def open_unchecked(model: Model) -> Session:
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
-    table = model.calibration_table
-    example = None if table is None else read_rows(CALIBRATION_TABLE, input_path(table))[0]
+    example = None if model.calibration_table is None else first_row(model)
     check_table(input_path(model.path), model.given_arguments(), example)
     opened = open_observed(
         input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),

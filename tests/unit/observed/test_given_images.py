@@ -3,76 +3,27 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
-from torch import nn
 
 from sd_quant.cache import Cache
+from sd_quant.files.given_images import fitted, identities, kinds
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import key_of
 from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.part import Rung
-from tests.zoo import autoencoders, images, text, video_autoencoders, videos
-from tests.zoo.cases import enliven
+
+from .given import BUILT, built
 
 pytestmark = pytest.mark.commit
 
 PROMPTS = ["a red bicycle", "a blue door"]
 WIDTH, HEIGHT = 96, 64
-
-
-def kontext() -> Any:
-    denoiser = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, joint_attention_dim=32, pooled_projection_dim=32,
-        guidance_embeds=True, axes_dims_rope=images.AXES, **images.HEADS,
-    )  # fmt: skip
-    vae = autoencoders.kl(shifted=True)
-    return diffusers.FluxKontextPipeline(images.dynamic_flow(), vae, *text.clip(), *text.t5(), denoiser)
-
-
-def image_to_image() -> Any:
-    made = images.stable_diffusion_3()
-    return diffusers.StableDiffusion3Img2ImgPipeline(**made.components)
-
-
-def wan() -> Any:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=16
-    )
-    encoder, tokenizer = text.umt5(videos.TEXT)
-    denoiser = diffusers.WanTransformer3DModel(**videos.WAN | {"in_channels": 36, "out_channels": 16}, image_dim=32)
-    return diffusers.WanImageToVideoPipeline(
-        tokenizer, encoder, video_autoencoders.wan(), videos.flow_unipc(),
-        transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32),
-        transformers.CLIPVisionModel(config), denoiser,
-    )  # fmt: skip
-
-
-SHORT = {"max_sequence_length": 32}
-BUILT: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "kontext": (kontext, SHORT | {"_auto_resize": False}),
-    "image to image": (image_to_image, SHORT | {"strength": 0.5}),
-    "wan": (wan, SHORT | {"num_frames": 5}),
-}
-
-
-def built(name: str) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipeline = BUILT[name][0]()
-        for component in pipeline.components.values():
-            if isinstance(component, nn.Module):
-                enliven(component.eval().requires_grad_(False))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def pictures(count: int, width: int = WIDTH, height: int = HEIGHT) -> list[Image.Image]:
@@ -133,9 +84,7 @@ def test_images_of_images_are_those_of_diffusers_bit_for_bit(observe, name):
         assert np.abs(of_both.images.astype(int) - made.images).max() <= 1
 
 
-def test_images_of_an_own_shape_are_cropped_unless_the_class_reads_them_as_they_are():
-    from sd_quant.files.given_images import fitted, identities, kinds
-
+def test_images_of_an_own_shape_are_cropped_and_known_by_what_they_show():
     (wide,) = pictures(1, 40, 20)
     assert fitted([wide, 3, "a"], 16, 16)[0].size == (16, 16) and fitted([wide, 3, "a"], 16, 16)[1:] == [3, "a"]
     assert fitted(wide, 40, 20) is wide
@@ -155,6 +104,7 @@ def test_batches_share_numbers_and_lists_of_images_come_alone():
     assert listed.batches(range(2)) == [[0], [1]]
     assert sampling.described() != replace(sampling, arguments=rows[::-1]).described()
     assert "arguments" not in replace(sampling, arguments=None).described()
+    assert sampling.texts_of(["a", "a"])[0] != sampling.texts_of(["a", "a"])[1], "statistics of both are kept apart"
 
 
 @pytest.mark.slow
