@@ -163,9 +163,8 @@ class Model:
         for path, _ in map(lora_of, self.loras):
             existing("model.loras", path, "the path of a .safetensors file, or file:strength")
         for path, _ in map(lora_of, self.controlnets):
-            known = (
-                existing("model.controlnets", path, "the path of a folder, or folder:scale") / "config.json"
-            ).is_file()
+            folder = existing("model.controlnets", path, "the path of a folder, or folder:scale")
+            known = (folder / "config.json").is_file()
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
         check_control_files("model.calibration_control", self.calibration_control)

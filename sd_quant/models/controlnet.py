@@ -30,6 +30,7 @@ from sd_quant.models.sdxl import TIME_IDS
 from sd_quant.models.unet import EXCLUDED
 
 KIND = "ControlNetModel"
+TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
 WRAPPED = "part."  # what ``ControlledPart`` puts before the names of weights
 DOWN, MID = "down_block_additional_residuals", "mid_block_additional_residual"  # diffusers' arguments of the UNet
 
@@ -113,7 +114,6 @@ def controlled_part(part: Part, residuals: Mapping[str, tuple]) -> Part:
     contract = replace(
         plain, inputs={**plain.inputs, **residuals}, dtypes={**plain.dtypes, **dict.fromkeys(residuals, plain.weights)}
     )
-
     wrap = partial(controlled_network, part, tuple(contract.inputs), tuple(residuals))
     arguments = partial(controlled_arguments, part, tuple(residuals))
     return replace(part, prefix=WRAPPED + part.prefix, contract=contract, wrap=wrap, arguments=arguments)
@@ -174,8 +174,7 @@ def with_controlnets(parts: dict[str, Part], denoiser: str, controlnets: Control
     if not controlnets:
         return parts
     plain = parts[denoiser]
-    context = next(plain.contract.inputs[name] for name in ("context", "encoder_hidden_states")
-                   if name in plain.contract.inputs)  # fmt: skip
+    context = next(shape for name, shape in plain.contract.inputs.items() if name in TEXT)
     (residuals,) = {tuple(residuals_of(each.config).items()) for each in controlnets}
     return {
         **parts, denoiser: controlled_part(plain, dict(residuals)),

@@ -186,7 +186,7 @@ def test_a_controlnet_goes_through_job_judge_and_export(done, command, pictures,
     assert [axis.dim_param or axis.dim_value for axis in inputs["mid"]] == ["batch", 128, "height_2", "width_2"]
     assert record["latency"]["openvino"]["controlnet"].keys() == record["latency"]["openvino"]["unet"].keys() == {"2"}
     assert record["inputs"]["controlnet 1 at 0.8"]["sha256"] and record["inputs"]["control 1"]["sha256"]
-    assert record["fidelity"]["psnr_db_mean"] > 25 and "control a.png" in (tmp_path / "run/report.html").read_text()
+    assert record["fidelity"]["psnr"]["mean"] > 25 and "control a.png" in (tmp_path / "run/report.html").read_text()
     done("infer.py", f"run={tmp_path}/run", "prompts=[a red cat]", "steps=2", f"infer.control=[{pictures}/a.png]",
          "num_warmup_runs=0", "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip
     one, other = tmp_path / "drawn/images/0000.png", tmp_path / "run/images/quantized/0000.png"
