@@ -163,6 +163,7 @@ WAN_SEEN = {"transformer": {"in_channels": 36, "image_dim": WIDTH, "added_kv_pro
 BOTH_ENDS = WAN_SEEN | {"transformer": WAN_SEEN["transformer"] | {"pos_embed_seq_len": 2 * 17}}
 OF_FLUX = control("FluxControlNetModel", num_single_layers=1)
 FREE = {"_auto_resize": False}
+WHOLE = {"max_sequence_length": 512}  # tokens of the text, by which Wan's attention tells the image's from them
 
 CASES: dict[str, Case] = dict([
     changed("StableDiffusionImg2Img", SD, "image", STRENGTH),
@@ -251,8 +252,8 @@ CASES: dict[str, Case] = dict([
     changed("AmusedInpaint", OF_TEXT["Amused"], MASKED, STRENGTH, **WIDER),
     changed("IFImg2Img", OF_TEXT["IF"], "image", STRENGTH),
     changed("IFInpainting", OF_TEXT["IF"], MASKED, STRENGTH),
-    changed("WanImageToVideo", WAN, "image", **WAN_SEEN),
-    changed("WanImageToVideo, first and last frame", WAN, "image last_image", **BOTH_ENDS),
+    changed("WanImageToVideo", WAN, "image", WHOLE, **WAN_SEEN),
+    changed("WanImageToVideo, first and last frame", WAN, "image last_image", WHOLE, **BOTH_ENDS),
     changed(
         "WanImageToVideo, two denoisers", OF_TEXT["Wan, two denoisers"], "image",
         transformer={"in_channels": 36}, transformer_2={"in_channels": 36},
@@ -263,7 +264,7 @@ CASES: dict[str, Case] = dict([
     changed("CogVideoXImageToVideo", COGVIDEOX, "image", transformer={"in_channels": 32}),
     changed("CogVideoXVideoToVideo", COGVIDEOX, "video " * 9, STRENGTH),
     changed("HunyuanSkyreelsImageToVideo", HUNYUAN, "image", transformer={"in_channels": 32}),
-    changed("SkyReelsV2ImageToVideo", OF_TEXT["SkyReelsV2"], "image", **WAN_SEEN),
+    changed("SkyReelsV2ImageToVideo", OF_TEXT["SkyReelsV2"], "image", WHOLE, **WAN_SEEN),
     changed("SkyReelsV2DiffusionForcingImageToVideo", FORCING, "image"),
     changed(
         "SkyReelsV2DiffusionForcingVideoToVideo", FORCING, "video " * 5,
@@ -278,7 +279,7 @@ CASES: dict[str, Case] = dict([
         "MotifVideoImage2Video", OF_TEXT["MotifVideo"], "image", transformer={"image_embed_dim": 32},
         feature_extractor=lambda parts: transformers.SiglipImageProcessor(size={"height": 28, "width": 28}),
     ),
-    changed("ChronoEdit", WAN, "image", **WAN_SEEN),
+    changed("ChronoEdit", WAN, "image", WHOLE, **WAN_SEEN),
     changed(
         "HunyuanVideo15ImageToVideo", OF_TEXT["HunyuanVideo15"], "image",
         transformer={"task_type": "i2v", "image_embed_dim": 32}, vae={"block_out_channels": (8, 8, 16, 32, 32)},
