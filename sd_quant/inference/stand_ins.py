@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -81,7 +81,8 @@ class EngineNetwork(nn.Module):
         """``parts`` are given by method."""
         super().__init__()
         self.network, self.parts = [network], parts  # in a list, so that it is no submodule
-        self.register_buffer("at", torch.empty(0))  # tells diffusers device and dtype of several ControlNets
+        self.at = nn.Parameter(torch.empty(0), requires_grad=False)  # tells pipelines the device and dtype of all
+        self.forward = wraps(network.forward)(partial(self.call, "forward"))  # some read its signature
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("parts", ()):
@@ -94,9 +95,6 @@ class EngineNetwork(nn.Module):
     @property
     def __class__(self) -> type:  # of ``isinstance``
         return type(self.network[0])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call("forward", *args, **kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return self.parts[method](bound(getattr(self.network[0], method), args, kwargs))

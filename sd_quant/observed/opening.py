@@ -12,9 +12,12 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -319,11 +322,30 @@ def open_other(path: Path, component: Component) -> Any:
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
         check_file(folder / "tokenizer.json")
-        with confined(MOST_SECONDS):
+        with confined(MOST_SECONDS), without_videos():
             opened = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
         for each in (getattr(opened, "tokenizer", None), opened):  # of a processor
             bound_template(folder, each)
         return opened
+
+
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """In the block a processor is made without its part for videos, which needs torchvision and which no pipeline uses.
+
+    Qwen's processors read the images that Qwen-Image-Edit starts from, and are made of that part, too.
+    """
+    from transformers import ProcessorMixin
+    from transformers.models.auto import video_processing_auto
+
+    check = ProcessorMixin.check_argument_for_proper_class
+    checked = lambda own, name, part: None if part is None else check(own, name, part)  # noqa: E731
+    none = SimpleNamespace(from_pretrained=lambda *args, **kwargs: None)
+    with (
+        mock.patch.object(video_processing_auto, "AutoVideoProcessor", none),
+        mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", checked),
+    ):
+        yield
 
 
 def check_classes(file: Path, config: Any) -> None:

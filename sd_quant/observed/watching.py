@@ -13,8 +13,9 @@ that a pipeline is given are of the size of the run's; one more run for each tel
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,7 +130,7 @@ class Stand(EngineNetwork):
                 output = partial_random(shapes_of_output(network, method, args, kwargs))
             else:
                 output = getattr(network, method)(*args, **kwargs)
-        self.answers.setdefault(method, output)
+        self.answers.setdefault(method, pytree.tree_map(lambda each: each, output))  # a pipeline may empty its lists
         self.log.made.append((place, output))
         return output
 
@@ -205,7 +206,8 @@ def watch(
     stands = {name: Stand(name, network, methods[name]) for name, network in networks.items()}
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
-    logs, failures, sizes, outputs, prepared = dict[str, Log](), dict[str, str](), {}, "images", {}
+    logs, failures, sizes, outputs = dict[str, Log](), dict[str, str](), {}, "images"
+    prepared = dict[str, list[str]]()
 
     def tried(run: Run, style: Style, arguments: Mapping[str, Any] = arguments) -> bool:
         """Makes the images of a run, and notes what happened. Returns whether the pipeline has not failed."""
@@ -216,7 +218,8 @@ def watch(
         try:
             with told_steps(pipe, log.next_step):
                 torch.manual_seed(0)
-                result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
+                steps = steps_for(pipe, arguments)
+                result = pipe(**request(pipe, run, scale, steps, arguments, range(len(run.prompts)), style))
         except SdQuantError:
             raise
         except BaseException as error:
@@ -231,9 +234,11 @@ def watch(
             able = [each for each in PIECEWISE if method in ("decode", "encode") and hasattr(networks[name], each)]
             if not able or name in prepared:
                 return False
-            prepared[name] = able
+            prepared[name] = []
             for each in able:
-                getattr(networks[name], each)()
+                with suppress(NotImplementedError):  # all autoencoders have the methods
+                    getattr(networks[name], each)()
+                    prepared[name].append(each)
             return tried(run, style, arguments)
         logs[run.name], outputs, sizes[run.name] = log, kind_of(pipe, result), (run.width, run.height)
         failures.pop(run.name, None)
@@ -280,6 +285,13 @@ def watch(
         style=style, prepared=prepared, unequal=unequal(style, logs, failures), sizes=sizes, outputs=outputs,
         fixed={name: failure for name, failure in failures.items() if name in ("larger", "batch", "prompt")},
     )  # fmt: skip
+
+
+def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
+    """Returns the steps to ask for, so that ``STEPS`` are taken: of images, a share of them by their ``strength``."""
+    stated = inspect.signature(type(pipe).__call__).parameters.get("strength")
+    strength = arguments.get("strength", 1 if stated is None else stated.default)
+    return math.ceil(STEPS / strength) if isinstance(strength, float) and 0 < strength < 1 else STEPS
 
 
 def part_name(component: str, method: str) -> str:
