@@ -2,6 +2,8 @@
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# An extra would install a copy of an add-on, which stays as it was while the folder is worked on.
+ADDONS := $(wildcard addons/*/pyproject.toml)
 
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --max-worker-restart 0
 
@@ -19,7 +21,7 @@ quickstart: install ## Install, then run the main job on the checkpoint that shi
 install: $(VENV)/.sd-quant-run ## Install what the commands need
 
 test: $(VENV)/.sd-quant-test ## Install what the tests need, then run the commit cases (7 minutes on two cores)
-	$(PYTEST) tests/cli tests/faults tests/fuzz tests/gpu tests/unit --cadence commit \
+	$(PYTEST) addons tests/cli tests/faults tests/fuzz tests/gpu tests/unit --cadence commit \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 # Each of these takes FILES, the files of cases to run in place of all; continuous integration gives them.
@@ -27,11 +29,11 @@ soak: ## The nightly cases, whatever became of the part before
 	@$(MAKE) --keep-going --no-print-directory soak-tests soak-consumers
 
 soak-tests: $(VENV)/.sd-quant-test
-	$(PYTEST) $(or $(FILES),tests/cli tests/faults tests/fuzz tests/unit) --cadence nightly -m "not consumer" \
+	$(PYTEST) $(or $(FILES),addons tests/cli tests/faults tests/fuzz tests/unit) --cadence nightly -m "not consumer" \
 		--dist loadfile --no-loadscope-reorder --durations 10
 
 soak-consumers: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers
-	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),tests/cli/test_documents.py tests/cli/test_hand_over.py \
+	PYTHONPATH=$(abspath $(VENV)/consumers) $(PYTEST) $(or $(FILES),addons tests/cli/test_documents.py tests/cli/test_hand_over.py \
 		tests/unit) -m consumer \
 		--dist loadfile --durations 10
 
@@ -40,7 +42,7 @@ release-check: ## All that is to be green before a release, some hours: soak, be
 		mutations fuzz kills pairs processors programs-check
 
 release-tests: $(VENV)/.sd-quant-test
-	$(PYTEST) $(or $(FILES),tests/cli tests/faults tests/fuzz tests/unit) --cadence release --durations 10 \
+	$(PYTEST) $(or $(FILES),addons tests/cli tests/faults tests/fuzz tests/unit) --cadence release --durations 10 \
 		--ignore tests/cli/cluster --ignore tests/unit/benchmarks
 
 release-benchmarks: $(VENV)/.sd-quant-test $(VENV)/.sd-quant-consumers $(VENV)/.sd-quant-peers
@@ -63,7 +65,7 @@ types:
 	$(PYTHON) -m mypy
 
 quick:
-	$(PYTEST) tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
+	$(PYTEST) addons tests/unit --dist worksteal --quiet --cadence commit -m "not slow"
 
 mutations: $(VENV)/.sd-quant-test ## Apply each deliberate fault of tests/mutations and say which test notices it
 	$(PYTHON) -m tests.run mutations --workers 2 $(or $(OPTIONS),--nightly)
@@ -107,12 +109,12 @@ clean: ## Remove what runs have written
 $(PYTHON):
 	python3.11 -m venv $(VENV)
 
-$(VENV)/.sd-quant-run: pyproject.toml constraints.txt | $(PYTHON)
-	$(PIP) --editable '.[rtx]'
+$(VENV)/.sd-quant-run: pyproject.toml setup.py $(ADDONS) constraints.txt | $(PYTHON)
+	$(PIP) --editable '.[rtx]' $(ADDONS:%/pyproject.toml=--editable %)
 	touch $@
 
-$(VENV)/.sd-quant-test: pyproject.toml constraints.txt | $(PYTHON)
-	$(PIP) --editable '.[test]'
+$(VENV)/.sd-quant-test: pyproject.toml setup.py $(ADDONS) constraints.txt | $(PYTHON)
+	$(PIP) --editable '.[test]' $(ADDONS:%/pyproject.toml=--editable %)
 	touch $@
 
 $(VENV)/.sd-quant-ray: tests/cli/cluster/requirements-ray.txt | $(PYTHON)

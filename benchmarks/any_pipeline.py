@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import SdQuantError
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import write_json, write_text
+from sd_quant.files.given_images import with_images
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import exported
@@ -36,7 +38,7 @@ from sd_quant.observed.checkpoint import ObservedCheckpoint, why_refused
 from sd_quant.observed.ladder import climb
 from sd_quant.observed.part import Rung
 from sd_quant.stages.open_parts import open_torch
-from tests.zoo import CASES, write
+from tests.zoo import CASES, Case, write
 
 PROMPTS = ["a red bicycle in the rain", "a blue door"]
 STEPS, GUIDANCE = 2, 5.0
@@ -79,10 +81,11 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
     path = folder / "pipeline"
     scale = 2 ** max(0, math.ceil(math.log2(SMALLEST / min(case.width, case.height))))
     width, height = scale * case.width, scale * case.height
-    knobs = {"width": width, "height": height, "arguments": dict(case.arguments) or None}
+    knobs: dict[str, Any] = {"width": width, "height": height}
 
     def observed() -> Any:
         write(name, path)
+        knobs["arguments"] = stated(case, width, height, folder) or None
         return sd_quant.open("diffusers", path, **knobs)
 
     model = step("observed", observed)
@@ -139,6 +142,18 @@ def row_of(name: str, folder: Path) -> dict[str, Any]:
             step("int8", int8)
             step("plan", lambda: plan_of(artifact(folder / "int8", "onnx", model.session.denoiser), width, height))
     return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def stated(case: Case, width: int, height: int, folder: Path) -> dict[str, Any]:
+    """The arguments of a case's call as ``model.arguments`` has them: images are files, which are written."""
+    files = (folder / f"{number}.png" for number in count())
+
+    def file(image: Any) -> str:
+        image.save(path := next(files))
+        return str(path)
+
+    drawn = case.drawn(width, height)
+    return {**case.arguments, **{name: with_images(value, file) for name, value in drawn.items()}}
 
 
 def with_weights(checkpoint: ObservedCheckpoint, dtype: str) -> ObservedCheckpoint:
@@ -234,10 +249,16 @@ def main() -> None:
             write_json(file, row)
             print({column: mark(row, column) for column in COLUMNS}, name, flush=True)
     rows = [json.loads(path.read_text()) for path in sorted(given.rows.glob("*.json"))]
+    of_images = [bool(CASES[row["pipeline"]].images) for row in rows]
+    tables = [
+        f"## {title}\n\n{table(kept)}"
+        for title, images in (("Of a prompt", False), ("Of images", True))
+        if (kept := [row for row, takes in zip(rows, of_images, strict=True) if takes is images])
+    ]
     if given.out:
-        write_text(given.out, table(rows))
+        write_text(given.out, "\n".join(tables))
     else:
-        print(table(rows))
+        print("\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -152,6 +152,8 @@ class Model:
             "give it to quantize",
         )
         if prompts is not None:
+            expected = "None, because calibration_table has the prompts of calibration"
+            check("model.calibration_table" not in self.knobs, "prompts", f"{prompts!r:.100}", expected)
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
         job, texts = self.job(preset, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
@@ -185,7 +187,7 @@ class Model:
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
         return Quantized(self, label, job, loaded, chosen.assignment, knobs, chosen.parts)
 
-    def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
+    def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
 
         With ``sizes`` of several it is a list, of [H, W, 3] each.
@@ -194,7 +196,7 @@ class Model:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str] | None,
         knobs: Mapping[str, object],
         assignments: Mapping[str, Mapping[str, LayerAssignment]] = {},
         sampling: Callable[[Infer], Sampling] = recipe_sampling,
@@ -254,7 +256,7 @@ class Quantized:
         """``weight_bytes`` as a share of the bytes of all weights in fp16."""
         return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
 
-    def images(self, prompts: str | Sequence[str], **knobs: object) -> Images:
+    def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
         return self.model.generate(prompts, knobs, self.assignments).images
 
@@ -425,12 +427,13 @@ def line(result: Result) -> str:
     )
 
 
-def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knobs: object) -> Comparison:
+def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None, **knobs: object) -> Comparison:
     """Make the images of several recipes of one model, and of full precision, and say how far apart they are.
 
     Args:
         quantized: recipes of one ``Model``.
-        prompts: one or more texts that say what the images show; for an interval that is of use, some dozens.
+        prompts: one or more texts that say what the images show; for an interval that is of use, some dozens. None with
+            the knob ``table``, which has a pipeline's calls.
         knobs: of the section ``infer``: ``steps``, ``scale``, ``seed``, ``batch_size``, ``width``, ``height``,
             ``sizes``, ``negative_prompt``, ``latents``.
 
@@ -448,15 +451,16 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str], **knob
     for each in quantized:
         made = model.generate(prompts, knobs, each.assignments)
         results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
-    texts = model.job(None, {}, {"prompts": texts_of(prompts), **knobs}).infer.prompt_list()  # one for each image
+    of_images = {**texts_or_table(prompts, knobs), **knobs}
+    texts = model.job(None, {}, of_images).infer.prompt_list()  # one for each image
     return Comparison(texts, full.images, results)
 
 
 def to_generate(
-    model: Model, prompts: str | Sequence[str], knobs: Mapping[str, object], simulated: bool
+    model: Model, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
 ) -> tuple[Session, Infer]:
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
-    job = model.job(None, {}, {"prompts": texts_of(prompts), **knobs})
+    job = model.job(None, {}, {**texts_or_table(prompts, knobs), **knobs})
     because = "quantize.py chooses the steps; its record has them, for infer.schedule"
     check_unused(job.infer, "infer.", [("reuse", None, because)])
     check(not job.infer.chooses_precise, "infer.precise_steps", job.infer.precise_steps, f"places, because {because}")
@@ -464,6 +468,14 @@ def to_generate(
     session = open_session(job.model, finite=False) if job.model.encoder else model.session
     session.check_images(job.model, job.infer, simulated)
     return session, job.infer
+
+
+def texts_or_table(prompts: str | Sequence[str] | None, knobs: Mapping[str, object]) -> dict[str, object]:
+    """The knob of prompts; none where ``table`` has them. Raises ConfigError for both, or neither."""
+    if "table" not in knobs:
+        return {"prompts": texts_of([] if prompts is None else prompts)}
+    check(prompts is None, "prompts", f"{prompts!r:.100}", "None, because table has the prompts of the images")
+    return {}
 
 
 def texts_of(prompts: str | Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -51,13 +52,13 @@ TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no furth
 def origin(
     checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
 ) -> dict:
-    """Everything but the prompts that the statistics of the layers ``names`` depend on, for JSON."""
+    """Everything but ``Sampling.texts_of`` the prompts that the statistics of the layers ``names`` depend on."""
     of = digest(*map(repr, hessians.readers))
     summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
     return summed | {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
-        "sampling": sampling.described(),
+        "sampling": replace(sampling, arguments=None).described(),
         "device": device,
         "kept": [ROWS, CALLS],
         "versions": {package: version(package) for package in ("torch", "diffusers", "transformers")},
@@ -99,7 +100,7 @@ def calibrate(
     # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
     inputs = digest(key_of(model.checkpoint))
     made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type, hessians) | {"inputs": inputs}
-    entries = Entries(cache, made_from, prompts) if cache else None
+    entries = Entries(cache, made_from, sampling.texts_of(prompts)) if cache else None
     merged, done = Statistics({}, {}), 0
     while done < len(prompts):
         if entries and (entry := entries.longest(done, len(prompts))):
@@ -203,7 +204,8 @@ def collect_segment(
     if not mine:  # more processes than prompts
         return Statistics({}, {})
     checkpoint = model.checkpoint
-    unused = {"vae"} if sampling.source else {"vae", VAE_ENCODER}
+    encodes = sampling.source is not None or isinstance(checkpoint.family, Observed)
+    unused = {"vae"} if encodes else {"vae", VAE_ENCODER}
     decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
     used = [part for part in model.parts if part not in unused or part == decoder]
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}

@@ -70,7 +70,8 @@ def calibrate_parts(
         for part, layers in names.items() if cache else ():
             summed = hessians.get(part, NO_HESSIANS)
             made_from = origin(checkpoint_sha256, layers, sampling, fabric.device.type, summed)
-            kept = Entries(cache, made_from | {"inputs": inputs, "part": part, "of_parts": source}, prompts)
+            made_from |= {"inputs": inputs, "part": part, "of_parts": source}
+            kept = Entries(cache, made_from, sampling.texts_of(prompts))
             if lockable(kept.folder):
                 stack.enter_context(locked(kept.folder / ".lock", "waiting for another process, as it calibrates"))
                 entries[part] = kept
@@ -102,7 +103,7 @@ def collect_parts(
     denoised = observed or (DECODER in names and not known)
     left_out = set() if denoised else {checkpoint.family.DENOISER, DECODER}
     used = [part for part in model.parts if part in names or part not in left_out]
-    if sampling.source is None:
+    if sampling.source is None and not observed:
         used = [part for part in used if part != VAE_ENCODER]
     with on_device(fabric, model, used), ExitStack() as stack:
         networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in names}

@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from sd_quant.knobs import between, one_of
 from sd_quant.models import FAMILIES, Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.models.controlnet import ControlNets, controlled_call, controlnet_networks, with_controlnets
 from sd_quant.models.empty import shared_names
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
@@ -85,6 +86,8 @@ class DiffusersCheckpoint:
     reopen: Callable[[], Checkpoint]  # opens the same folder
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
+    controlnets: ControlNets = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
 
     @property
     def family(self) -> Family:
@@ -92,12 +95,12 @@ class DiffusersCheckpoint:
 
     def parts(self) -> dict[str, Part]:
         parts = with_encoder(self.family.parts(self.configs, self.tokens, self.io), self.encodes)
+        parts = with_controlnets(parts, self.family.DENOISER, self.controlnets)
         return with_dtypes(parts, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
-        return {
-            component: network(self.family.NETWORKS[component], config) for component, config in self.configs.items()
-        }
+        own = {name: network(self.family.NETWORKS[name], config) for name, config in self.configs.items()}
+        return own | controlnet_networks(self.controlnets)
 
     def __reduce__(self):
         """Pickles how the folder was opened; another process opens it again."""
@@ -111,8 +114,9 @@ class DiffusersCheckpoint:
         components = {**networks, "scheduler": self.scheduler(), **tokenizers}
         pipe = pipeline_of_components(getattr(diffusers, self.index["_class_name"]), self.index, components)
         shortest = min(tokenizers.values(), key=lambda tokenizer: tokenizer.model_max_length)
-        arguments = family.call_arguments(self.tokens)
-        return PipelineCall(family, pipe, [family.DENOISER], arguments, tokenizer=shortest)
+        arguments = {**family.call_arguments(self.tokens), **self.arguments}
+        call = PipelineCall(family, pipe, [family.DENOISER], arguments, tokenizer=shortest)
+        return controlled_call(call, networks, self.controlnets)
 
     def scheduler(self):
         """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""

@@ -53,6 +53,11 @@ SERVED: dict[str, dict[str, list[Any]]] = {
         "encoder_hid_dim_type": [None], "mid_block_only_cross_attention": [None, False], "num_class_embeds": [None],
         "only_cross_attention": [False],
     },
+    "ControlNetModel": {
+        "addition_embed_type": [None, "text_time"], "class_embed_type": [None], "conditioning_channels": [3],
+        "cross_attention_dim": [int], "encoder_hid_dim": [None], "encoder_hid_dim_type": [None],
+        "global_pool_conditions": [False], "num_class_embeds": [None], "only_cross_attention": [False],
+    },
     "PixArtTransformer2DModel": {"attention_type": ["default"], "caption_channels": [int]},
     "CLIPTextModel": {
         "model_type": ["clip_text_model"], "return_dict": [True], "use_attention_mask": [False, None]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ from sd_quant.names.lora import BIAS, WEIGHT, Place, places_by_name
 from sd_quant.text import one_line
 
 Opened = DiffusersCheckpoint | NemoCheckpoint
+Renamed = Callable[[Mapping[str, Readable]], Mapping[str, Readable]]
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 LOG = logging.getLogger(__name__)
@@ -162,20 +163,26 @@ class AdaptedTensor:
         return weight
 
 
-def fused(checkpoint: Opened, loras: Sequence[tuple[Path, float]], family: str = "this checkpoint") -> Opened:
+def fused(checkpoint: Opened, loras: Iterable[tuple], family: str = "this checkpoint") -> Opened:
     """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
 
-    ``loras`` are files, or folders of PEFT or diffusers, with strengths; ``family`` is one of ``MADE_FOR``.
+    ``loras`` are files, or folders of PEFT or diffusers, and strengths; ``family`` is one of ``MADE_FOR``.
     Raises ConfigError for a file of another kind and one of which any layer does not fit the networks, ArtifactError
     for a damaged one.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
-    updates: dict[tuple[str, str], list[Update]] = {}
-    for path, strength in loras:
-        for update in read_lora(path, strength, names, family):
-            updates.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)
+    return updated(checkpoint, [
+        update for path, strength, *_ in loras for update in read_lora(path, strength, names, family)
+    ])  # fmt: skip
+
+
+def updated(checkpoint: Any, updates: Iterable[Update]) -> Any:
+    """Returns an opened checkpoint of any kind with these updates in its weights; a changed weight is fp32."""
+    by_parameter: dict[tuple[str, str], list[Update]] = {}
+    for update in updates:
+        by_parameter.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)
     components = dict(checkpoint.components)
-    for (name, parameter), added in updates.items():
+    for (name, parameter), added in by_parameter.items():
         weights = components[name]
         changed = {**weights.parameters, parameter: AdaptedTensor(weights.parameters[parameter], added)}
         components[name] = replace(weights, parameters=changed, tensors=changed, adapted=True)
@@ -208,21 +215,24 @@ def without_loras(checkpoint: Checkpoint) -> Checkpoint:
     return replace(opened, components=components, reopen=partial(cast(Callable, opened.reopen), loras=()))
 
 
-def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]], family: str) -> list[Update]:
+def read_lora(
+    path: Path, strength: float, names: Mapping[str, list[list[Place]]], family: str, renamed: Renamed = lambda _: _
+) -> list[Update]:
     """Returns the updates of a file, of whose tensors only the alphas are read. Raises as ``fused`` does.
 
-    ``names`` are those of ``places_by_name``. A log names the words whose embeddings the file has: prompts get none.
+    ``names`` are those of ``places_by_name``, for what ``renamed`` makes of the file's tensors. A log names the words
+    whose embeddings the file has: prompts get none.
     """
-    tensors, configs, metadata = open_lora(path)
+    stored, configs, metadata = open_lora(path)
+    tensors = renamed(stored)
     roles: dict[str, dict[str, Readable]] = {}
     unknown: list[str] = []
     for key, tensor in tensors.items():
-        plain = ADAPTER.sub(r"\1", key)
-        end = next((end for end in sorted(ROLES, key=len, reverse=True) if plain.endswith(end)), None)
-        if end is None:
+        name, end = split_key(key)
+        if not end:
             unknown += [] if BUNDLED.fullmatch(key) else [key]
             continue
-        entry = roles.setdefault(plain.removesuffix(end), {})
+        entry = roles.setdefault(name, {})
         if ROLES[end] in entry:
             raise ArtifactError(f"{path} holds {key[:200]!r} twice, under two endings; expected it once")
         entry[ROLES[end]] = tensor
@@ -240,7 +250,10 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
         for place in meaning or []:
             bias, factor = replace(place, kind=BIAS, shape=place.shape[:1]), strength
             if factors := {role: each for role, each in entry.items() if role in {"down", "up", "mid"} | MAGNITUDES}:
-                factor *= scale(path, entry, place, configs)
+                config = next(
+                    (configs[of] for of in (name.partition(".")[0], place.component, "") if of in configs), None
+                )
+                factor *= scale(path, entry, place, config)
                 updates.append(Update(path, place, factors, factor))
             alone = ((place, "difference", strength), (bias, "of bias", strength), (bias, "bias", factor))
             updates += [Update(path, part, {"difference": entry[role]}, times)
@@ -273,6 +286,13 @@ def read_lora(path: Path, strength: float, names: Mapping[str, list[list[Place]]
     if words := bundled_words(tensors):
         LOG.warning("%s has embeddings of words too, which no prompt gets: %s", path, listing(words))
     return updates
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Returns the name of a layer and one of ``ROLES``, empty where there is none."""
+    plain = ADAPTER.sub(r"\1", key)
+    end = next((end for end in sorted(ROLES, key=len, reverse=True) if plain.endswith(end)), "")
+    return plain.removesuffix(end), end
 
 
 def bundled_words(tensors: Iterable[str]) -> list[str]:
@@ -348,12 +368,11 @@ def peft_config(path: Path, entries: Mapping) -> PeftConfig:
     return config
 
 
-def scale(path: Path, entry: Mapping[str, Readable], place: Place, configs: Mapping[str, PeftConfig]) -> float:
+def scale(path: Path, entry: Mapping[str, Readable], place: Place, config: PeftConfig | None) -> float:
     """Returns ``alpha / rank`` of the file, or 1 where it states no alpha, as diffusers and kohya do."""
     rank = entry["down"].shape[0]
     if "alpha" in entry:
         return float(entry["alpha"].read().float()) / rank
-    config = configs.get(place.component) or configs.get("")
     if config is None:
         return 1.0
     if config.use_dora and not entry.keys() & MAGNITUDES:
@@ -371,7 +390,7 @@ def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool
     (rank, *_), (inner, *_) = (shapes.get(role) or (1,) for role in ("down", "mid" if "mid" in shapes else "down"))
     row, column = [(rows,), (rows, 1), (1, rows)], [(1, *columns[:1])] if len(places) == 1 else []
     fitting = {
-        "down": [bare((rank, *columns[: 1 if "mid" in shapes else 3]))] if columns else [], "up": [(rows, inner)],
+        "down": [bare((rank, *columns[: 1 if "mid" in shapes else None]))] if columns else [], "up": [(rows, inner)],
         "mid": [(inner, rank, *columns[1:])] if columns[1:] else [], "difference": [bare((rows, *columns))],
         "magnitude": row[1:2] + column, "of rows": row,
     } | dict.fromkeys(("bias", "of bias"), row[:1] if all(place.biased for place in places) else [])  # fmt: skip

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import Readable, Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint, empty_modules
+from sd_quant.models.controlnet import ControlNets, controlled_call, controlnet_networks, with_controlnets
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 from sd_quant.models.sdxl_nemo import (
@@ -60,6 +61,8 @@ class NemoCheckpoint:
     reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
     encodes: bool = False  # whether the autoencoder's encoder is a part
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
+    controlnets: ControlNets = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
 
     @property
     def family(self) -> Family:
@@ -68,16 +71,20 @@ class NemoCheckpoint:
     def parts(self) -> dict[str, Part]:
         configs = {"unet": unet_config(self.model_config), "vae": self.vae or vae_config(self.model_config)}
         parts = self.family.parts(configs, self.pipeline.tokens, self.io)
-        return with_dtypes(with_encoder(parts, self.encodes), self.dtypes, self.components)
+        parts = with_controlnets(with_encoder(parts, self.encodes), self.family.DENOISER, self.controlnets)
+        return with_dtypes(parts, self.dtypes, self.components)
 
     def build(self) -> dict[str, torch.nn.Module]:
         modules = build_modules(self.model_config, self.clip1, self.clip2)
-        return modules if self.vae is None else modules | {"vae": type(modules["vae"]).from_config(dict(self.vae))}
+        vae = {} if self.vae is None else {"vae": type(modules["vae"]).from_config(dict(self.vae))}
+        return modules | vae | controlnet_networks(self.controlnets)
 
     def called(self, stand_in: StandIn) -> PipelineCall:
         networks = {component: stand_in(component, each) for component, each in empty_modules(self).items()}
         sampler = self.pipeline.scheduler(self.model_config)
-        return self.pipeline.called(networks, tokenizers(self.clip1, self.clip2), sampler)
+        own = {name: networks[name] for name in self.family.NETWORKS}
+        call = self.pipeline.called(own, tokenizers(self.clip1, self.clip2), sampler)
+        return controlled_call(replace(call, arguments=self.arguments), networks, self.controlnets)
 
     def __reduce__(self):
         """Pickles how the file was opened; another process opens it again."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.controlnet import without_controlnets
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
@@ -36,8 +37,10 @@ def copy_files(source: Path, target: Path, without: str | None = None) -> None:
 def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
     """Writes model_index.json, scheduler, tokenizers, configs and all weights except those of ``components``.
 
-    Raises ArtifactError for a vocabulary that is not CLIP's and ResourceError when the disk is full.
+    ControlNets are left out. Raises ArtifactError for a vocabulary that is not CLIP's, ResourceError when the disk is
+    full.
     """
+    checkpoint = without_controlnets(checkpoint)
     if isinstance(checkpoint, NemoCheckpoint):
         return write_pipeline(folder, checkpoint, without=components)
     opened = cast(Any, checkpoint)  # a DiffusersCheckpoint, or one that was observed, with the same fields

@@ -7,7 +7,7 @@ COMMANDS = {  # name: (module:function in sd_quant, meaning)
     "hand_over": ("commands.stages:hand_over", "export the result of an earlier run to other tools"),
     "judge": ("commands.stages:judge", "compare third-party checkpoints with each other"),
     "gate": ("commands.gate:main", "pass or fail a finished run by bars that were fixed before, for CI"),
-    "votes": ("commands.votes:main", "count blind votes on the images of a report, or draw other pairs to vote on"),
+    "votes": ("commands.addons:votes", "count blind votes on the images of a report, or draw other pairs to vote on"),
     "inspect": ("commands.stages:inspect", "look at any pipeline of diffusers: what can be quantized and exported"),
     "convert": ("checkpoints.convert:main", "convert SDXL between an archive of NeMo, a diffusers folder and one file"),
     "doctor": ("commands.doctor:main", "print what is installed and what works here, to paste into an issue"),

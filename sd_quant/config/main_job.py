@@ -4,15 +4,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
+from sd_quant.calibration.call_tables import Row, read_rows
 from sd_quant.calibration.prompt_layouts import is_data_set
 from sd_quant.calibration.prompts import draw_prompts, read_prompts
 from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
-from sd_quant.config.model import Model
+from sd_quant.config.model import CALIBRATION_TABLE, Model
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
 from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
-from sd_quant.config.targets import check_consumers, check_fused, check_targets
+from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.inference.samplers import WEIGHTS_ALONE
@@ -75,13 +76,32 @@ class RecipeJob:
 
         Raises ConfigError when the file holds fewer.
         """
+        if (rows := self.calibration_rows()) is not None:
+            return [row.prompt or "" for row in rows]
         path = input_path(self.model.calibration_prompts)
         prompts, size = read_prompts(path), self.quantize.calib_size
         check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
         return draw_prompts(prompts, size, self.quantize.seed) if is_data_set(path) else prompts[:size]
 
+    def calibration_rows(self) -> list[Row] | None:
+        """Return the first ``calib_size`` rows of ``model.calibration_table``; None without one. Raises ConfigError."""
+        if self.model.calibration_table is None:
+            return None
+        rows, size = read_rows(CALIBRATION_TABLE, input_path(self.model.calibration_table)), self.quantize.calib_size
+        check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} rows of {CALIBRATION_TABLE}")
+        return rows[:size]
+
+    def choosing_rows(self, count: int) -> list[Row] | None:
+        """Return up to ``count`` rows of that table, in the order of ``choosing_prompts``; None without one."""
+        if (seen := self.calibration_rows()) is None:
+            return None
+        rows = read_rows(CALIBRATION_TABLE, input_path(self.model.calibration_table or ""))
+        return [*rows[len(seen) :], *seen][:count]
+
     def choosing_prompts(self, count: int) -> list[str]:
         """Return up to ``count`` prompts of that file: those that calibration does not see, then those that it does."""
+        if (rows := self.choosing_rows(count)) is not None:
+            return [row.prompt or "" for row in rows]
         seen = self.calibration_prompts()
         others = dict.fromkeys(read_prompts(input_path(self.model.calibration_prompts))).keys() - set(seen)
         return [*sorted(others), *seen][:count]
@@ -132,6 +152,7 @@ class QuantizeJob(RecipeJob):
             "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
         )
         check_fused("hand_over", self.hand_over, self.quantize)
+        check_uncontrolled("hand_over", self.hand_over, self.model.controlnets, self.quantize)
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
@@ -203,6 +224,10 @@ def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
             because = f"quant_level={level:g} quantizes {'no linear, which alone it is for' if level else 'nothing'}"
         elif name.startswith("trt.") and job.trt.library == "none":
             because = "export_trt=none builds no plan"
+        elif name in ("infer.prompts", "model.prompts") and job.infer.table is not None:
+            because = "infer.table has the prompts of the images"
+        elif name == "model.calibration_prompts" and job.model.calibration_table is not None:
+            because = "model.calibration_table has the prompts of calibration"
         elif name.startswith("judge.") and not job.judge.candidates:
             because = "there are no candidates"
         else:

@@ -2,20 +2,24 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
-from sd_quant.files.image_files import image_files, mask_files
+from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
 from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
-from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes
+from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes, controlnet_names
 from sd_quant.places import existing, input_path
-from sd_quant.report.record import LORA, VAE
+from sd_quant.report.record import CONTROLNET, LORA, VAE
+
+CALIBRATION_TABLE = "model.calibration_table"
+
+P = TypeVar("P", str, Path)
 
 
 @dataclass(slots=True)
@@ -46,10 +50,13 @@ class Model:
     ]
     max_sequence_length: Annotated[int | None, COUNT, "tokens of T5's longest text; null: the family's default"]
     calibration_prompts: Annotated[str, "a text file with a prompt a line, or a table of captions"]
+    calibration_table: Annotated[
+        str | None, "a table of calls to calibrate on, columns named as arguments; null: calibration_prompts"
+    ]
     prompts: Annotated[str, "a text file with the prompts of the images that are compared"]
     arguments: Annotated[
         dict[str, int | float | bool | str | list[int] | list[float] | list[str] | None] | None,
-        "further arguments of the pipeline's call, such as num_frames",
+        "further arguments of the pipeline's call, such as num_frames, or files of images",
     ]
     excluded: Annotated[list[str], "patterns of layers that stay in high precision beside those that are observed"]
     denoiser: Annotated[str | None, "which of a pipeline's denoisers is quantized; null: the first that it calls"]
@@ -57,7 +64,13 @@ class Model:
     loras: Annotated[
         list[str],
         Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
-        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]",
+        "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]; of a pipeline "
+        "with several denoisers each with one: [transformer_2:style.safetensors:0.8]",
+    ]
+    controlnets: Annotated[
+        list[str],
+        Limit(lambda stated: is_lora(stated), "a folder, or folder:scale with a number", each=True),
+        "folders of ControlNets, each with the scale of its outputs: [canny:0.8,depth:0.5]",
     ]
     vae: Annotated[str | None, "a folder or a file of another autoencoder; null: the checkpoint's own"]
     pipeline: Annotated[
@@ -68,6 +81,7 @@ class Model:
     encoder: Annotated[bool, "export the autoencoder's encoder too, which image to image needs; infer.image implies it"]
     calibration_image: Annotated[str | None, "image or folder of images to calibrate on in turn; null: noise"]
     calibration_mask: Annotated[str | None, "their masks, as for infer.mask"]
+    calibration_control: Annotated[list[str], "condition images of calibration, as for infer.control"]
     width: Annotated[int, SIDE, "pixels across a calibration image, and across the others by default"]
     height: Annotated[int, SIDE, "pixels down the same images"]
     sizes: Annotated[Sizes, "sizes that calibration images take in turn; null: model.width x model.height"]
@@ -78,9 +92,12 @@ class Model:
         self.check_sides("model", self.width, self.height, self.sizes)
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
+        for each in map(lora_of, self.loras):
+            expected = f"a file, or file:strength, because {self.family} has one denoiser"
+            check(each.denoiser is None or self.family == OBSERVED, "model.loras", f"for {each.denoiser}", expected)
         self.encoder |= self.calibration_image is not None
         if self.parts and isinstance(self.dtype, dict):
-            check_parts_named(self.dtype, [*self.parts, VAE_ENCODER])
+            check_parts_named(self.dtype, parts_of(self.parts, True, self.controlnets))
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
         """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
@@ -96,28 +113,43 @@ class Model:
     def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
         if self.sizes is not None:
             yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
+            yield "calibration_control", [], "condition images are read at one size, and model.sizes is given"
         if self.calibration_image is None:
             yield "calibration_mask", None, "there is no model.calibration_image"
         if self.family != "sdxl":
             yield "pipeline", None, f"only SDXL comes in files of NeMo's, and model.family is {self.family}"
         if self.family != OBSERVED:
             because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
-            yield "arguments", None, because
             yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
             yield "denoiser", None, f"{because}; this family has one denoiser"
+            yield "calibration_table", None, because
         else:
             yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
             yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
-            yield "loras", [], "adapters are fused into the layers of known families alone"
+            yield "controlnets", [], "a pipeline that is observed has its ControlNet in its folder"
 
-    def adapters(self) -> list[tuple[Path, float]]:
-        """Return the files of ``loras`` and their strengths, 1 where none is given."""
-        return [(input_path(path), strength) for path, strength in map(lora_of, self.loras)]
+    def adapters(self) -> list["Lora[Path]"]:
+        """Return the files of ``loras`` with their strengths, 1 where none is given."""
+        return [Lora(input_path(each.path), each.strength, each.denoiser) for each in map(lora_of, self.loras)]
+
+    def opened_controlnets(self) -> list[tuple[Path, float]]:
+        """Return the folders of ``controlnets`` and their scales, 1 where none is given."""
+        return [(input_path(path), scale) for path, scale in map(weighted, self.controlnets)]
 
     def inputs(self) -> dict[str, Path]:
         """Return the files that the weights come from, by their names in a record."""
-        loras = {f"{LORA}{index} at {strength!r}": path for index, (path, strength) in enumerate(self.adapters(), 1)}
-        return {"checkpoint": input_path(self.path), **({VAE: input_path(self.vae)} if self.vae else {}), **loras}
+        others = {VAE: input_path(self.vae)} if self.vae else {}
+        for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
+            others[f"{CONTROLNET}{index} at {scale!r}"] = path
+        for index, each in enumerate(self.adapters(), 1):
+            others[f"{LORA}{index}{each.place} at {each.strength!r}"] = each.path
+        return {"checkpoint": input_path(self.path), **others, **named_files("argument", self.given_arguments())}
+
+    def given_arguments(self) -> dict[str, Any]:
+        """Return ``arguments`` with files for images. Raises ConfigError for one that is missing."""
+        return {
+            name: files_of("model.arguments", name, value, input_path) for name, value in (self.arguments or {}).items()
+        }
 
     def check_files(self) -> None:
         """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
@@ -132,9 +164,15 @@ class Model:
             check(
                 known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
             )
-        for path, _ in map(lora_of, self.loras):
-            existing("model.loras", path, "the path of a .safetensors file, or file:strength")
+        for each in map(lora_of, self.loras):
+            existing("model.loras", each.path, "the path of a .safetensors file, or file:strength")
+        for path, _ in map(weighted, self.controlnets):
+            folder = existing("model.controlnets", path, "the path of a folder, or folder:scale")
+            known = (folder / "config.json").is_file()
+            check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
         check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
+        check_control_files("model.calibration_control", self.calibration_control)
+        self.given_arguments()
 
 
 def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
@@ -143,17 +181,36 @@ def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
         check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
 
-def lora_of(stated: str) -> tuple[str, float]:
-    """Split an entry of ``model.loras`` into path and strength. Raises ValueError for a strength that is no number."""
-    path, colon, strength = stated.rpartition(":")
-    return (path, float(strength)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
+class Lora(NamedTuple, Generic[P]):
+    """A LoRA's file."""
+
+    path: P
+    strength: float
+    denoiser: str | None = None  # of a pipeline with several, the one it changes
+
+    @property
+    def place(self) -> str:
+        """Return which denoiser it changes, for names; empty where that is not said."""
+        return "" if self.denoiser is None else f" of {self.denoiser}"
+
+
+def lora_of(stated: str) -> Lora[str]:
+    """Split an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    denoiser, rest = re.fullmatch(r"(?:((?:unet|transformer)\w*):)?(.*)", stated, re.DOTALL).groups()
+    return Lora(*weighted(rest), denoiser)
+
+
+def weighted(stated: str) -> tuple[str, float]:
+    """Split a path and a number behind it, 1 where there is none. Raises ValueError for one that is no number."""
+    path, colon, number = stated.rpartition(":")
+    return (path, float(number)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
 
 def is_lora(stated: str) -> bool:
     """Whether an entry of ``model.loras`` has a path and a finite strength."""
     with suppress(ValueError):
-        path, strength = lora_of(stated)
-        return bool(path) and math.isfinite(strength)
+        lora = lora_of(stated)
+        return bool(lora.path) and math.isfinite(lora.strength)
     return False
 
 
@@ -168,6 +225,17 @@ def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
             mask_files(f"{knobs}mask", input_path(mask), images)
 
 
+def controls_by_name(name: str, control: Sequence[str]) -> dict[str, str]:
+    """Return the paths of condition images by their names in a record: ``name`` and the number of the ControlNet."""
+    return {f"{name} {number}": path for number, path in enumerate(control, 1)}
+
+
+def check_control_files(knob: str, control: Sequence[str]) -> None:
+    """Raises ConfigError for a missing condition image, or a folder without any."""
+    for path in control:
+        image_files(knob, existing(knob, path, "an existing image or a folder of images"))
+
+
 def check_checkpoint(path: str, family: str) -> None:
     """Raises SdQuantError for a missing checkpoint, one of a kind that the family does not take, and a broken archive.
 
@@ -180,6 +248,6 @@ def check_checkpoint(path: str, family: str) -> None:
         open_members(checkpoint)
 
 
-def parts_of(parts: list[str], encoder: bool) -> list[str]:
-    """Return the names of the exported parts, the encoder last."""
-    return [*parts, VAE_ENCODER] if encoder else parts
+def parts_of(parts: list[str], encoder: bool, controlnets: list[str]) -> list[str]:
+    """Return the names of the exported parts, the encoder and the ControlNets last."""
+    return [*parts, *([VAE_ENCODER] if encoder else []), *controlnet_names(len(controlnets))]

@@ -13,8 +13,9 @@ from packaging.requirements import Requirement
 
 from sd_quant.config.recipe import FUSED, Quantize, recipe_of
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.interchange import FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
+from sd_quant.interchange import FP16, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check
+from sd_quant.models import controlnet_names
 from sd_quant.quantization.recipe import Recipe
 
 
@@ -26,14 +27,9 @@ def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
-        f"{linear} with inputs in {inputs or 'high precision'}": lambda target: (
-            target.formats.get(linear) not in (IN_BLOCKS, STATIC)
-            or inputs == target.inputs_in.get(linear, linear)
-            or (inputs is None and linear in target.weights_alone)
-        ),
+        f"{linear} with inputs in {inputs or 'high precision'}": lambda target: target.takes_inputs(linear, inputs),
         f"a scale for {'each row' if recipe.per_channel else 'all'} of a weight in {linear}": lambda target: (
-            target.per_channel.get(linear, recipe.per_channel) == recipe.per_channel
-            or (recipe.per_token and target.formats.get(linear) == STATIC)
+            target.takes_scales(linear, recipe.per_channel, recipe.per_token)
         ),
         "a low-rank branch, or quantize.rank=0": lambda target: target.low_rank or recipe.rank == 0,
         f"rotated weights in {linear}, or quantize.rotation=0": lambda target: (
@@ -52,6 +48,18 @@ def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None
         "model.loras and give the tool these, or fuse them with quantize.loras=fused"
     )
     check(not targets or quantize.loras == FUSED, knob, list(targets), expected)
+
+
+def check_uncontrolled(knob: str, targets: Collection[str], controlnets: Sequence[str], quantize: Quantize) -> None:
+    """Raises ConfigError for ControlNets with a target whose graphs take none, or that are quantized themselves.
+
+    A target's folder has none: an application adds its own, as to any checkpoint of the base.
+    """
+    graphs = [name for name in targets if controlnets and TARGETS[name].runtime is not None]
+    expected = "targets without graphs with model.controlnets, because the pipelines that open these have none"
+    check(not graphs, knob, graphs, expected)
+    parts = [name for name in controlnet_names(len(controlnets)) if targets and name in (quantize.parts or {})]
+    check(not parts, "quantize.parts", parts, f"no ControlNet with {knob}: no target's folder has one")
 
 
 def check_targets(

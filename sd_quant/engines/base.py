@@ -38,13 +38,20 @@ class Engine(Protocol):
         ...
 
 
-def cast_inputs(
+def typed_inputs(
     expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
-    """The tensors in the expected order and dtype, contiguous on ``device``.
+    """The tensors in the expected order and dtype on ``device``, in the memory formats that they have.
 
     Raises ValueError unless the names agree.
     """
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")
-    return {name: given[name].detach().to(device, dtype).contiguous() for name, dtype in expected.items()}
+    return {name: given[name].detach().to(device, dtype) for name, dtype in expected.items()}
+
+
+def cast_inputs(
+    expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    """The same, contiguous."""
+    return {name: tensor.contiguous() for name, tensor in typed_inputs(expected, given, device).items()}

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.base import typed_inputs
 from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLayer, RoundedConv
 
@@ -29,7 +29,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        output = self.module(**cast_inputs(self.inputs, inputs, self.device))
+        # images come channels last, and convolutions add in the order of their memory, as in diffusers' own call
+        output = self.module(**typed_inputs(self.inputs, inputs, self.device))
         return dict(zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True))
 
     def reopen(self) -> bool:

@@ -32,8 +32,9 @@ A layer is the node that multiplies with its weight, so nothing is decided here.
 network with quantizers in it, which would need a trace for every recipe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -58,8 +59,6 @@ from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotation_matrix
 
-SharedValues = dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read
-
 
 def write_onnx(
     model: ir.Model,
@@ -82,7 +81,7 @@ def write_onnx(
     pending = {name for name, layer in assignment.items() if layer.format or layer.activation_format}
     formats = {name for layer in assignment.values() for name in (layer.format, layer.activation_format) if name}
     raise_opset(model, max([OPSET, *(FORMATS[name].opset for name in formats)]))
-    shared: SharedValues = {}
+    shared: dict[tuple, ir.Value] = {}
     for weight in weights:
         linear, _, kind = weight.name.removeprefix(prefix).rpartition(".")
         if (attention := attention_before(linear)) in pending and kind == "weight":
@@ -106,8 +105,33 @@ def write_onnx(
     save(model, path)
 
 
+class Site(NamedTuple):
+    """Where a layer's input is quantized: in front of the ``node`` that multiplies it, in numbers of ``dtype``."""
+
+    graph: ir.Graph
+    node: ir.Node
+    layer: LayerAssignment
+    dtype: ir.DataType
+    rows: bool  # the input has two axes
+    shared: dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read
+
+    def insert(self, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
+        """The output of a node in front of the layer's, named after the layer."""
+        return insert(self.graph, self.node, op_type, inputs, f"{self.layer.name}.{name}", **attributes)
+
+    def once(self, key: tuple, make: Callable[[], ir.Value]) -> ir.Value:
+        """What ``make`` inserts for the first layer with this ``key``."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    def cast(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
+        """``value``, the layer's input or made of it, in another type."""
+        return self.once((value, dtype), lambda: self.insert("Cast", [value], name, to=dtype))
+
+
 def quantize_layer(
-    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: SharedValues
+    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: dict[tuple, ir.Value]
 ) -> None:
     """Quantize weight and input of the one node that multiplies with ``weight``, a graph input."""
     node = only_reader(weight)
@@ -121,12 +145,12 @@ def quantize_layer(
         node = only_reader(transpose.outputs[0])
     end_in_identity(graph, node)
     dtype, scales = weight.dtype, type_of_scales(weight.dtype)
+    at = Site(graph, node, layer, scales, rows, shared)
     wide = dtype != scales and (layer.activation_format or layer.multiplies or layer.rotation)
-    x = cast(graph, node, node.inputs[0], scales, f"{layer.name}.in_fp32", shared) if wide else node.inputs[0]
-    x = smoothed_input(graph, node, x, layer, scales, shared)
+    x = at.cast(node.inputs[0], scales, "in_fp32") if wide else node.inputs[0]
+    x = smoothed_input(at, x)
     if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
-        narrow = cast(graph, node, x, dtype, f"{layer.name}.input_rounded", shared) if wide else x
-        add_low_rank(graph, node, narrow, layer, dtype)
+        add_low_rank(graph, node, at.cast(x, dtype, "input_rounded") if wide else x, layer, dtype)
     product = scales if layer.activation_format else dtype
     if product != dtype:
         name = f"{layer.name}.rounded"
@@ -134,15 +158,15 @@ def quantize_layer(
         if node.op_type == "Conv" and len(node.inputs) > 2:
             node.inputs[2].dtype = product
     if layer.activation_zero_point:
-        quantize_shifted(graph, node, x, layer, scales)
+        quantize_shifted(at, x)
     else:
-        value = rotated_input(graph, node, x, layer, scales, shared)
+        value = rotated_input(at, x)
         if layer.per_token:
-            value = quantized_per_token(graph, node, value, layer, scales, shared, rows)
+            value = quantized_per_token(at, value)
         elif layer.activation_format:
-            value = quantized_input(graph, node, value, layer, scales, shared, rows)
+            value = quantized_input(at, value)
         elif wide:
-            value = cast(graph, node, value, dtype, f"{layer.name}.input_rounded", shared)
+            value = at.cast(value, dtype, "input_rounded")
         node.replace_input_with(0, value)
     fmt = FORMATS[layer.format]  # scales of blocks are of the format's own type, and make fp16
     made = ir.DataType.FLOAT16 if fmt.block or not fmt.onnx_type or product == ir.DataType.BFLOAT16 else product
@@ -182,129 +206,99 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
     return transposed.producer()
 
 
-def cast(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, dtype: ir.DataType, name: str, shared: SharedValues
-) -> ir.Value:
-    """``value``, the input of ``node`` or made of it, in another type."""
-    key = (value, dtype)
-    if key not in shared:
-        shared[key] = insert(graph, node, "Cast", [value], name, to=dtype)
-    return shared[key]
-
-
-def smoothed_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, dtype: ir.DataType, shared: SharedValues
-) -> ir.Value:
+def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
     """The layer's input ``value`` times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
+    layer = at.layer
     if not layer.multiplies:
         return value
-    key = (value, id(layer.pre_quant_scale))
-    if key not in shared:
-        scale = numbers(graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half(), dtype)
-        shared[key] = insert(graph, node, "Mul", [value, scale], f"{layer.name}.smoothed")
-    return shared[key]
+
+    def smoothed() -> ir.Value:
+        scale = numbers(at.graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half(), at.dtype)
+        return at.insert("Mul", [value, scale], "smoothed")
+
+    return at.once((value, id(layer.pre_quant_scale)), smoothed)
 
 
-def rotated_input(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, layer: LayerAssignment, dtype: ir.DataType, shared: SharedValues
-) -> ir.Value:
+def rotated_input(at: Site, value: ir.Value) -> ir.Value:
     """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
 
     Its shape is computed in the graph, because text and image have different axes.
     """
-    if not layer.rotation:
+    group = at.layer.rotation
+    if not group:
         return value
-    key = (value, "rotated", layer.rotation)
-    if key not in shared:
-        name, group = f"{layer.name}.input", layer.rotation
-        shape = insert(graph, node, "Shape", [value], f"{name}_shape")
-        leading = insert(graph, node, "Shape", [value], f"{name}_leading", start=0, end=-1)
-        groups = constant(graph, f"{name}_groups", np.array([layer.weight_shape[1] // group, group], np.int64))
-        grouped = insert(graph, node, "Concat", [leading, groups], f"{name}_grouped_shape", axis=0)
-        if ("rotation", group) not in shared:  # one for all layers: it is as large as a small layer's codes
-            shared["rotation", group] = numbers(graph, f"rotation_of_{group}", rotation_matrix(group), dtype)
-        grouped = insert(graph, node, "Reshape", [value, grouped], f"{name}_grouped")
-        product = insert(graph, node, "MatMul", [grouped, shared["rotation", group]], f"{name}_rotated_groups")
-        shared[key] = insert(graph, node, "Reshape", [product, shape], f"{name}_rotated")
-    return shared[key]
+
+    def rotated() -> ir.Value:
+        shape = at.insert("Shape", [value], "input_shape")
+        leading = at.insert("Shape", [value], "input_leading", start=0, end=-1)
+        groups = np.array([at.layer.weight_shape[1] // group, group], np.int64)
+        groups = constant(at.graph, f"{at.layer.name}.input_groups", groups)
+        grouped = at.insert("Concat", [leading, groups], "input_grouped_shape", axis=0)
+        matrix = at.once(  # one for all layers: it is as large as a small layer's codes
+            ("rotation", group), lambda: numbers(at.graph, f"rotation_of_{group}", rotation_matrix(group), at.dtype)
+        )
+        grouped = at.insert("Reshape", [value, grouped], "input_grouped")
+        product = at.insert("MatMul", [grouped, matrix], "input_rotated_groups")
+        return at.insert("Reshape", [product, shape], "input_rotated")
+
+    return at.once((value, "rotated", group), rotated)
 
 
-def quantized_per_token(
-    graph: ir.Graph,
-    node: ir.Node,
-    value: ir.Value,
-    layer: LayerAssignment,
-    dtype: ir.DataType,
-    shared: SharedValues,
-    rows: bool,
-) -> ir.Value:
+def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
     """``value`` divided by each token's largest magnitude, quantized and dequantized.
 
-    That magnitude multiplies the output of ``node``, or the result where the layer does not scale its product.
+    That magnitude multiplies the output of the node, or the result where the layer does not scale its product.
     """
-    key, name = (value, "largest"), f"{layer.name}.input"
-    if key not in shared:
-        last = constant(graph, f"{name}_last", np.array([-1], np.int64))
-        smallest = numbers(graph, f"{name}_smallest", SMALLEST_TOKEN, dtype)
-        largest = insert(graph, node, "Abs", [value], f"{name}_magnitude")
-        largest = insert(graph, node, "ReduceMax", [largest, last], f"{name}_largest_number", keepdims=1)
-        shared[key] = insert(graph, node, "Max", [largest, smallest], f"{name}_largest")
-    largest = shared[key]
-    over = (value, "over its largest")
-    if over not in shared:
-        shared[over] = insert(graph, node, "Div", [value, largest], f"{name}_over_largest")
-    rounded = quantized_input(graph, node, shared[over], layer, dtype, shared, rows)
-    if layer.scales_product:
-        name = f"{layer.name}.times_largest"
-        read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Mul", [y, largest], name))
+
+    def largest_numbers() -> ir.Value:
+        last = constant(at.graph, f"{at.layer.name}.input_last", np.array([-1], np.int64))
+        smallest = numbers(at.graph, f"{at.layer.name}.input_smallest", SMALLEST_TOKEN, at.dtype)
+        largest = at.insert("Abs", [value], "input_magnitude")
+        largest = at.insert("ReduceMax", [largest, last], "input_largest_number", keepdims=1)
+        return at.insert("Max", [largest, smallest], "input_largest")
+
+    largest = at.once((value, "largest"), largest_numbers)
+    over = at.once((value, "over its largest"), lambda: at.insert("Div", [value, largest], "input_over_largest"))
+    rounded = quantized_input(at, over)
+    if at.layer.scales_product:
+        name = f"{at.layer.name}.times_largest"
+        read_instead(at.node.outputs[0], lambda before, y: insert(at.graph, before, "Mul", [y, largest], name))
         return rounded
     times = (rounded, "times its largest")
-    if times not in shared:
-        shared[times] = insert(graph, node, "Mul", [rounded, largest], f"{layer.name}.input_times_largest")
-    return shared[times]
+    return at.once(times, lambda: at.insert("Mul", [rounded, largest], "input_times_largest"))
 
 
-def quantized_input(
-    graph: ir.Graph,
-    node: ir.Node,
-    value: ir.Value,
-    layer: LayerAssignment,
-    dtype: ir.DataType,
-    shared: SharedValues,
-    rows: bool,
-) -> ir.Value:
+def quantized_input(at: Site, value: ir.Value) -> ir.Value:
     """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
-    static = layer.activation_scale
-    key = (value, layer.activation_format, layer.activation_amax if static is None else static)
-    if key not in shared:
-        name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
-        if static is None:
-            shared[key] = dynamic_copy(graph, node, value, name, layer, rows, dtype)
-        else:
-            shared[key] = static_copy(graph, node, value, name, fmt, static, dtype)
-    return shared[key]
+    layer, static, name = at.layer, at.layer.activation_scale, f"{at.layer.name}.input"
+    if static is None:
+        make = lambda: dynamic_copy(at.graph, at.node, value, name, layer, at.rows, at.dtype)  # noqa: E731
+    else:
+        fmt = FORMATS[layer.activation_format]
+        make = lambda: static_copy(at.graph, at.node, value, name, fmt, static, at.dtype)  # noqa: E731
+    return at.once((value, layer.activation_format, layer.activation_amax if static is None else static), make)
 
 
-def quantize_shifted(graph: ir.Graph, conv: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
-    """Let ``conv`` read ``x`` minus the shift, quantized and padded, with the corresponding bias.
+def quantize_shifted(at: Site, x: ir.Value) -> None:
+    """Let a convolution read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
     TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
     """
-    name, fmt = f"{layer.name}.input", FORMATS[layer.activation_format]
-    scales = static_scales(graph, name, fmt, layer.activation_scale, dtype)
-    shift = numbers(graph, f"{name}_shift", layer.shift, dtype)
-    value = insert(graph, conv, "Sub", [x, shift], f"{name}_shifted")
-    value = insert(graph, conv, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    graph, conv, layer, name = at.graph, at.node, at.layer, f"{at.layer.name}.input"
+    scales = static_scales(graph, name, FORMATS[layer.activation_format], layer.activation_scale, at.dtype)
+    shift = numbers(graph, f"{name}_shift", layer.shift, at.dtype)
+    value = at.insert("Sub", [x, shift], "input_shifted")
+    value = at.insert("QuantizeLinear", [value, *scales], "input_quantized")
     top, left, bottom, right = conv.attributes["pads"].as_ints()
     if any((top, left, bottom, right)):
         padding = constant(graph, f"{name}_padding", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
-        zero = numbers(graph, f"{name}_shifted_zero", -layer.shift, dtype)
-        zero = insert(graph, conv, "QuantizeLinear", [zero, *scales], f"{name}_quantized_zero")
-        value = insert(graph, conv, "Pad", [value, padding, zero], f"{name}_padded")
+        zero = numbers(graph, f"{name}_shifted_zero", -layer.shift, at.dtype)
+        zero = at.insert("QuantizeLinear", [zero, *scales], "input_quantized_zero")
+        value = at.insert("Pad", [value, padding, zero], "input_padded")
         conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
-    conv.replace_input_with(0, insert(graph, conv, "DequantizeLinear", [value, *scales], f"{name}_dequantized"))
+    conv.replace_input_with(0, at.insert("DequantizeLinear", [value, *scales], "input_dequantized"))
     conv.resize_inputs(3)
-    conv.replace_input_with(2, numbers(graph, f"{layer.name}.shifted_bias", layer.bias, dtype))
+    conv.replace_input_with(2, numbers(graph, f"{layer.name}.shifted_bias", layer.bias, at.dtype))
 
 
 def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:

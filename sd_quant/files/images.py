@@ -1,6 +1,8 @@
 """Untrusted images, decoded by Pillow within bounds: regular files of three formats, up to a number of pixels."""
 
+import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,31 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values th
 def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndarray, tuple[int, int]]:
     """Returns an image, cropped about its middle and resized, and its original width and height.
 
-    ``mode`` is RGB or L. The array is uint8 [height, width, 3] or [height, width]. The image is turned upright by its
-    EXIF; transparent pixels become white. A JPEG is decoded at the smallest size that suffices.
+    ``mode`` is RGB or L. The array is uint8 [height, width, 3] or [height, width]. Raises as ``opened`` does.
+    """
+    side, size = 2 * max(width, height), (width, height)
+    image, own = opened(path, side, mode, lambda image: ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+    return np.asarray(image), own
+
+
+def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
+    """Returns an image in its own shape, resized where it has more than so many ``pixels``. Raises as ``opened``."""
+
+    def bounded(image: Image.Image) -> Image.Image:
+        share = math.sqrt(pixels / (image.width * image.height))
+        size = max(1, int(image.width * share)), max(1, int(image.height * share))
+        return image if share >= 1 else image.resize(size, Image.Resampling.LANCZOS)
+
+    return opened(path, 4 * math.isqrt(pixels), mode, bounded)[0]
+
+
+def opened(
+    path: Path, side: int, mode: str, resize: Callable[[Image.Image], Image.Image]
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Returns an image in ``mode``, RGB or L, resized by ``resize``, and its original width and height.
+
+    It is turned upright by its EXIF; transparent pixels become white. A JPEG is decoded at the smallest size of at
+    least ``side`` pixels a side.
     Raises ArtifactError for a file that is no image, or a damaged one, ConfigError for one that is too large.
     """
     try:
@@ -35,9 +60,9 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
                     "it smaller, as it is resized anyway"
                 )
             turned = image.getexif().get(ORIENTATION) in TURNED
-            image.draft(None, (2 * max(width, height),) * 2)
+            image.draft(None, (side,) * 2)
             ImageOps.exif_transpose(image, in_place=True)
-            small = ImageOps.fit(in_8_bits(image), (width, height), Image.Resampling.LANCZOS)
+            small = resize(in_8_bits(image))
     except ConfigError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
@@ -48,7 +73,7 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
         ) from None
     if small.mode == "RGBA":
         small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small)
-    return np.asarray(small.convert("RGB").convert(mode)), (own[1], own[0]) if turned else own
+    return small.convert("RGB").convert(mode), (own[1], own[0]) if turned else own
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:

@@ -8,6 +8,7 @@ few operations on latents a step. The roads not taken are a loop of our own, whi
 for every family, scheduler and autoencoder, and to cut each class into its phases, which takes a file for each family.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
+from sd_quant.files.given_images import has_images, identities
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
@@ -62,6 +64,8 @@ class Sampling:
     sampler: str | None = None  # of ``samplers.SAMPLERS``; None: the checkpoint's own
     schedule: str | None = None  # a letter for each step taken, see ``calls``; None: all are computed
     guidance_until: float | None = None  # noise level, down to which steps are guided; None: all are
+    # Further arguments of the pipeline's call, of the images in turn: numbers, texts, PIL images and lists of these
+    arguments: list[dict[str, Any]] | None = None
 
     @property
     def steps_taken(self) -> int:
@@ -74,8 +78,8 @@ class Sampling:
         Levers are absent where they are not used.
         """
         latents = None if self.latents is None else digest_of(self.latents)
-        described = asdict(replace(self, latents=None, source=None)) | {"latents": latents}
-        del described["source"], described["sizes"]
+        described = asdict(replace(self, latents=None, source=None, arguments=None)) | {"latents": latents}
+        del described["source"], described["sizes"], described["arguments"]
         for name in ("vae_tile", "sampler", "schedule", "guidance_until"):
             if described[name] is None:
                 del described[name]
@@ -84,6 +88,8 @@ class Sampling:
             described |= {"steps": self.steps_taken, "source": of_source}
         if self.sizes is not None:
             described["sizes"] = [f"{width}x{height}" for width, height in self.sizes]
+        if self.arguments is not None:
+            described["arguments"] = list(map(identities, self.arguments))
         return described
 
     def size_of(self, number: int) -> tuple[int, int]:
@@ -96,12 +102,41 @@ class Sampling:
         return replace(self, width=width, height=height, sizes=None)
 
     def batches(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The images with these ``numbers`` in batches; all images of a batch have one size."""
-        by_size: dict[tuple[int, int], list[int]] = {}
+        """The images with these ``numbers`` in batches, each of one size and of arguments that one call can take."""
+        alike: dict[Any, list[int]] = {}
         for number in numbers:
-            by_size.setdefault(self.size_of(number), []).append(number)
+            alike.setdefault((self.size_of(number), self.of_one_call(number)), []).append(number)
         count = self.batch_size
-        return [same[start : start + count] for same in by_size.values() for start in range(0, len(same), count)]
+        return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
+
+    def of_one_call(self, number: int) -> Any:
+        """What images of one call share: numbers, and a list of images is for one image alone."""
+        if self.arguments is None:
+            return None
+        own = self.arguments[number % len(self.arguments)]
+        if any(isinstance(value, list) for value in own.values()):
+            return number
+        listed = {name for name, value in own.items() if isinstance(value, str) or has_images(value)}
+        return repr({name: value for name, value in own.items() if name not in listed})
+
+    def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """The further arguments of a call for the images with these ``numbers``: texts and images in lists."""
+        if self.arguments is None:
+            return {}
+        rows = [self.arguments[number % len(self.arguments)] for number in numbers]
+        if len(rows) == 1:
+            return rows[0]
+        return {
+            name: [row[name] for row in rows] if isinstance(value, str) or has_images(value) else value
+            for name, value in rows[0].items()
+        }
+
+    def texts_of(self, prompts: Sequence[str]) -> list[str]:
+        """What tells the images of ``prompts`` apart, where settings are the same: a prompt, with its arguments."""
+        if self.arguments is None:
+            return list(prompts)
+        of_each = [json.dumps(identities(self.arguments_of([number]))) for number in range(len(prompts))]
+        return [f"{prompt}\n{own}" for prompt, own in zip(prompts, of_each, strict=True)]
 
     def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
         """The negative prompts of the images with these ``numbers``."""
@@ -151,6 +186,7 @@ class Pipeline:
         self.call, self.parts = call, parts
         self.own_sampler = call.pipe.scheduler
         self.decoders = [name for name, each in parts.items() if each.part.method == "decode"]
+        self.conditioners = [name for name, each in parts.items() if each.part.in_steps]
 
     def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
         """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
@@ -233,7 +269,7 @@ class Pipeline:
     def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
         """Compute what comes before denoising, one part at a time for all batches."""
         waiting, turn = list(range(len(calls))), list[str]()
-        last = {*self.call.denoisers, *self.decoders}
+        last = {*self.call.denoisers, *self.conditioners, *self.decoders}
         while waiting:
             ends = {place: calls[place](answers[place], turn)[1] for place in waiting}
             before = {
@@ -297,6 +333,8 @@ class Pipeline:
             part.begin(known[name], name not in computing)
             if name in call.denoisers:
                 part.through, part.on_call = calls, count
+            elif name in self.conditioners:  # computed and guided as the denoiser, whose inputs it computes
+                part.through = calls_of(sampling, pipe, lambda: len(steps), part.part.contract.batched)
             elif name in self.decoders:
                 part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
         draws = DrawsByImage(seeds) if len(seeds) > 1 else None
@@ -357,13 +395,13 @@ class Pipeline:
 
 
 def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
-    """The arguments of a pipeline by which these images begin with source images, and are led away from texts."""
+    """The arguments of a pipeline for these images: source images, texts to be led away from, and further ones."""
     negative, source = sampling.negatives_of(numbers), sampling.source
     given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
     if source is not None:
         given |= {"image": source.images_of(numbers), "strength": source.strength}
         given |= {} if source.masks is None else {"mask_image": source.masks_of(numbers)}
-    return given
+    return given | sampling.arguments_of(numbers)
 
 
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:

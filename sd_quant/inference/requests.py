@@ -1,7 +1,8 @@
 """The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -9,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
+from sd_quant.files.given_images import fitted
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
@@ -37,6 +40,8 @@ def request(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a pipeline's call, of those that its class knows.
 
+    Images among the ``arguments`` are fitted to the run's size, but those that ``style`` keeps as they are. One image,
+    or negative prompt, is for all prompts of a batch; a list has one for each, or several for one prompt.
     Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
     """
     known = inspect.signature(type(pipe).__call__).parameters
@@ -44,22 +49,21 @@ def request(
     given = {
         "prompt": list(run.prompts) if style.batched else run.prompts[0], "width": run.width, "height": run.height,
         "num_inference_steps": steps, "guidance_scale": scale, "output_type": "np", "use_resolution_binning": False,
-        "generator": generators if style.each else generators[0],
+        "generator": generators if style.each else generators[0], "max_area": run.width * run.height,
     }  # fmt: skip
-    if style.batched and isinstance(text := arguments.get("negative_prompt"), str):
-        arguments = {**arguments, "negative_prompt": [text] * len(run.prompts)}
+    arguments = {
+        name: value if name in style.keeps else fitted(value, run.width, run.height)
+        for name, value in arguments.items()
+    }
+    for name, value in arguments.items():
+        of_each = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d)?", name)
+        if style.batched and (of_each or (isinstance(value, Image.Image) and len(run.prompts) > 1)):
+            arguments[name] = [value] * len(run.prompts)
+        elif isinstance(value, list) and name in known and re.search(r"(?i)\btuple", str(known[name].annotation)):
+            arguments[name] = tuple(value)
     if "prompt" not in known:
         given["batch_size"] = len(run.prompts)
-    if unknown := sorted(arguments.keys() - known.keys()):
-        raise ConfigError(
-            f"model.arguments has {unknown[0]}, which {type(pipe).__name__} does not take; it takes "
-            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
-        )
-    if decided := sorted(arguments.keys() & DECIDED):
-        raise ConfigError(
-            f"model.arguments has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number "
-            "of images have knobs of their own; leave it out"
-        )
+    check_taken(type(pipe), "model.arguments", arguments)
     taken = {name: value for name, value in {**given, **arguments}.items() if name in known}
     missing = [
         name for name, each in known.items()
@@ -67,10 +71,26 @@ def request(
     ]  # fmt: skip
     if missing:
         raise ConfigError(
-            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, expected a pipeline that makes images "
-            "of a prompt or of nothing; give values of it in model.arguments, if they are numbers or texts"
+            f"{type(pipe).__name__} takes {', '.join(missing)} beside a prompt, and nothing gives it; state it in "
+            f"model.arguments={{{missing[0]}: <a number, a text or the file of an image>}}, or give tables with a "
+            "column of that name, model.calibration_table and infer.table"
         )
     return taken
+
+
+def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
+    """Raises ConfigError for arguments that ``where`` has, and a pipeline's call does not take, or knobs decide."""
+    known = inspect.signature(kind.__call__).parameters
+    if unknown := sorted(set(names) - known.keys()):
+        raise ConfigError(
+            f"{where} has {unknown[0]}, which {kind.__name__} does not take; it takes "
+            f"{', '.join(name for name in known if name not in ('self', 'args', 'kwargs'))}"
+        )
+    if decided := sorted(set(names) & DECIDED):
+        raise ConfigError(
+            f"{where} has {decided[0]}, which is not stated there: sizes, steps, prompts, seeds and the number of "
+            "images have knobs of their own; leave it out"
+        )
 
 
 @contextmanager

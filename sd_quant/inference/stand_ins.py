@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class AnsweredPart:
 class EngineNetwork(nn.Module):
     """A network of a pipeline, of which parts compute some methods. Everything else is the ``network``'s own.
 
-    ``network`` may be on the meta device: its configuration and the signatures of its methods are used.
+    ``network`` may be on the meta device: its configuration and the signatures of its methods are used, and its class,
+    by which some pipelines tell one ControlNet from several.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -80,6 +81,8 @@ class EngineNetwork(nn.Module):
         """``parts`` are given by method."""
         super().__init__()
         self.network, self.parts = [network], parts  # in a list, so that it is no submodule
+        self.at = nn.Parameter(torch.empty(0), requires_grad=False)  # tells pipelines the device and dtype of all
+        self.forward = wraps(network.forward)(partial(self.call, "forward"))  # some read its signature
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("parts", ()):
@@ -89,8 +92,9 @@ class EngineNetwork(nn.Module):
         except AttributeError:
             return getattr(self.network[0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call("forward", *args, **kwargs)
+    @property
+    def __class__(self) -> type:  # of ``isinstance``
+        return type(self.network[0])
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return self.parts[method](bound(getattr(self.network[0], method), args, kwargs))

@@ -30,8 +30,8 @@ WARMUP_IMAGES = 1
 
 
 def samples_per_call(checkpoint: Checkpoint, part: str, sampling: Sampling) -> int:
-    """The batch of one call of the part: the denoiser's is doubled where guidance computes two samples per image."""
-    denoises = part == checkpoint.family.DENOISER
+    """The batch of one call of the part: in a step it is doubled where guidance computes two samples per image."""
+    denoises = part == checkpoint.family.DENOISER or checkpoint.parts()[part].in_steps
     return sampling.batch_size * (samples_per_image(checkpoint, sampling.guidance_scale) if denoises else 1)
 
 
@@ -113,8 +113,9 @@ def image_times(
     }
 
 
-def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:
+def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], steps: int) -> ImageTimes:
     """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once."""
-    denoising = steps * medians[denoiser]
-    rest = sum(median for part, median in medians.items() if part != denoiser)
+    denoising = steps * medians[checkpoint.family.DENOISER]
+    others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
+    rest = sum(medians[name] * (steps if part.in_steps else 1) for name, part in others.items())
     return ImageTimes([denoising + rest], rest / denoising)

@@ -128,6 +128,16 @@ class ForeignFormat:
         """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""
         return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
+    def takes_inputs(self, name: str, inputs: str | None) -> bool:
+        """Whether a layer in the format ``name`` may have its inputs in the format ``inputs``, or as they are."""
+        expected = {self.inputs_in.get(name, name), *([None] if name in self.weights_alone else [])}
+        return self.formats.get(name) not in (STATIC, IN_BLOCKS) or inputs in expected
+
+    def takes_scales(self, name: str, per_row: bool, per_token: bool) -> bool:
+        """Whether a weight in the format ``name`` may have a scale for each row, or else one for all."""
+        by_row = per_token and self.formats.get(name) == STATIC  # then weights are scaled by row, as inputs are
+        return by_row or self.per_channel.get(name, per_row) == per_row
+
     def refuses(self, where: str, name: str) -> str | None:
         """Why the runtime of the graphs cannot execute the format ``name`` in ``where``; None where it can."""
         return RUNTIMES[self.runtime].refuses(where, formats.FORMATS[name]) if self.runtime else None

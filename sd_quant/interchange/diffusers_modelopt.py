@@ -34,19 +34,7 @@ from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLa
 from sd_quant.interchange.modelopt_export import CODES, layouts_of, multiplied, with_codes
 from sd_quant.interchange.modelopt_quantizers import NVFP4, Quantizer, Ranged, quantizer_of
 from sd_quant.interchange.modelopt_state import Name, State, read_state
-from sd_quant.interchange.stored import (
-    DTYPES,
-    FILE,
-    FLOAT_SCALES,
-    LayerTensors,
-    Shape,
-    by_layer,
-    denoiser_folder,
-    holds,
-    stored_tensors,
-    weight_shapes,
-    whole,
-)
+from sd_quant.interchange.stored import DTYPES, FILE, FLOAT_SCALES, Folder, LayerTensors, Shape, by_layer, holds
 from sd_quant.interchange.weights import Assignment, codes_and_scales, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -88,10 +76,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for anything that is not the whole denoiser as ModelOpt stores it, and for quantizers of
     anything but weights and inputs.
     """
-    if not recognizes(path):
-        raise ArtifactError(f"{path} holds no {STATE}; expected a folder that ModelOpt saved")
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    state = read_state(path, whole_file(denoiser_folder(path) / STATE))
+    folder = Folder(path, checkpoint)
+    tensors, shapes = folder.tensors, folder.shapes
+    state = read_state(path, whole_file(folder.place / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}
     used = quantizers_of(path, state, shapes, leaves)
     found, others = by_layer(path, tensors, leaves, BUFFERS)
@@ -109,8 +96,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             rounded[name] = inputs
         if "weight" in stored:
             others[f"{name}.weight"] = tensors[f"{name}.weight"]
-    maker = f"{MAKER} {state.version}"
-    return whole(path, FACTS.name, maker, checkpoint, layers, tensors, others, rounded=rounded)
+    return folder.whole(FACTS.name, f"{MAKER} {state.version}", layers, others, rounded=rounded)
 
 
 def quantizers_of(

@@ -20,7 +20,6 @@ row is. The road not taken is Quark's own reload, which needs the package to bui
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import translate
 from functools import partial
 from math import prod
@@ -37,7 +36,7 @@ from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, Qua
 from sd_quant.interchange.diffusers_autoround import AWQ_ORDER
 from sd_quant.interchange.inputs import Affine, StaticFloat8
 from sd_quant.interchange.layouts import NUMBERS, TURNED, TWO_IN_A_BYTE, UINT8, ZEROS, Layout, Packing, Piece
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, by_layer, shown, told, whole
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, by_layer, shown, told
 from sd_quant.models.checkpoint import Checkpoint
 
 FACTS = ForeignFormat(
@@ -78,9 +77,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         else:  # decomposed, and in high precision
             own.checked("weight", [shapes[name]], FLOATS)
             parameters[f"{name}.weight"] = with_branch(own, shapes[name], lambda own=own: own.finite("weight").float())
-    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, parameters)
     theirs = folder.opened_by(FACTS.method)
-    return replace(denoiser, runtime=None if theirs is None else partial(with_their_layers, theirs))
+    runtime = None if theirs is None else partial(with_their_layers, theirs)
+    return folder.whole(FACTS.name, MAKER, layers, parameters, runtime=runtime)
 
 
 def with_plain_names(

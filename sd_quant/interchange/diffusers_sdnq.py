@@ -29,7 +29,7 @@ same; and SDNQ's own quantizer chooses other scales.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -39,7 +39,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy, size_of
 from sd_quant.interchange import DIFFUSERS, FP16, ForeignFormat
 from sd_quant.interchange.denoiser import FLOATS, Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
@@ -283,11 +283,7 @@ def quantized_layer(
     turned = product is not None and kind.turns and not again
     group = rotated_together(shape[1], config.hadamard_group_size) if config.use_hadamard else 1
     stored = Stored(pieces, kind, shape, shape_of_codes(shape, scale, turned), turned, product is not None, group)
-    if found := list(problems(stored)):
-        raise ArtifactError(
-            f"{path}: {name} has {' and '.join(found)}, no {kind.name} for a weight {list(shape)}; fetch config and "
-            "weights again, together"
-        )
+    check(tensors, stored)
     many = product is not None and not (again and ranks().get(name) == 2)  # else one row for each image
     inputs = INPUTS[product] if product is not None and many else None
     count = prod(scale)
@@ -403,32 +399,24 @@ class Stored:
         return rotated(weight, self.group)
 
 
-def problems(stored: Stored) -> Iterator[str]:
-    """The reasons, in words, why a layer's tensors make no such weight."""
-    pieces, kind = stored.pieces, stored.kind
-    codes, scale = (tuple(pieces[piece].shape) for piece in ("weight", "scale"))
-    if pieces["weight"].dtype != kind.stored:
-        yield f"codes of {pieces['weight'].dtype}"
-    if stored.codes is None:
-        yield f"scales {list(scale)}"
-    fits = 8 * prod(codes) == kind.bits * prod(stored.shape) if kind.bits < 8 else stored.codes in (None, codes)
-    if not fits:
-        yield f"codes {list(codes)}"
-    if ("zero_point" in pieces) != kind.unsigned:
-        yield f"{'no' if kind.unsigned else 'a'} zero point"
-    elif kind.unsigned and tuple(pieces["zero_point"].shape) != scale:
-        yield f"zero points {list(pieces['zero_point'].shape)}"
-    if ("svd_up" in pieces) != ("svd_down" in pieces):
-        yield "half a branch"
-    elif "svd_up" in pieces:
-        step = -1 if stored.by_codes else 1
-        up, down = (tuple(pieces[piece].shape)[::step] for piece in ("svd_up", "svd_down"))
-        outer = (stored.shape[0], prod(stored.shape[1:]))
-        if len(up) != 2 or len(down) != 2 or (up[0], down[1]) != outer or up[1] != down[0]:
-            yield f"a branch {list(up)} by {list(down)}"
-    for name, piece in pieces.items():
-        if name != "weight" and piece.dtype not in FLOATS:
-            yield f"a {name} of {piece.dtype}"
+def check(own: LayerTensors, stored: Stored) -> None:
+    """Raises ArtifactError for tensors of a layer that make no such weight."""
+    kind, (rows, *others) = stored.kind, stored.shape
+    of_rows = (1, rows) if stored.turned else (rows, *(1 for _ in others))
+    scale = own.checked("scale", [of_rows] if stored.codes is None else None, FLOATS)
+    alike = None if kind.bits < 8 or stored.codes is None else [stored.codes]
+    codes = own.checked("weight", alike, (kind.stored,))
+    if 8 * prod(codes.shape) != kind.bits * prod(stored.shape):
+        own.refuse(["weight"], f"which is no {kind.name} of a weight {list(stored.shape)}")
+    if kind.unsigned:
+        own.checked("zero_point", [tuple(scale.shape)], FLOATS)
+    else:
+        own.refuse(["zero_point"], f"which {kind.name} does not have")
+    if "svd_up" in own or "svd_down" in own:
+        step, up = -1 if stored.by_codes else 1, own.checked("svd_up", None, FLOATS)
+        rank = max(1, prod(up.shape) // rows)
+        own.checked("svd_up", [(rows, rank)[::step]], FLOATS)
+        own.checked("svd_down", [(rank, prod(others))[::step]], FLOATS)
 
 
 # Hadamard rotations

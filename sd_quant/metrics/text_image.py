@@ -20,12 +20,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sd_quant.addons import loaded
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import open_regular, refusing
 from sd_quant.files.checks import bounded_modules
 from sd_quant.metrics import SCORES, Score
-from sd_quant.metrics.inception import NETWORK_NAME, inception
 from sd_quant.metrics.network_scores import DAMAGED, Opened, Opener, check_folder, config_of
 from sd_quant.progress import progress
 from sd_quant.text import counted, one_line
@@ -80,7 +80,8 @@ def fid(images: np.ndarray, references: Path) -> dict:
     try:
         _check_number(len(images), "were made")
         check_references(references)
-        network, entry["network"] = inception(), NETWORK_NAME
+        inception = loaded("scores", "inception", "FID")
+        network, entry["network"] = inception.inception(), inception.NETWORK_NAME
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:
@@ -90,6 +91,11 @@ def fid(images: np.ndarray, references: Path) -> dict:
         return entry | {"reason": f"{references} has a sigma of shape {shapes}; compute it with the same Inception"}
     distance = frechet_distance(*of_references, *of_images)
     return entry | ({"reason": DAMAGED} if distance is None else {"value": distance})
+
+
+def check_inception() -> None:
+    """Raise ResourceError unless the add-on that has Inception and its weights are installed; reads none."""
+    loaded("scores", "inception", "metrics.fid_references").packaged_folder()
 
 
 def check_references(references: Path) -> None:

@@ -12,6 +12,7 @@ EXPORTED = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's
 STORED = "stored"  # bf16 where the checkpoint stores it, else the family's own
 
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
+CONTROLNET = "controlnet"  # the first ControlNet's component, and its part
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
 OBSERVED = "diffusers"  # the name of all others, which are opened by observation
 FAMILIES = {
@@ -23,6 +24,11 @@ FAMILIES = {
     "pixart": "sd_quant.models.pixart",
     OBSERVED: "sd_quant.models.observed",
 }
+
+
+def controlnet_names(count: int) -> list[str]:
+    """Returns the names of so many ControlNets, as components and as parts."""
+    return [CONTROLNET if number == 1 else f"{CONTROLNET}_{number}" for number in range(1, count + 1)]
 
 
 def may_be_bf16(dtypes: Dtypes) -> bool:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from sd_quant.files.given_images import identities
 from sd_quant.models.family import Family, PipelineCall, StandIn
 from sd_quant.models.parts import Contract, Part, network_in, wrapped
 from sd_quant.models.roles import roles_of
@@ -58,7 +59,7 @@ def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
 
 def key_of(checkpoint: Checkpoint) -> str:
     """Returns what knobs change of a checkpoint beside its files, for keys: contracts, arguments of the pipeline."""
-    return repr((contracts_of(checkpoint), getattr(checkpoint, "arguments", {})))
+    return repr((contracts_of(checkpoint), identities(getattr(checkpoint, "arguments", {}))))
 
 
 def denoiser_part(checkpoint: Checkpoint) -> Part:

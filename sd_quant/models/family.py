@@ -18,6 +18,7 @@ class Family:
 
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
     FROM_IMAGES: tuple[str, str] | None = None  # the classes that change an image, and a part of one; None: no such
+    CONTROLLED: str | None = None  # the class with ControlNets; None: no such
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
     OPTIONAL: tuple[str, ...] = ()  # networks that a pipeline may lack, each a part of the same name
     DENOISER: str = "transformer"  # name of the part that is quantized
@@ -73,10 +74,11 @@ def family_named(name: str) -> Family:
 
 @dataclass(frozen=True)
 class Style:
-    """How a pipeline takes prompts and noise."""
+    """How a pipeline takes prompts, noise and images."""
 
     batched: bool = True  # a list of prompts; False: one prompt
     each: bool = True  # a generator for each image; False: one for all
+    keeps: tuple[str, ...] = ()  # arguments whose images have sizes of their own; others get that of what is made
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,11 @@ class PipelineCall:
 StandIn = Callable[[str, nn.Module], Any]
 
 
-def remade(name: str, pipe: Any) -> Any:
-    """Returns a pipeline of diffusers' class ``name`` with the networks and the configuration of ``pipe``."""
+def remade(name: str, pipe: Any, **others: Any) -> Any:
+    """Returns a pipeline of diffusers' class ``name`` with the components and configuration of ``pipe``, and others."""
     import diffusers
 
-    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components}
+    kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components, **others}
     made = kind(**{each: known[each] for each in inspect.signature(kind).parameters if each in known})
     if "encode_prompt" in vars(pipe):  # an author's own way to encode texts
         made.encode_prompt = pipe.encode_prompt

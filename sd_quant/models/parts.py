@@ -4,6 +4,7 @@ The same wrapped module is the baseline, the source of the exported graph and th
 that the three cannot drift apart. Each family's module says which parts it has and how they are called.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -81,12 +82,15 @@ def half_contract(
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
     """Returns the sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
 
-    The axes ``height`` and ``width`` count latents, ``image_height`` and ``image_width`` pixels; an image token is two
-    by two latents.
+    The axes ``height`` and ``width`` count latents, ``height_2`` and its like those of a UNet's lower levels,
+    ``image_height`` and ``image_width`` pixels; an image token is two by two latents.
     """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
     latents = {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
-    return latents | {"image_height": height, "image_width": width}
+    halved = {
+        f"{name}_{by}": -(-size // by) for name, size in (("height", rows), ("width", columns)) for by in (2, 4, 8, 16)
+    }
+    return latents | halved | {"image_height": height, "image_width": width}
 
 
 def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -139,6 +143,7 @@ class Part:
     refused: str | None = None  # why it is not exported, so that torch computes it; None: it is exported
     excluded: tuple[str, ...] = ()  # layers that stay as they are where its weights are quantized, see ``layer_role``
     method: str = "forward"  # of the network, which the pipeline calls
+    in_steps: bool = False  # whether it is called in each denoising step, with the denoiser's samples, for its inputs
 
 
 def exported(parts: Mapping[str, Part]) -> list[str]:
@@ -173,6 +178,22 @@ def network_in(part: Part, module: nn.Module) -> nn.Module:
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Returns the module of every part by its name. ``networks`` are the pipeline's by component."""
     return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
+
+
+class NamedForward:
+    """The forward of a module with these ``names`` as its parameters, which calls ``module.called`` with a mapping."""
+
+    def __init__(self, module: Any, names: Collection[str]):
+        self.module = module
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    @property
+    def __code__(self) -> Any:  # torch.export asks where a forward is defined
+        return type(self.module).called.__code__
+
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
+        return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
 
 
 class VaePart(nn.Module):

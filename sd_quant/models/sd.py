@@ -18,6 +18,7 @@ from sd_quant.models.unet import UnetFamily, UnetPart, guidance_embedding
 class StableDiffusion(UnetFamily):
     PIPELINES = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
     FROM_IMAGES = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
+    CONTROLLED = "StableDiffusionControlNetPipeline"
     NETWORKS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
     DENOISER = "unet"
 

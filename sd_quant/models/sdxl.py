@@ -92,6 +92,7 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
 class StableDiffusionXL(UnetFamily):
     PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
     FROM_IMAGES = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
+    CONTROLLED = "StableDiffusionXLControlNetPipeline"
     NETWORKS = {
         "unet": "UNet2DConditionModel",
         "vae": "AutoencoderKL",

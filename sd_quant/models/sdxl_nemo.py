@@ -272,8 +272,14 @@ def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
         )
         return torch.cat([first.z, second.z], dim=-1), second.z_pooled
 
-    def encode_prompt(prompt: list[str], negative_prompt: list[str] | None = None, **_) -> tuple:
-        """Returns context and unconditional context, pooled vector and unconditional one, as diffusers' method does."""
+    def encode_prompt(
+        prompt: list[str], second=None, device=None, images=1, guided=True, negative_prompt: list[str] | None = None,
+        *_, **__,
+    ) -> tuple:  # fmt: skip
+        """Returns context and unconditional context, pooled vector and unconditional one, as diffusers' method does.
+
+        The pipeline with ControlNets gives arguments by their places.
+        """
         context, pooled = embedded(prompt)
         if negative_prompt is None:
             return context, torch.zeros_like(context), pooled, torch.zeros_like(pooled)

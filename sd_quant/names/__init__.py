@@ -5,7 +5,5 @@ sgm           Stability AI's single file of SDXL
 authors       places of diffusers' parameters in files with their authors' names, by the maps of sgm and transformers
 transformers  Black Forest Labs' Flux, Stability AI's Stable Diffusion 3, and PixArt
 lora          names that trainers give to the low-rank updates of a layer
-open_clip     OpenCLIP's CLIP, both towers
-blip          BLIP's vision network, as ImageReward has it
 diffusers     names that only some versions of diffusers and transformers use
 """

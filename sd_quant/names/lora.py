@@ -47,11 +47,7 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
     found: dict[str, list[list[Place]]] = defaultdict(list)
     encoders = 0
     for component, parameters in components.items():
-        layers = {
-            layer: Place(component, layer, tuple(tensor.shape), biased=layer + BIAS in parameters)
-            for name, tensor in parameters.items()
-            if name.endswith(WEIGHT) and len(tensor.shape) in (1, 2, 4) and (layer := name.removesuffix(WEIGHT))
-        }
+        layers = _layers(component, parameters)
         if component in DENOISERS:
             names = _denoiser_names(component, layers)
         elif component.startswith("text_encoder"):
@@ -63,6 +59,32 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
             if places not in found[name]:
                 found[name].append(places)
     return dict(found)
+
+
+def diffusers_places(
+    components: Mapping[str, Mapping[str, Readable]], denoiser: str, called: str
+) -> dict[str, list[list[Place]]]:
+    """Returns the meaning of diffusers' and PEFT's names: the component's before the layer's, of networks of any class.
+
+    ``called`` is diffusers' name of the ``denoiser`` in all files, for which PEFT has none.
+    """
+    found: dict[str, list[list[Place]]] = {}
+    for component, parameters in components.items():
+        prefixes = (f"{called}.", "base_model.model.", "") if component == denoiser else ()
+        for layer, place in _layers(component, parameters).items():
+            plain = layer.removeprefix("text_model.")  # which only some versions of transformers have
+            names = (plain, f"text_model.{plain}") if component.startswith("text_encoder") else (layer,)
+            found |= {prefix + name: [[place]] for prefix in (f"{component}.", *prefixes) for name in names}
+    return found
+
+
+def _layers(component: str, parameters: Mapping[str, Readable]) -> dict[str, Place]:
+    """Returns the linears, convolutions, norms and tables by name."""
+    return {
+        layer: Place(component, layer, tuple(tensor.shape), biased=layer + BIAS in parameters)
+        for name, tensor in parameters.items()
+        if name.endswith(WEIGHT) and tensor.shape and (layer := name.removesuffix(WEIGHT))
+    }
 
 
 def _denoiser_names(component: str, layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:

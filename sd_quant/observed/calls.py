@@ -51,7 +51,6 @@ class Signature:
     outputs: Tree = field(default_factory=dict)
     results: tuple[str, ...] = ()  # names of the outputs' tensors
     outside: dict[str, list[Tree]] = field(default_factory=dict)  # of modules whose outputs are inputs, by their paths
-    decisions: list[Any] = field(default_factory=list)  # numbers that the network's code asked tensors for
     notes: tuple[str, ...] = ()  # sentences about what is not as it was given
 
 
@@ -81,7 +80,14 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and values of a container; None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
+    if is_distribution(value):
+        return [("parameters", value.parameters)]
     return list(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+def is_distribution(value: Any) -> bool:
+    """Whether a value is what an autoencoder's encoder returns, a distribution of latents that one tensor describes."""
+    return isinstance(getattr(value, "parameters", None), Tensor)
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
@@ -131,7 +137,7 @@ def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) ->
     if found is None or not any(True for _ in tensors_in(value)):
         return leaf(value, path)
     trees = [(key, tree_of(child, leaf, (*path, key))) for key, child in found]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or is_distribution(value):
         return {"dict": {str(key): tree for key, tree in trees}, **class_of(value)}
     return {"list" if isinstance(value, list) else "tuple": [tree for _, tree in trees]}
 
@@ -141,10 +147,11 @@ def output_class(name: str) -> type:
 
     The name may come from a file that others can write.
     """
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.utils import BaseOutput
     from transformers.utils import ModelOutput
 
-    root, accepted = name.partition(".")[0], (BaseOutput, ModelOutput)
+    root, accepted = name.partition(".")[0], (BaseOutput, ModelOutput, DiagonalGaussianDistribution)
     found = resolve_name(name) if root in LIBRARIES else None
     if not (isinstance(found, type) and issubclass(found, accepted)):
         raise SdQuantError(
@@ -156,7 +163,7 @@ def output_class(name: str) -> type:
 def class_of(value: Any) -> dict[str, str]:
     """Returns the class of an output with attributes, as ``module:name``; nothing for a plain dictionary."""
     kind = type(value)
-    return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) else {}
+    return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) or is_distribution(value) else {}
 
 
 def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
@@ -358,13 +365,12 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
 
     Things that are neither tensors nor constants, such as a cache, are left out, and noted.
     """
-    results: list[str] = []
+    results: dict[int, str] = {}  # by the tensor's identity: an encoder returns its last hidden state twice
     notes = list(signature.notes)
 
     def leaf(value: Any, path: tuple) -> Tree:
         if isinstance(value, Tensor):
-            results.append(identifier(("out", *path)))
-            return {"tensor": results[-1]}
+            return {"tensor": results.setdefault(id(value), identifier(("out", *path)))}
         try:
             return {"constant": encoded(value, path)}
         except ArtifactError:
@@ -374,9 +380,9 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
     tree = tree_of(output, leaf)
     if not results:
         raise ArtifactError(f"the network returns a {type(output).__name__} without a tensor; it cannot be exported")
-    return replace(signature, outputs=tree, results=tuple(results), notes=tuple(notes))
+    return replace(signature, outputs=tree, results=tuple(results.values()), notes=tuple(notes))
 
 
 def result_tensors(output: Any) -> tuple[Tensor, ...]:
     """Returns the tensors of what a network returned, in the order of ``Signature.results``."""
-    return tuple(tensor for _, tensor in tensors_in(output))
+    return tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())

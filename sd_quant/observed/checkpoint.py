@@ -46,7 +46,7 @@ class Observation(Facts):
 
     pipeline: str  # the class
     size: tuple[int, int]  # width and height of the images with which it was observed
-    parts: dict[str, ObservedPart]  # by component, the denoisers first
+    parts: dict[str, ObservedPart]  # the denoisers first
     layers: dict[str, ObservedLayers]  # by denoiser
     seconds: float  # that observing took
 
@@ -134,10 +134,14 @@ class ObservedCheckpoint:
         found = {}
         parts = self.observation.parts
         for name, observed in {self.denoiser: parts[self.denoiser], **parts}.items():
-            part = part_of(name, observed.signature, observed.rung, partial(self.build_one, name))
+            build = partial(self.build_one, observed.component)
+            part = part_of(observed.component, observed.signature, observed.rung, build)
             contract, identity = replace(part.contract, axes=tuple(observed.axes.items())), asdict(observed.rung)
             refused = why_refused(observed.rung)
-            found[name] = replace(part, contract=contract, identity=json.dumps(identity), refused=refused)
+            found[name] = replace(
+                part, contract=contract, identity=json.dumps(identity), refused=refused,
+                in_steps=name in self.observation.conditioners,
+            )  # fmt: skip
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:

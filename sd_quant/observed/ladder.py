@@ -49,16 +49,15 @@ from sd_quant.observed.calls import (
     with_outputs,
 )
 from sd_quant.observed.pairs import Numbers
-from sd_quant.observed.part import BUFFERS, DECISIONS, INPUTS, KNOWN, PREFIX, REALS, SIZES, Rung, Verified, part_of
+from sd_quant.observed.part import BUFFERS, INPUTS, KNOWN, PREFIX, REALS, SIZES, Rung, Verified, part_of
 from sd_quant.observed.sizes import (
-    Seen,
+    Outputs,
     input_trees,
     known_without_weights,
     look,
     named_tensors,
     of_sizes_alone,
     run,
-    same,
 )
 from sd_quant.text import one_line
 
@@ -101,11 +100,11 @@ class Case:
     def known(self) -> dict[str, int]:
         """How often each module without weights is called that no weight has a part in, by its path."""
         seen = known_without_weights(self.build, self.method, self.calls[0].arguments)
-        return {path: len(outputs) for path, outputs in seen.outputs.items() if holds_tensors(outputs)}
+        return {path: len(outputs) for path, outputs in seen.items() if holds_tensors(outputs)}
 
     @cached_property
-    def seen(self) -> list[Seen]:
-        """What each call shows of these modules, and of decisions."""
+    def seen(self) -> list[Outputs]:
+        """What these modules return in each call."""
         paths = {**self.counts, **self.known}
         return [look(self.network, self.method, call.arguments, list(paths)) for call in self.calls]
 
@@ -125,29 +124,21 @@ class Case:
 
         Raises ArtifactError where a remedy changes nothing, or does not serve all calls.
         """
-        trees, extra, decisions = {}, dict[str, list[Tensor]](), []
+        trees, extra = {}, dict[str, list[Tensor]]()
         paths = (self.counts if SIZES in remedies else {}) | (self.known if KNOWN in remedies else {})
         if SIZES in remedies and not self.counts:
             raise ArtifactError("no module depends on sizes alone")
         if KNOWN in remedies and not self.known.keys() - self.counts:
             raise ArtifactError("no other module does without weights")
         if paths:
-            trees = input_trees({path: self.seen[0].outputs[path] for path in paths})
-            tensors = [named_tensors(trees, seen.outputs) for seen in self.seen]
+            trees = input_trees({path: self.seen[0][path] for path in paths})
+            tensors = [named_tensors(trees, seen) for seen in self.seen]
             extra = {name: [each[name] for each in tensors] for name in tensors[0]}
         if not remedies and self.numbers.complex:
             raise ArtifactError("no runtime computes with complex numbers")
         if remedies == (REALS,) and not self.numbers.changed:
             raise ArtifactError("nothing is complex or in fp64")
-        if DECISIONS in remedies:
-            of_calls = [seen.decisions(trees) for seen in self.seen]
-            decisions = of_calls[0]
-            if not decisions:
-                raise ArtifactError("no decision depends on the inputs' numbers")
-            if not all(same(decisions, each) for each in of_calls):
-                raise ArtifactError("decisions by the inputs' numbers differ between the calls")
-        found = with_outputs(signature_of(self.calls, extra), self.output)
-        return replace(found, outside=trees, decisions=decisions)
+        return replace(with_outputs(signature_of(self.calls, extra), self.output), outside=trees)
 
 
 RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -155,8 +146,6 @@ RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("complex numbers as pairs of reals, fp32 for fp64", (REALS,)),
     ("positions outside of the graph", (REALS, SIZES)),
     ("all that needs no weights outside of the graph", (REALS, KNOWN)),
-    ("decisions as observed", (REALS, DECISIONS)),
-    ("positions outside of the graph, decisions as observed", (REALS, SIZES, DECISIONS)),
 )
 ONE_BATCH_SIZE, ONE_IMAGE_SIZE, ONE_SIZE = "one graph a batch size", "one graph an image size", "one graph a size"
 
@@ -193,17 +182,12 @@ def climb(
     for scope, numbers in {
         "": everything, ONE_BATCH_SIZE: one_batch_size, ONE_IMAGE_SIZE: one_image_size, ONE_SIZE: one_size
     }.items():  # fmt: skip
-        rungs = RUNGS
-        if scope and len(numbers) == len(everything):  # tried already, but for calls that decide alike
-            rungs = tuple(rung for rung in RUNGS if scope == ONE_SIZE and DECISIONS in rung[1])
+        if scope and len(numbers) == len(everything):  # tried already
+            continue
         chosen = case.of(numbers)
-        for words, remedies in rungs:
+        for words, remedies in RUNGS:
             name = f"{scope}: {words}" if scope else words
             try:
-                if scope == ONE_SIZE and DECISIONS in remedies:
-                    decisions = [seen.decisions() for seen in case.seen]
-                    numbers = [number for number in numbers if same(decisions[number], decisions[0])]
-                    chosen = case.of(numbers)
                 signature = chosen.signature(remedies)
             except Exception as error:  # whatever a network raises where it is looked at
                 not_tried[name] = cause_of(error)

@@ -14,6 +14,7 @@ from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import write_json
+from sd_quant.files.given_images import drawn, has_images, kinds
 from sd_quant.files.tensors import Weights
 from sd_quant.models import OBSERVED, Dtypes
 from sd_quant.models.parts import Axis, Part
@@ -51,20 +53,23 @@ GRAINS = (1, 4, 8, 16, 32, 64)  # pixels along a side of a latent, or of a token
 
 def open_observed(
     path: Path, width: int, height: int, scale: float, arguments: Mapping[str, Any], excluded: tuple[str, ...],
-    denoiser: str | None, cache: Cache, dtypes: Dtypes = None,
+    denoiser: str | None, cache: Cache, dtypes: Dtypes = None, examples: Mapping[str, Any] = MappingProxyType({}),
 ) -> ObservedCheckpoint:  # fmt: skip
     """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
 
     ``width`` and ``height`` are those of the images, ``scale`` is the guidance scale and ``arguments`` are further ones
-    of the pipeline's call, ``dtypes`` those of exported weights. Raises ConfigError for a pipeline that is not opened
-    here, ArtifactError for a folder that is damaged or incomplete, and for a pipeline that fails, with the cause.
+    of the pipeline's call, ``dtypes`` those of exported weights. ``examples`` are arguments of the call that each image
+    has of its own (``Sampling.arguments``); noise stands for what images among both show. Raises ConfigError for a
+    pipeline that is not opened here, ArtifactError for a folder that is damaged or incomplete, and for a pipeline that
+    fails, with the cause.
     """
     check_kind(path, OBSERVED)
     kind, index = read_index(path)
-    described = components_of(path, kind, index)
+    called = {**arguments, **examples}
+    described = components_of(path, kind, index, images=any(map(has_images, called.values())))
     configs, weights = open_networks(path, described)
     origin = {
-        "index": index, "configs": configs, "request": [width, height, scale, dict(arguments)],
+        "index": index, "configs": configs, "request": [width, height, scale, kinds(called)],
         "weights": {name: content_digest("", "", each) for name, each in weights.items() if is_small(each)},
         "others": {name: hash_of(path / name) for name in described.keys() - configs.keys()},
         "versions": versions(*PACKAGES, *(runtime.package for runtime in RUNTIMES.values() if runtime.package)),
@@ -75,7 +80,7 @@ def open_observed(
 
         def make(made: Path) -> None:
             LOG.info("observing %s: how it calls its networks, and which of them can be exported", kind.__name__)
-            found = observe(path, kind, index, described, configs, weights, width, height, scale, arguments)
+            found = observe(path, kind, index, described, configs, weights, width, height, scale, drawn(called))
             write_json(made / OBSERVED_JSON, found.to_json())
 
         cache.provide("observed", origin, target, make)
@@ -85,7 +90,7 @@ def open_observed(
             f"model.denoiser is {denoiser}, expected one of {', '.join(observation.denoisers)}, the networks that "
             f"{kind.__name__} calls in its denoising steps"
         )
-    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache, dtypes)
+    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache, dtypes, examples)
     return ObservedCheckpoint(
         path, kind, index, described, configs, weights, dict(arguments), excluded,
         denoiser or observation.denoisers[0], observation, reopen, dtypes,
@@ -108,26 +113,28 @@ def observe(
         lambda stands: pipeline_of_components(kind, index, {**others, **stands}),
         networks, width, height, scale, arguments,
     )  # fmt: skip
-    names = [*watched.denoisers, *(name for name in watched.calls if name not in watched.denoisers)]
+    called = [*watched.denoisers, *watched.conditioners]
+    names = [*called, *(name for name in watched.calls if name not in called)]
     parts = {}
     for name in names:
-        prepared = watched.prepared.get(name, [])
-        build = partial(network_of, described[name].kind, configs[name], prepared)
-        dtype = torch.float16 if name in watched.denoisers else torch.float32  # T5 and autoencoders overflow in fp16
+        component = watched.components[name]
+        prepared = watched.prepared.get(component, [])
+        build = partial(network_of, described[component].kind, configs[component], prepared)
+        dtype = torch.float16 if name in called else torch.float32  # T5 and autoencoders overflow in fp16
         recorded = chosen(watched.calls[name])
         rung = climb(
-            build, recorded, weights[name], method=watched.methods[name], dtype=dtype,
-            threads=threads(), large=LARGE if is_small(weights[name]) else 0,
+            build, recorded, weights[component], method=watched.methods[name], dtype=dtype,
+            threads=threads(), large=LARGE if is_small(weights[component]) else 0,
         )  # fmt: skip
         rung = for_any_text(rung, recorded)
         if rung.cause is not None:
             LOG.warning("%s is not exported, and computed by torch: %s", name, rung.cause)
         calls = [watched.calls[name][number] for number in one_structure(watched.calls[name])]
         signature = rung.signature or with_outputs(signature_of(calls), watched.answers[name])
-        part = part_of(name, signature, rung, build)
+        part = part_of(component, signature, rung, build)
         axes = axes_of(part, watched, calls, name, width, height)
         served = tuple(dict.fromkeys(recorded[number].run for number in rung.serves))
-        parts[name] = ObservedPart(name, signature, rung, axes, served)
+        parts[name] = ObservedPart(component, signature, rung, axes, served)
     layers = {
         name: observed_layers(
             networks[name], watched.calls[name][0].arguments, text_of(watched.calls[name]), watched.methods[name]
@@ -199,7 +206,7 @@ def text_of(calls: Sequence[Call]) -> set[str]:
 
 def axes_of(part: Part, watched: Watched, calls: Sequence[Call], name: str, width: int, height: int) -> dict[str, Axis]:
     """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size."""
-    samples = watched.samples_per_image if name in watched.denoisers else 1
+    samples = watched.samples_per_image if name in (*watched.denoisers, *watched.conditioners) else 1
     found: dict[str, list[int]] = {}
     runs = []
     for run, requests in runs_of(width, height, watched.style).items():

@@ -12,9 +12,12 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +58,8 @@ ENCODERS = set(
     "qwen3 qwen3_vl siglip smollm3 t5 t5gemma t5gemma2 umt5".split()
 )
 ELSEWHERE = ("backbone", "use_pretrained_backbone", "use_timm_backbone")  # entries that name a network on a hub
-NOT_WANTED = ("safety_checker", "feature_extractor", "image_encoder", "watermark")  # parts that a pipeline may lack
+NOT_WANTED = ("safety_checker", "watermark")  # parts that a pipeline may lack
+OF_IMAGES = ("feature_extractor", "image_encoder")  # likewise, where no image is given
 OTHER_MEDIA = {"audio": ("audio", "music", "sound", "speech"), "3D": ("shape", "mesh", "3d")}
 CONFIGS = (
     "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
@@ -108,16 +112,19 @@ def read_index(path: Path) -> tuple[type, dict[str, Any]]:
     return kind, index
 
 
-def components_of(path: Path, kind: type, index: Mapping[str, Any]) -> dict[str, Component]:
+def components_of(path: Path, kind: type, index: Mapping[str, Any], images: bool = False) -> dict[str, Component]:
     """Returns the components that the pipeline is made of by name, without those that it may lack.
+
+    Those that read images are among them where it is given ``images``.
 
     Raises ConfigError for a class that is none of diffusers' or transformers' networks, schedulers, tokenizers and
     processors; ArtifactError where the index has no network at all or no scheduler.
     """
     taken, found = inspect.signature(kind.__init__).parameters, {}
+    unwanted = NOT_WANTED if images else (*NOT_WANTED, *OF_IMAGES)
     for name, described in index.items():
         named = isinstance(described, list) and len(described) == 2 and all(described)
-        if name not in taken or not named or (name in NOT_WANTED and name not in needed(kind)):
+        if name not in taken or not named or (name in unwanted and name not in needed(kind)):
             continue
         library, class_name = map(str, described)
         found[name] = Component(name, *public_class(path, name, library, class_name))
@@ -315,11 +322,30 @@ def open_other(path: Path, component: Component) -> Any:
     with refusing(f"{folder} holds no {component.kind.__name__} that can be read", advice=AGAIN):
         known: dict[str, Any] = {} if component.library == "diffusers" else {"trust_remote_code": False}
         check_file(folder / "tokenizer.json")
-        with confined(MOST_SECONDS):
+        with confined(MOST_SECONDS), without_videos():
             opened = component.kind.from_pretrained(folder, local_files_only=True, **known)  # type: ignore[attr-defined]
         for each in (getattr(opened, "tokenizer", None), opened):  # of a processor
             bound_template(folder, each)
         return opened
+
+
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """In the block a processor is made without its part for videos, which needs torchvision and which no pipeline uses.
+
+    Qwen's processors read the images that Qwen-Image-Edit starts from, and are made of that part, too.
+    """
+    from transformers import ProcessorMixin
+    from transformers.models.auto import video_processing_auto
+
+    check = ProcessorMixin.check_argument_for_proper_class
+    checked = lambda own, name, part: None if part is None else check(own, name, part)  # noqa: E731
+    none = SimpleNamespace(from_pretrained=lambda *args, **kwargs: None)
+    with (
+        mock.patch.object(video_processing_auto, "AutoVideoProcessor", none),
+        mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", checked),
+    ):
+        yield
 
 
 def check_classes(file: Path, config: Any) -> None:

@@ -4,8 +4,7 @@ The graph's module takes one tensor an input, puts the arguments of the observed
 itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from sd_quant.errors import SdQuantError
-from sd_quant.models.parts import Contract, Part
-from sd_quant.observed.calls import AGAIN, Signature, as_reals, given_tensors, rebuilt, result_tensors
+from sd_quant.models.parts import Contract, NamedForward, Part
+from sd_quant.observed.calls import Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
-from sd_quant.observed.sizes import Outside, frozen, given_outputs, named_tensors, run, same
+from sd_quant.observed.sizes import Outside, given_outputs, named_tensors, run
 
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
@@ -29,7 +27,6 @@ SIZES = "sizes"  # modules of sizes alone are computed outside of the graph
 KNOWN = "known"  # likewise modules without weights that no weight has a part in
 BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
 INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their weights, which autocast does elsewhere
-DECISIONS = "decisions"  # they are frozen as observed
 
 
 @dataclass(frozen=True)
@@ -60,22 +57,6 @@ class Rung:
     cause: str | None = None  # of a refusal
 
 
-class Forward:
-    """The forward of a module with these ``names`` as its parameters, which calls ``module.called`` with a mapping."""
-
-    def __init__(self, module: "ObservedNetwork", names: Collection[str]):
-        self.module = module
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    @property
-    def __code__(self) -> Any:  # torch.export asks where a forward is defined
-        return type(self.module).called.__code__
-
-    def __call__(self, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-        return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
-
-
 class InputsAsWeights(TorchFunctionMode):
     """Casts the input of a linear or a convolution to the dtype of its weight."""
 
@@ -97,7 +78,7 @@ class ObservedNetwork(nn.Module):
             for buffer in filter(Tensor.is_floating_point, network.buffers()):
                 buffer.data = buffer.data.to(getattr(torch, rung.weights))
         self.signature, self.method, self.remedies = signature, rung.method, rung.remedies
-        self.forward = Forward(self, signature.inputs)
+        self.forward = NamedForward(self, signature.inputs)
 
     def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         with ExitStack() as stack:
@@ -107,8 +88,6 @@ class ObservedNetwork(nn.Module):
                 stack.enter_context(InputsAsWeights())
             if self.signature.outside:
                 stack.enter_context(given_outputs(self.network, self.signature.outside, tensors))
-            if self.signature.decisions and torch.compiler.is_exporting():  # else it decides itself, as quantizers do
-                stack.enter_context(frozen(self.signature.decisions))
             return result_tensors(run(self.network, self.method, rebuilt(self.signature.arguments, tensors)))
 
 
@@ -117,18 +96,11 @@ def inputs_of(
 ) -> dict[str, Tensor]:
     """Returns the contract's inputs from a call's arguments.
 
-    Raises SdQuantError for a call with another structure, constant or decision than observed.
+    Raises SdQuantError for a call with another structure or constant than observed.
     """
     tensors = given_tensors(signature, given)
     if outside is not None:
-        seen = outside(given)
-        decisions = seen.decisions(signature.outside)[: len(signature.decisions)]
-        if not same(decisions, signature.decisions):
-            raise SdQuantError(
-                f"the network decides {decisions!r:.200} by its inputs' numbers, expected "
-                f"{signature.decisions!r:.200} as observed; {AGAIN}"
-            )
-        tensors |= {name: as_reals(each) for name, each in named_tensors(signature.outside, seen.outputs).items()}
+        tensors |= {name: as_reals(each) for name, each in named_tensors(signature.outside, outside(given)).items()}
     return tensors
 
 
@@ -139,9 +111,9 @@ def part_of(component: str, signature: Signature, rung: Rung, build: Callable[[]
     network without weights; it is needed where some inputs are computed outside of the graph.
     """
     outside, weights = None, getattr(torch, rung.weights)
-    if signature.outside or signature.decisions:
+    if signature.outside:
         counts = {path: len(trees) for path, trees in signature.outside.items()}
-        outside = Outside(build, rung.method, counts, len(signature.decisions), KNOWN not in rung.remedies)
+        outside = Outside(build, rung.method, counts, KNOWN not in rung.remedies)
     dtypes = {name: getattr(torch, dtype) for name, dtype in signature.dtypes.items()}
     for name, dtype in dtypes.items():
         if dtype.is_floating_point:

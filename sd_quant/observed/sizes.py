@@ -1,23 +1,21 @@
-"""What a network computes of sizes alone, or decides by its inputs' numbers, computed by torch outside of the graph.
+"""What a network computes of sizes alone, computed by torch outside of the graph.
 
 Tables of positions depend on the size of the image and the length of the text, and some networks compute them in fp64,
 by Python's numbers, or from arguments that are numbers of rows and columns. A module without weights whose outputs stay
-the same with other numbers of the same shapes needs no place in the graph: its outputs are inputs of the graph. A
-decision (``if mask.all()``, ``lengths.tolist()``) is frozen as it was observed and compared at each call.
+the same with other numbers of the same shapes needs no place in the graph: its outputs are inputs of the graph.
 
-At full size both are computed without weights: a network whose parameters are on the meta device is run until the last
-of them. Whatever depends on a weight has no numbers then, and everything else has its own. The road not taken is a
-table of positional embeddings by class.
+At full size they are computed without weights: a network whose parameters are on the meta device is run until the last
+of them. Whatever depends on a weight has no numbers then, and everything else has its own. The roads not taken are a
+table of positional embeddings by class, and to freeze decisions by the inputs' numbers (``if mask.all()``) as they were
+observed: of all pipelines HunyuanVideo 1.5 alone had a graph of use by that.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
@@ -25,14 +23,14 @@ from sd_quant.models.empty import META, random_weights, reader, with_weights
 from sd_quant.observed.calls import Call, at, encoded, identifier, leaves, rebuilt, tensors_in, tree_of
 from sd_quant.observed.pairs import mapped
 
-ASKED = {"__bool__", "__int__", "__float__", "__index__", "item", "equal", "is_nonzero"}  # numbers of tensors
 ATEN = torch.ops.aten
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
 KEPT = 8  # results that are remembered
+Outputs = dict[str, list[Any]]  # of each call of a network's modules, by their paths
 
 
 class Enough(Exception):
-    """All that was asked of a run is known."""
+    """All that was asked of a run is known: its argument."""
 
 
 class WithoutNumbers(TorchDispatchMode):
@@ -58,28 +56,6 @@ def places(index: Tensor | None) -> Sequence[Tensor | None]:
     """Returns the indices that a mask stands for where its numbers are known; any other index as it is."""
     is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
     return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
-
-
-class Decisions(TorchFunctionMode):
-    """Hands every number that Python code asks of a tensor to ``decide``, which returns the one that it gets."""
-
-    def __init__(self, decide: Callable[[Callable[[], Any]], Any]):
-        super().__init__()
-        self.decide = decide
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "tolist":
-            return self.listed(args[0])
-        if name in ASKED:
-            return self.decide(lambda: func(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-    def listed(self, tensor: Tensor) -> Any:
-        """One decision for each number, because fake tensors list theirs one by one."""
-        return [self.listed(each) for each in tensor.unbind()] if tensor.ndim else self.decide(tensor.item)
 
 
 def weightless(network: nn.Module) -> dict[str, nn.Module]:
@@ -110,49 +86,29 @@ def replaced_calls(
             del module.forward
 
 
-@dataclass
-class Seen:
-    """What a run of a network showed."""
-
-    outputs: dict[str, list[Any]] = field(default_factory=dict)  # of each module's calls
-    decided: list[tuple[str | None, Any]] = field(default_factory=list)  # the module that decides, if one of these
-
-    def decisions(self, outside: Collection[str] = ()) -> list[Any]:
-        """Returns what is decided, but by the modules ``outside``."""
-        return [answer for path, answer in self.decided if path not in outside]
-
-
-class Recorder:
-    """Records the outputs of some of a network's modules, and decisions, as it runs."""
-
-    def __init__(self, changed: Callable = lambda value: value, check: Callable[[Seen], object] = lambda seen: None):
-        """``changed`` changes arguments of the modules, ``check`` is called whenever something was recorded."""
-        self.seen, self.changed, self.check, self.inside = Seen(), changed, check, list[str]()
-
-    def call(self, path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
-        args, kwargs = mapped((args, kwargs), self.changed)
-        self.inside.append(path)
-        output = own(*args, **kwargs)
-        self.inside.pop()
-        self.seen.outputs.setdefault(path, []).append(output)
-        self.check(self.seen)
-        return output
-
-    def decide(self, ask: Callable[[], Any]) -> Any:
-        answer = ask()
-        self.seen.decided.append((self.inside[0] if self.inside else None, answer))
-        self.check(self.seen)
-        return answer
-
-
 def look(
-    network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str], into: Recorder | None = None
-) -> Seen:
-    """Returns what a network with weights computes in the modules at ``paths``, and decides."""
-    recorder, modules = into or Recorder(), {path: network.get_submodule(path) for path in paths}
-    with torch.no_grad(), Decisions(recorder.decide), replaced_calls(modules, recorder.call):
+    network: nn.Module,
+    method: str,
+    arguments: Mapping[str, Any],
+    paths: Collection[str],
+    changed: Callable = lambda value: value,
+    check: Callable[[Outputs], object] = lambda seen: None,
+) -> Outputs:
+    """Returns what a network computes in the modules at ``paths``.
+
+    ``changed`` changes their arguments, ``check`` is called whenever one of them has returned.
+    """
+    seen: Outputs = {}
+
+    def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
+        args, kwargs = mapped((args, kwargs), changed)
+        seen.setdefault(path, []).append(own(*args, **kwargs))
+        check(seen)
+        return seen[path][-1]
+
+    with torch.no_grad(), replaced_calls({path: network.get_submodule(path) for path in paths}, call):
         run(network, method, arguments)
-    return recorder.seen
+    return seen
 
 
 def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
@@ -204,8 +160,8 @@ def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[
     paths = list(weightless(network))
     inputs = [call.arguments for call in calls if call.run == calls[0].run and shapes_of(call) == shapes_of(calls[0])]
     try:
-        seen = [look(network, method, each, paths).outputs for each in inputs]
-        seen.append(look(other, method, other_numbers(inputs[0]), paths).outputs)
+        seen = [look(network, method, each, paths) for each in inputs]
+        seen.append(look(other, method, other_numbers(inputs[0]), paths))
     except Exception:  # whatever a network raises for numbers that it does not expect
         return {}
     return {
@@ -251,17 +207,17 @@ def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Seq
     return tensors
 
 
-def known_without_weights(build: Callable[[], nn.Module], method: str, arguments: Mapping[str, Any]) -> Seen:
+def known_without_weights(build: Callable[[], nn.Module], method: str, arguments: Mapping[str, Any]) -> Outputs:
     """Returns what the modules without weights compute that get no tensor that depends on a weight."""
-    network, seen = build().eval(), Seen()
+    network, seen = build().eval(), Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
         output = own(*args, **kwargs)
         if path not in unknown and all(tensor.device != META for _, tensor in tensors_in([args, kwargs, output])):
-            seen.outputs.setdefault(path, []).append(output)
+            seen.setdefault(path, []).append(output)
         else:
             unknown.add(path)
-            seen.outputs.pop(path, None)
+            seen.pop(path, None)
         return output
 
     unknown: set[str] = set()
@@ -269,35 +225,27 @@ def known_without_weights(build: Callable[[], nn.Module], method: str, arguments
         with torch.no_grad(), WithoutNumbers(), replaced_calls(weightless(network), call):
             run(network, method, arguments)
     except Exception:  # at the first decision by what depends on weights
-        return Seen()
+        return {}
     return seen
 
 
 class Outside:
-    """Computes some of a network's modules, and its decisions, without weights. Can be pickled if ``build`` can.
+    """Computes some of a network's modules without weights. Can be pickled if ``build`` can.
 
     ``build`` returns the network with its parameters on the meta device. ``counts`` says how often each module is
     called, by its path. With ``of_sizes`` they depend on sizes alone, and their outputs are remembered.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        method: str,
-        counts: Mapping[str, int],
-        decisions: int = 0,
-        of_sizes: bool = True,
-    ):
-        self.build, self.method, self.counts = build, method, dict(counts)
-        self.decisions, self.of_sizes = decisions, of_sizes and not decisions
+    def __init__(self, build: Callable[[], nn.Module], method: str, counts: Mapping[str, int], of_sizes: bool = True):
+        self.build, self.method, self.counts, self.of_sizes = build, method, dict(counts), of_sizes
         self.network: nn.Module | None = None
-        self.known: dict[str, Seen] = {}
+        self.known: dict[str, Outputs] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"network": None, "known": {}}
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Seen:
-        """Returns the modules' outputs and the decisions of a call with these nested ``arguments``.
+    def __call__(self, arguments: Mapping[str, Any]) -> Outputs:
+        """Returns the modules' outputs in a call with these nested ``arguments``.
 
         Raises SdQuantError where they depend on weights.
         """
@@ -310,23 +258,21 @@ class Outside:
             self.known[key] = seen
         return self.known[key]
 
-    def computed(self, network: nn.Module, arguments: Mapping[str, Any]) -> Seen:
-        def stop_if_enough(seen: Seen) -> None:
-            outputs, decisions = sum(map(len, seen.outputs.values())), len(seen.decisions(self.counts))
-            if outputs >= sum(self.counts.values()) and decisions >= self.decisions:
-                raise Enough
+    def computed(self, network: nn.Module, arguments: Mapping[str, Any]) -> Outputs:
+        def stop_if_enough(seen: Outputs) -> None:
+            if sum(map(len, seen.values())) >= sum(self.counts.values()):
+                raise Enough(seen)
 
-        recorder = Recorder(known, stop_if_enough)
         try:
             with WithoutNumbers():
-                look(network, self.method, arguments, self.counts, recorder)
-        except Enough:
-            return recorder.seen
+                look(network, self.method, arguments, self.counts, known, stop_if_enough)
+        except Enough as enough:
+            return enough.args[0]
         except Exception as error:  # whatever a network raises without numbers
             raise SdQuantError(
-                f"{type(network).__name__} needs weights for its positions or decisions ({error}); it is not served"
+                f"{type(network).__name__} needs weights for its positions ({error}); it is not served"
             ) from error
-        raise ArtifactError(f"{type(network).__name__} computes fewer positions and decisions than it was observed to")
+        raise ArtifactError(f"{type(network).__name__} computes fewer positions than it was observed to")
 
 
 def known(value: Any) -> Any:
@@ -350,18 +296,3 @@ def given_outputs(
 
     with replaced_calls({path: network.get_submodule(path) for path in trees}, call):
         yield
-
-
-def frozen(decisions: Sequence[Any]) -> Decisions:
-    """Returns a mode in which Python code gets these numbers instead of the tensors' own, one after the other."""
-    answers = iter(decisions)
-
-    def decide(ask: Callable[[], Any]) -> Any:
-        try:
-            return next(answers)
-        except StopIteration:
-            raise ArtifactError(
-                "the network decides more often by its inputs' numbers than it was observed to"
-            ) from None
-
-    return Decisions(decide)

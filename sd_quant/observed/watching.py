@@ -7,13 +7,16 @@ in memory. The road not taken is to read how each class of pipelines calls its n
 family.
 
 Five runs tell what follows what: ``base``, another size (``larger``), another batch (``batch``), another text
-(``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them.
+(``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them. Images
+that a pipeline is given are of the size of the run's; one more run for each tells whether its own shape counts.
 """
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +25,12 @@ from torch.utils import _pytree as pytree
 
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import is_panic
+from sd_quant.files.given_images import fitted, has_images
 from sd_quant.inference.requests import Run, request, told_steps
 from sd_quant.inference.stand_ins import EngineNetwork, bound
+from sd_quant.models import VAE_ENCODER
 from sd_quant.models.family import Style
-from sd_quant.observed.calls import Call, structure_of, tensors_in
+from sd_quant.observed.calls import Call, is_distribution, structure_of, tensors_in
 from sd_quant.observed.sizes import WithoutNumbers
 from sd_quant.observed.tape import autocast_of_meta
 
@@ -48,10 +53,18 @@ class Log:
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
     step: int = 0
+    made: list[tuple[str, Any]] = field(default_factory=list)  # what networks returned in this step
+    conditioning: set[str] = field(default_factory=set)  # networks of whose outputs another takes one in a later step
 
     def next_step(self, result: Any) -> None:
         self.events.append(("step", None))
         self.step += 1
+        self.made.clear()
+
+    def takes(self, name: str, arguments: Any) -> None:
+        """Notes whose outputs are among the arguments of a network: by their memory, which stays theirs in a step."""
+        given = memory_of(arguments) if self.step else set()  # texts are encoded before the first
+        self.conditioning |= {other for other, made in self.made if other != name and given & memory_of(made)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +72,7 @@ class Facts:
     """How a pipeline calls its networks."""
 
     denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
+    conditioners: tuple[str, ...]  # likewise, whose outputs go into a denoiser and not to the scheduler: a ControlNet
     samples_per_image: int  # in one call of a denoiser
     calls_a_step: int  # of the denoisers
     style: Style  # in which it takes prompts and noise
@@ -72,9 +86,10 @@ class Facts:
 class Watched(Facts):
     """Calls of the networks of a pipeline."""
 
-    calls: dict[str, list[Call]]  # by component, of the runs in which nothing but sizes and texts differ
+    calls: dict[str, list[Call]]  # by ``part_name``, of the runs in which nothing but sizes and texts differ
     answers: dict[str, Any]  # what each returned first
-    methods: dict[str, str]  # "forward", or "decode" of an autoencoder
+    methods: dict[str, str]  # "forward", or "decode" and "encode" of an autoencoder
+    components: dict[str, str]  # whose methods these are
     sizes: dict[str, tuple[int, int]]  # width and height of each run
 
 
@@ -102,19 +117,21 @@ class Stand(EngineNetwork):
     def __init__(self, name: str, network: nn.Module, methods: Sequence[str]):
         super().__init__(network, dict.fromkeys(methods))  # type: ignore[arg-type]
         self.name, self.log = name, Log("")
-        self.answers: list[Any] = []  # the first one
+        self.answers: dict[str, Any] = {}  # the first one by method
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        network = self.network[0]
+        network, place = self.network[0], f"{self.name}.{method}"
+        self.log.takes(place, (args, kwargs))
         arguments = bound(getattr(network, method), args, kwargs)
-        self.log.events.append((f"{self.name}.{method}", Call(arguments, self.log.run, self.log.step)))
+        self.log.events.append((place, Call(arguments, self.log.run, self.log.step)))
         empty = any(parameter.is_meta for parameter in network.parameters())
         with torch.no_grad():
             if empty:
-                output = pytree.tree_map(partial_random, shapes_of_output(network, method, args, kwargs))
+                output = partial_random(shapes_of_output(network, method, args, kwargs))
             else:
                 output = getattr(network, method)(*args, **kwargs)
-        self.answers = self.answers or [output]
+        self.answers.setdefault(method, pytree.tree_map(lambda each: each, output))  # a pipeline may empty its lists
+        self.log.made.append((place, output))
         return output
 
 
@@ -137,13 +154,22 @@ def to_meta(values: Any) -> Any:
     return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
 
 
-def partial_random(value: Any) -> Any:
-    """Returns small random numbers in place of a tensor without numbers."""
-    if not (isinstance(value, Tensor) and value.is_meta):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
-    return torch.zeros(value.shape, dtype=value.dtype)
+def partial_random(values: Any) -> Any:
+    """Returns nested values with small random numbers in place of tensors without numbers; one tensor stays one."""
+    drawn: dict[int, Any] = {}
+
+    def draw(value: Any) -> Any:
+        if is_distribution(value):
+            return type(value)(draw(value.parameters))
+        if not (isinstance(value, Tensor) and value.is_meta):
+            return value
+        if id(value) not in drawn:
+            zeros = torch.zeros(value.shape, dtype=value.dtype)
+            random = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.dtype)
+            drawn[id(value)] = random if value.is_floating_point() else zeros
+        return drawn[id(value)]
+
+    return pytree.tree_map(draw, values)
 
 
 @contextmanager
@@ -173,16 +199,17 @@ def watch(
 
     Raises ArtifactError for a pipeline that no network denoises for, or that fails, with the cause.
     """
-    methods = {  # beside ``forward``: an autoencoder's decoding
-        name: ["decode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
+    methods = {  # beside ``forward``: an autoencoder's
+        name: ["decode", "encode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
         for name, network in networks.items()
     }
     stands = {name: Stand(name, network, methods[name]) for name, network in networks.items()}
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
-    logs, failures, sizes, outputs, prepared = dict[str, Log](), dict[str, str](), {}, "images", {}
+    logs, failures, sizes, outputs = dict[str, Log](), dict[str, str](), {}, "images"
+    prepared = dict[str, list[str]]()
 
-    def tried(run: Run, style: Style) -> bool:
+    def tried(run: Run, style: Style, arguments: Mapping[str, Any] = arguments) -> bool:
         """Makes the images of a run, and notes what happened. Returns whether the pipeline has not failed."""
         nonlocal outputs
         log = Log(run.name)
@@ -191,7 +218,8 @@ def watch(
         try:
             with told_steps(pipe, log.next_step):
                 torch.manual_seed(0)
-                result = pipe(**request(pipe, run, scale, STEPS, arguments, range(len(run.prompts)), style))
+                steps = steps_for(pipe, arguments)
+                result = pipe(**request(pipe, run, scale, steps, arguments, range(len(run.prompts)), style))
         except SdQuantError:
             raise
         except BaseException as error:
@@ -203,13 +231,15 @@ def watch(
                 f"{type(pipe).__name__} fails when it makes images of {run.width} x {run.height}, in "
                 f"{place}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
             )
-            able = [each for each in PIECEWISE if method == "decode" and hasattr(networks[name], each)]
+            able = [each for each in PIECEWISE if method in ("decode", "encode") and hasattr(networks[name], each)]
             if not able or name in prepared:
                 return False
-            prepared[name] = able
+            prepared[name] = []
             for each in able:
-                getattr(networks[name], each)()
-            return tried(run, style)
+                with suppress(NotImplementedError):  # all autoencoders have the methods
+                    getattr(networks[name], each)()
+                    prepared[name].append(each)
+            return tried(run, style, arguments)
         logs[run.name], outputs, sizes[run.name] = log, kind_of(pipe, result), (run.width, run.height)
         failures.pop(run.name, None)
         return True
@@ -225,16 +255,31 @@ def watch(
     denoisers = denoisers_of(logs["base"])
     if not denoisers:
         raise ArtifactError(f"{type(pipe).__name__} calls no network in its denoising steps, expected a denoiser")
+    images = [name for name, value in arguments.items() if has_images(value)]
+    if images and "batch" in logs and rows_of(logs["base"], denoisers[0]) != rows_of(logs["batch"], denoisers[0]):
+        failures |= dict.fromkeys(("batch", "mixed"), "it takes several images for those of one prompt")
+        del logs["batch"]
+    for name in images if sizes_are_asked_for(pipe) else ():
+        of_its_own = {**arguments, name: fitted(arguments[name], width, 2 * height)}
+        if tried(Run(name, [SHORT], width, height), replace(style, keeps=(name,)), of_its_own):
+            kept = rows_of(logs.pop(name), denoisers[0]) != rows_of(logs["base"], denoisers[0])
+            style = replace(style, keeps=(*style.keeps, name)) if kept else style
+        sizes.pop(name, None)
+        failures.pop(name, None)
     calls: dict[str, list[Call]] = {}
     for log in logs.values():
         for name, call in log.events:
             if name != "step" and log.run != "mixed":
                 calls.setdefault(name, []).append(call)
+    split: dict[str, tuple[str, str]] = {name: name.rpartition(".")[::2] for name in calls}
+    parts = {name: part_name(*each) for name, each in split.items()}
     return Watched(
-        calls={name.rpartition(".")[0]: each for name, each in calls.items()},
-        answers={name: stand.answers[0] for name, stand in stands.items() if stand.answers},
-        methods={name.rpartition(".")[0]: name.rpartition(".")[2] for name in calls},
-        denoisers=tuple(name.rpartition(".")[0] for name in denoisers),
+        calls={parts[name]: each for name, each in calls.items()},
+        answers={parts[name]: stands[component].answers[method] for name, (component, method) in split.items()},
+        methods={parts[name]: method for name, (_, method) in split.items()},
+        components={parts[name]: component for name, (component, _) in split.items()},
+        denoisers=tuple(parts[name] for name in denoisers),
+        conditioners=tuple(parts[name] for name in sorted(logs["base"].conditioning) if name.endswith(".forward")),
         samples_per_image=batch_of(calls[denoisers[0]][0].arguments),
         calls_a_step=max(1, sum(name in denoisers for name, _ in logs["base"].events) // STEPS),
         style=style, prepared=prepared, unequal=unequal(style, logs, failures), sizes=sizes, outputs=outputs,
@@ -242,10 +287,35 @@ def watch(
     )  # fmt: skip
 
 
+def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
+    """Returns the steps to ask for, so that ``STEPS`` are taken: of images, a share of them by their ``strength``."""
+    stated = inspect.signature(type(pipe).__call__).parameters.get("strength")
+    strength = arguments.get("strength", 1 if stated is None else stated.default)
+    return math.ceil(STEPS / strength) if isinstance(strength, float) and 0 < strength < 1 else STEPS
+
+
+def part_name(component: str, method: str) -> str:
+    """Returns the name of a component's method as a part: the component's, but of an autoencoder's encoder."""
+    return component if method != "encode" else VAE_ENCODER if component == "vae" else f"{component}_encoder"
+
+
+def sizes_are_asked_for(pipe: Any) -> bool:
+    """Whether a pipeline's call takes the size of what it makes, which else is that of the image that it is given."""
+    return {"width", "height"} <= inspect.signature(type(pipe).__call__).parameters.keys()
+
+
+def rows_of(log: Log, network: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of one sample in the first call of a network."""
+    first = next(call for name, call in log.events if name == network)
+    return [tuple(tensor.shape[1:]) for _, tensor in tensors_in(first.arguments)]
+
+
 def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) -> str | None:
     """Returns why prompts of unequal length, or several prompts at all, cannot be in one batch; None where they can."""
     if not style.batched:
         return "this pipeline takes one prompt at a time"
+    if style.keeps:
+        return f"images of {' and '.join(style.keeps)} keep their own sizes"
     if not style.each:
         return "this pipeline draws the noise of all images of a batch from one generator"
     return failures["mixed"] if "mixed" in failures else unlike(logs["base"], logs["mixed"])
@@ -271,14 +341,24 @@ def kind_of(pipe: Any, result: Any) -> str:
 
 
 def denoisers_of(log: Log) -> list[str]:
-    """Returns what is called between two steps of the scheduler, or last before the first of them."""
+    """Returns what is called between two steps of the scheduler, or last before the first of them, for the scheduler.
+
+    The road not taken is to follow outputs up to the scheduler: guidance makes new tensors of them.
+    """
     names = [name for name, _ in log.events]
     steps = [index for index, name in enumerate(names) if name == "step"]
     if not steps:
         return []
     between = [name for name in names[steps[0] + 1 : steps[-1]] if name != "step"]
     before = names[steps[0] - 1 : steps[0]]
-    return list(dict.fromkeys(name for name in [*before, *between] if name.endswith(".forward")))
+    called = dict.fromkeys(name for name in [*before, *between] if name.endswith(".forward"))
+    return [name for name in called if name not in log.conditioning]
+
+
+def memory_of(values: Any) -> set[int]:
+    """Returns where the numbers of all tensors among these values lie."""
+    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:

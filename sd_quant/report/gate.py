@@ -53,6 +53,7 @@ REFERENCE = {  # knobs that decide full precision's images, by section; samplers
     "model": ("arguments", "max_sequence_length"),
 }
 FILES = ("image", "mask", "latents")  # knobs of infer that name a file, which the record's inputs have by its hash
+OF_CALLS = ("control ", "infer.table", "argument ")  # begin the names of other inputs that images start from
 
 
 class Run(NamedTuple):
@@ -182,14 +183,15 @@ def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
     facts = {"prompts": record.get("prompts"), "weights": weights_sha256(record)}
     for section, names in REFERENCE.items():
         facts |= {f"{section}.{name}": at(record, "knobs", section, name) for name in names}
-    files = {name: at(record, "inputs", name, "sha256") or at(record, "knobs", "infer", name) for name in FILES}
+    names = *FILES, *(name for name in at(record, "inputs") or () if name.startswith(OF_CALLS))
+    files = {name: at(record, "inputs", name, "sha256") or at(record, "knobs", "infer", name) for name in names}
     return facts | {f"infer.{name}": value for name, value in files.items()}
 
 
 def check_comparable(run: Run, baseline: Run) -> None:
     """Raises ConfigError unless both runs have the same prompts, start noise and full precision."""
     one, other = (reference_of(each.record) for each in (run, baseline))
-    if differ := [name for name in one if one[name] != other[name]]:
+    if differ := [name for name in one | other if one.get(name) != other.get(name)]:
         raise ConfigError(
             f"run and baseline differ in {', '.join(differ)}, expected runs with the same prompts, seeds, sizes, model "
             f"and reference; run the baseline {baseline.folder} again with those of run"

@@ -5,9 +5,12 @@ than a recipe moves the score of one. Tables of scores by the category of prompt
 hides.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from sd_quant.metrics import NOT_ASKED, SCORES, Score, named_scores
+from sd_quant.errors import SdQuantError
+from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Score, score_named
 from sd_quant.metrics.intervals import recorded
 from sd_quant.report.record import VARIANTS, at
 from sd_quant.report.summary import Sweep
@@ -29,7 +32,16 @@ BY_CATEGORY = (
 def asked(record: Any) -> list[Score]:
     """The scores whose files the run's knobs name."""
     entries = at(record, "text_scores", QUANTIZED) or {}
-    return [score for score in named_scores() if at(entries, score.key, "reason") != NOT_ASKED and score.key in entries]
+    return shown(key for key in NAMED if key in entries and at(entries, key, "reason") != NOT_ASKED)
+
+
+def shown(keys: Iterable[str]) -> list[Score]:
+    """The scores of these keys, without those of an add-on that is not installed here or not for this package."""
+    scores = []
+    for key in keys:
+        with suppress(SdQuantError):
+            scores.append(score_named(key))
+    return scores
 
 
 def difference_text(score: Score, record: Any) -> str:
@@ -45,7 +57,7 @@ def difference_text(score: Score, record: Any) -> str:
 def score_tables(sweep: Sweep) -> list[Table]:
     """A line for each recipe, if any was scored."""
     scored = [(job, asked(job.record)) for job in sweep.jobs]
-    scores = [score for score in named_scores() if any(score in found for _, found in scored)]
+    scores = shown(key for key in NAMED if any(key == score.key for _, found in scored for score in found))
     if not scores:
         return []
 
@@ -61,7 +73,8 @@ def score_tables(sweep: Sweep) -> list[Table]:
 def category_tables(sweep: Sweep) -> list[Table]:
     """A table for each score that has categories, a column a recipe."""
     tables = []
-    for score in SCORES.values():
+    keys = dict.fromkeys((*SCORES, *NAMED))
+    for score in shown(key for key in keys if any(at(job.record, "by_category", key) for job in sweep.jobs)):
         found = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
         found = {name: entries for name, entries in found.items() if entries}
         lines = []

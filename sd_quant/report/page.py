@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def write_report(
 ) -> Path:
     """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
 
-    ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, see ``sd_quant.report.votes``.
+    ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, which an add-on writes.
     Raises ResourceError when the disk is full.
     """
     table = [*filter(None, [unquantized_row(sweep)]), *sweep.rows]
@@ -70,7 +70,7 @@ def write_report(
     badges = dict.fromkeys(advice.tied, "tied") | {advice.best: "best recipe", advice.job or advice.ship: "recommended"}
     images, notes = gallery(sweep, badges, advice.best)
     page = rendered(
-        "page",
+        FOLDER / "page.html",
         kind=f"{model_name(sweep)} · {kind_of_folder(sweep)}",
         facts=facts(sweep),
         headline=advice.headline if sweep.own else "Which candidate is worth its bits",
@@ -96,12 +96,12 @@ def write_report(
     return path
 
 
-def rendered(name: str, **content: object) -> str:
-    """The page of a template with its style and its script, the only one that its policy allows."""
-    script = Markup(source(f"{name}.js"))
-    page = ENVIRONMENT.get_template(f"{name}.html").render(
+def rendered(template: Path, **content: object) -> str:
+    """The page of a template with the style and the script beside it, the only one that its policy allows."""
+    script = Markup(source(template.with_suffix(".js")))
+    page = ENVIRONMENT.from_string(source(template)).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup(source(f"{name}.css")),
+        style=Markup(source(template.with_suffix(".css"))),
         script=script,
         **content,
     )
@@ -139,8 +139,8 @@ def kind_of_folder(sweep: Sweep) -> str:
     return " and ".join(filter(None, [jobs, candidates]))
 
 
-def source(name: str) -> str:
-    return (FOLDER / name).read_text(encoding="utf-8").strip()
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip()
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -178,15 +178,16 @@ def images_of(record: Any) -> str | None:
     sizes = infer.get("sizes") or [f"{infer['width']}x{infer['height']}"]
     size = ", ".join(str(each).replace("x", " × ") for each in sizes)
     files = [f"{kind} {Path(str(infer[kind])).name}" for kind in ("image", "mask") if infer.get(kind)]
+    files += [f"control {Path(str(each)).name}" for each in infer.get("control") or ()]
     start = f", from {' and '.join(files)}" if files else ""
     return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{start}"
 
 
 def weights_of(record: Any) -> str:
-    """The names of the checkpoint's file, of another autoencoder and of the LoRAs that are fused into it."""
+    """The names of the checkpoint's file, of another autoencoder, of the LoRAs that are fused, and of ControlNets."""
     model = at(record, "knobs", "model")
-    loras = at(model, "loras")
-    files = (at(model, "path"), at(model, "vae"), *(loras if isinstance(loras, list) else []))
+    lists = [each for name in ("loras", "controlnets") if isinstance(each := at(model, name), list)]
+    files = (at(model, "path"), at(model, "vae"), *(file for each in lists for file in each))
     return " + ".join(Path(str(each)).name for each in files if each)
 
 
@@ -219,7 +220,7 @@ def value_and_text(row: Row, column: Column) -> tuple[object, str]:
 
 
 ENVIRONMENT = Environment(
-    loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     finalize=lambda value: value if isinstance(value, Markup) else printable(value),
 )  # fmt: skip
 ENVIRONMENT.globals |= {"knob_value": knob_value, "value_and_text": value_and_text}

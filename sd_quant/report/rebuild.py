@@ -1,7 +1,10 @@
 """Everything that is shown of a sweep, made again from what its jobs left."""
 
+import logging
 from pathlib import Path
 
+from sd_quant.addons import at_work, loaded, points
+from sd_quant.errors import SdQuantError
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.levers import lever_tables
@@ -15,7 +18,8 @@ from sd_quant.report.run_table import HANDED_OVER, handed_over_table
 from sd_quant.report.shipped import recommendation_of, write_recommendation
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
-from sd_quant.report.votes import write_votes
+
+LOG = logging.getLogger(__name__)
 
 
 def rebuild(directory: Path) -> Path:
@@ -33,9 +37,19 @@ def rebuild(directory: Path) -> Path:
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     by_recipe = score_tables(sweep) + floor_tables(sweep) + category_tables(sweep)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
-    report = write_report(sweep, advice, drawn, tables, write_votes(sweep))
+    report = write_report(sweep, advice, drawn, tables, vote_page(sweep))
     write_plots(drawn, directory)  # after the page: a PNG's resolution moves what is placed by the layout
     return report
+
+
+def vote_page(sweep: Sweep) -> Path | None:
+    """The add-on's page of blind votes; None where it is not installed, and where it fails, which is logged."""
+    try:
+        with at_work("votes"):
+            return loaded("votes", "page", "votes.html")(sweep) if points("votes", "page") else None
+    except SdQuantError as error:
+        LOG.warning("there is no votes.html: %s", error)
+        return None
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:

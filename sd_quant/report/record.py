@@ -30,7 +30,8 @@ SCHEMA_VERSION = 3
 DONE = "done"
 TORCH = "torch"  # the engine that every other is compared with
 CANDIDATE = "candidate"  # the column of a candidate's name, in place of the knobs in which a sweep's jobs differ
-LORA, VAE = "lora ", "vae"  # begins the names of inputs that are one; the name of an autoencoder of another file
+LORA, CONTROLNET = "lora ", "controlnet "  # begin the names of inputs that are one
+VAE = "vae"  # the name of an autoencoder of another file
 IMAGE = "image"  # beside the parts in ``latency``: from prompt to image
 VARIANTS = ("full_precision", "quantized")
 LARGEST = 10**18  # of a record's numbers, in any unit: a table has no place for more
@@ -666,12 +667,17 @@ def at(record: Any, *keys: Any) -> Any:
 
 
 def base_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest of it and of another autoencoder.
+    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest of it and of networks of other files.
 
-    ``made`` as for ``weights_sha256``.
+    These are another autoencoder, and ControlNets with their scales. ``made`` as for ``weights_sha256``.
     """
-    own, vae = (at(made, "inputs", name, "sha256") for name in ("checkpoint", VAE))
-    return digest(json.dumps([own, VAE, vae])) if own and vae else own
+    inputs = at(made, "inputs") or {}
+    own, names = (
+        at(inputs, "checkpoint", "sha256"),
+        [name for name in inputs if name == VAE or name.startswith(CONTROLNET)],
+    )
+    others = [each for name in names for each in (name, at(inputs, name, "sha256"))]
+    return digest(json.dumps([own, *others])) if own and others else own
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:

@@ -26,7 +26,8 @@ FIGURES = (
     *("denoiser_onnx_bytes", "denoiser_onnx_full_precision_bytes", "denoiser_plan_bytes"),
 )
 KNOBS = (  # of ``infer``, which infer.py does not take from the run
-    *("width", "height", "sizes", "steps", "scale", "negative_prompt", "image", "mask", "strength", "vae_tile"),
+    *("width", "height", "sizes", "steps", "scale", "negative_prompt", "image", "mask", "control"),
+    *("strength", "vae_tile"),
 )
 LEVERS = ("sampler", "sampler_steps", "schedule", "guidance_until")  # of the recipe's images alone
 STEPS = 20  # of infer.py, where a model recommends none
@@ -73,9 +74,10 @@ def command_of(job: Job, unquantized: bool) -> str:
         chosen = {"schedule": schedule} if (schedule := at(job.record, "levers", "schedule")) else {}
         values |= {name: at(infer, name) for name in LEVERS} | chosen
     prompt = next(iter(at(job.record, "prompts") or []), "what the image shows")
+    table = at(infer, "table")  # has the prompts of a pipeline that takes images
     return pasted(
         "infer", f"run={literal(shown(job.directory))}", *(["variant=full_precision"] if unquantized else []),
-        f"prompts=[{literal(one_line(prompt))}]",
+        f"infer.table={literal(table)}" if table else f"prompts=[{literal(one_line(prompt))}]",
         *(f"infer.{name}={written(value)}" for name, value in values.items() if value is not None),
     )  # fmt: skip
 

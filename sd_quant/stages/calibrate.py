@@ -13,9 +13,8 @@ from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
-from sd_quant.config import BESIDE, Quantize, RecipeJob, sizes_of
+from sd_quant.config import BESIDE, Quantize, RecipeJob
 from sd_quant.inference.loading import load_model
-from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import (
     Checkpoint,
     contracts_of,
@@ -31,7 +30,7 @@ from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes,
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
-from sd_quant.stages.generate import calibration_source_of
+from sd_quant.stages.generate import calibration_sampling
 from sd_quant.stages.load import Loaded
 from sd_quant.text import counted
 
@@ -56,11 +55,7 @@ def statistics_of(
     """
     knobs = job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
-    (width, height), *others = sizes = sizes_of(job.model)
-    sampling = Sampling(
-        knobs.n_steps, job.infer.scale, height, width, knobs.batch_size, knobs.seed, job.infer.negative_prompts(),
-        source=calibration_source_of(job.model, job.infer), sizes=sizes if others else None,
-    )  # fmt: skip
+    sampling = calibration_sampling(job.model, job.infer, knobs, job.calibration_rows())
     network = empty_denoiser(checkpoint)
     watched = [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)]
     hessians = denoiser_hessians(checkpoint, roles, knobs)

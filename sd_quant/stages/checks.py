@@ -3,19 +3,27 @@
 Only ``session`` calls them.
 """
 
+import inspect
 import re
+from collections.abc import Collection
+from pathlib import Path
 
+from sd_quant.calibration.call_tables import Row, read_rows
 from sd_quant.checkpoints.lora import bundled_words, open_lora
-from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
+from sd_quant.config.images import TABLE
 from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.requests import check_taken
 from sd_quant.knobs import check
-from sd_quant.models import FAMILIES, LATENT_FACTOR
+from sd_quant.models import FAMILIES, LATENT_FACTOR, OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
-from sd_quant.stages.generate import calibration_source_of, latents_of, source_of
+from sd_quant.observed.opening import read_index
+from sd_quant.places import input_path
+from sd_quant.stages.generate import calibration_source_of, calls_of, conditions_of, latents_of, source_of
 
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
@@ -32,10 +40,11 @@ def check_request(model: Model, infer: Infer) -> None:
         for knob, value in knobs.items():
             check(value is None, knob, value, f"null, because only {able} begin with images here")
         check(not model.encoder, "model.encoder", True, f"false, because only {able} begin with images here")
+    check_controls(model, infer)
     guides = family_named(model.family).GUIDES
     expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
     check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
-    for path, _ in model.adapters():
+    for path, *_ in model.adapters():
         text = "\n".join([*(prompt.text for prompt in infer.distinct_prompts()), *(infer.negative_prompts() or [])])
         words = [word for word in bundled_words(open_lora(path)[0])
                  if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)]  # fmt: skip
@@ -44,6 +53,67 @@ def check_request(model: Model, infer: Infer) -> None:
     latents_of(infer)
     source_of(infer)
     calibration_source_of(model, infer)
+    conditions_of("infer.control", infer.control)
+    conditions_of("model.calibration_control", model.calibration_control)
+    check_calls(model, infer)
+
+
+def check_controls(model: Model, infer: Infer) -> None:
+    """Raises ConfigError for ControlNets without condition images, for the reverse, and for what does not go with them.
+
+    Where nothing is calibrated, no condition images of calibration are needed.
+    """
+    nets, knob = len(model.controlnets), "model.controlnets"
+    expected = f"{nets or 'no'} images or folders, one for each of {knob}"
+    check(len(infer.control) == nets, "infer.control", infer.control, expected)
+    check(len(model.calibration_control) in (0, nets), "model.calibration_control", model.calibration_control, expected)
+    if nets:
+        able = ", ".join(name for name in FAMILIES if family_named(name).CONTROLLED)
+        expected = f"[], because only {able} have ControlNets here; a pipeline of another is for model=diffusers"
+        check(family_named(model.family).CONTROLLED is not None, knob, model.controlnets, expected)
+        for name, image in (("infer.image", infer.image), ("model.calibration_image", model.calibration_image)):
+            check(image is None, name, image, f"null, because images with {knob} begin with noise here")
+        expected = "1, because several ControlNets take the condition images of one prompt at a time"
+        check(nets == 1 or infer.batch_size == 1, "infer.batch_size", infer.batch_size, expected)
+
+
+def check_calls(model: Model, infer: Infer) -> None:
+    """Raises SdQuantError for a table without one for calibration or with other columns, and images that are broken."""
+    given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
+    lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
+    both = (given[lacking] is None) == (given[there] is None)
+    check(both, lacking, "null", f"a table, because {there} is one: calibration and the images are of the same calls")
+    if (rows := infer.rows()) is None:
+        return
+    check(model.family == OBSERVED, TABLE, infer.table, "null, because tables of calls are for model=diffusers alone")
+    found, known = sorted(rows[0].arguments), sorted(first_row(model).arguments)
+    expected = f"the columns {', '.join(known)} of {CALIBRATION_TABLE}, with which the pipeline is observed"
+    check(found == known, TABLE, f"a table with {', '.join(found)}", expected)
+    same = "negative_prompt" not in found or infer.negative_prompt is None
+    expected = f"null, because {TABLE} has a column of this name"
+    check(same, "infer.negative_prompt", infer.negative_prompt, expected)
+    calls_of(rows)
+
+
+def first_row(model: Model) -> Row:
+    """The first row of the table that calibration makes calls of. Raises what ``read_rows`` raises."""
+    return read_rows(CALIBRATION_TABLE, input_path(model.calibration_table or ""))[0]
+
+
+def check_table(path: Path, arguments: Collection[str], example: Row | None) -> None:
+    """Raises ConfigError for a table whose columns are not what the pipeline in the folder at ``path`` takes.
+
+    ``arguments`` are those of all calls, ``example`` is a row of the table; None: there is none.
+    """
+    if example is None:
+        return
+    kind, _ = read_index(path)
+    check_taken(kind, CALIBRATION_TABLE, example.arguments)
+    both = sorted(example.arguments.keys() & set(arguments))
+    check(not both, "model.arguments", f"with {both[:1]}", f"others than the columns of {CALIBRATION_TABLE}")
+    takes, has = "prompt" in inspect.signature(kind.__call__).parameters, example.prompt is not None
+    expected = f"one, because {kind.__name__} takes a prompt" if takes else f"none, because {kind.__name__} takes none"
+    check(has == takes, CALIBRATION_TABLE, f"{'with' if has else 'without'} a column prompt", expected)
 
 
 def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:

@@ -10,13 +10,15 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from sd_quant.calibration.call_tables import read_rows
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import Infer
+from sd_quant.config import CALIBRATION_TABLE, Infer
 from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
 from sd_quant.places import input_path
-from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.generate import calls_of, generate, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import Assignments, torch_variant
 
@@ -30,24 +32,28 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
     And the inputs of the first calls of each part, in full precision. Images are of some calibration prompts, from
     noise.
     """
+    model = loaded.model
+    rows = read_rows(CALIBRATION_TABLE, input_path(model.calibration_table)) if model.calibration_table else None
+    prompts = [row.prompt or "" for row in rows] if rows else read_prompts(input_path(model.calibration_prompts))
     infer = replace(
-        loaded.infer, prompts=read_prompts(input_path(loaded.model.calibration_prompts))[:PROMPTS], num_samples=1,
-        num_prompts=None, prompts_seed=0, prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None,
-        latents=None, image=None, mask=None, strength=None,
+        loaded.infer, prompts=prompts[:PROMPTS], table=None, num_samples=1, num_prompts=None, prompts_seed=0,
+        prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None,
+        strength=None,
     )  # fmt: skip
-    full, calls = images_of(loaded, infer, {}, "full precision")
-    return lambda given, what: squared_error(full, images_of(loaded, infer, given, what)[0]), calls
+    sampling = replace(sampling_of(infer), arguments=calls_of(rows))
+    full, calls = images_of(loaded, infer, sampling, {}, "full precision")
+    return lambda given, what: squared_error(full, images_of(loaded, infer, sampling, given, what)[0]), calls
 
 
 def images_of(
-    loaded: Loaded, infer: Infer, assignments: Assignments, what: str
+    loaded: Loaded, infer: Infer, sampling: Sampling, assignments: Assignments, what: str
 ) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
     """Images with those parts simulated that have an assignment, and the inputs of the first calls of each part."""
     variant = torch_variant(loaded, infer, assignments)
     watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
     try:
         pipeline = pipeline_of(loaded.checkpoint, watched)
-        images = generate(pipeline, infer.prompt_list(), sampling_of(infer), what).images
+        images = generate(pipeline, infer.prompt_list(), sampling, what).images
     finally:
         variant.pool.close()
     return images, {part: list(calls.values()) for part, calls in watched.seen.items()}

@@ -274,7 +274,9 @@ def pack(comparison: VariantOutputs) -> dict[str, Tensor]:
     for number, inputs in comparison.calls.items():
         tensors |= {f"calls/{number}/{name}": tensor for name, tensor in inputs.items()}
     for variant, parts in comparison.outputs.items():
-        tensors |= {f"outputs/{variant}/{part}/{name}": parts[part][name] for part in parts for name in parts[part]}
+        tensors |= {  # some outputs of a part are one tensor
+            f"outputs/{variant}/{part}/{name}": parts[part][name].clone() for part in parts for name in parts[part]
+        }
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

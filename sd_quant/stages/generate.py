@@ -1,27 +1,36 @@
 """Images by the knobs of ``infer``."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompts import KEPT, write_prompts
-from sd_quant.config import Infer, Model, sizes_of
+from sd_quant.config import Infer, Model, Quantize, sizes_of
 from sd_quant.files.image_files import image_files, mask_files
+from sd_quant.files.images import read_whole
 from sd_quant.inference.latents import read_latents
 from sd_quant.inference.pipeline import ByBatch, Generated, Pipeline, Sampling, in_turn
 from sd_quant.inference.source_images import SourceImages, read_source
+from sd_quant.knobs import check
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 
+PIXELS = 1024**2  # of an image for a call, at most: as many as editing pipelines read
+
 
 def sampling_of(infer: Infer) -> Sampling:
-    """The settings of sampling by the knobs. Raises what ``latents_of`` and ``source_of`` raise."""
+    """The settings of sampling by the knobs. Raises what ``latents_of``, ``source_of`` and ``calls_of`` raise."""
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
         sizes_of(infer) if infer.sizes else None, infer.vae_tile,
+        arguments=conditions_of("infer.control", infer.control, infer.num_samples)
+        or calls_of(infer.rows(), infer.num_samples),
     )  # fmt: skip
 
 
@@ -30,6 +39,19 @@ def recipe_sampling(infer: Infer) -> Sampling:
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
         schedule=infer.given_schedule, guidance_until=infer.guidance_until,
+    )  # fmt: skip
+
+
+def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] | None = None) -> Sampling:
+    """The settings of sampling for calibration, whose table has these ``rows``; None without one.
+
+    Raises what ``calibration_source_of`` and ``calibration_calls`` raise.
+    """
+    (width, height), *others = sizes = sizes_of(model)
+    return Sampling(
+        knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
+        source=calibration_source_of(model, infer), sizes=sizes if others else None,
+        arguments=calibration_calls(model, rows),
     )  # fmt: skip
 
 
@@ -56,6 +78,43 @@ def images_of(
     images = image_files(f"{knobs}image", input_path(image))
     masks = None if mask is None else mask_files(f"{knobs}mask", input_path(mask), images)
     return read_source(images, masks, width, height, strength)
+
+
+def conditions_of(knob: str, control: Sequence[str], samples: int = 1) -> list[dict[str, Any]] | None:
+    """The condition images in turn, each for ``samples`` images, as arguments of the pipeline's call; None without any.
+
+    A ControlNet with one image has it for all. Raises ConfigError for different numbers of images, and what
+    ``read_whole`` raises.
+    """
+    if not control:
+        return None
+    each = [image_files(knob, input_path(path)) for path in control]
+    count = max(map(len, each))
+    for path, files in zip(control, each, strict=True):
+        check(len(files) in (1, count), knob, f"{path} with {len(files)} images", f"{count}, as another has, or one")
+    rows = [[files[number % len(files)] for files in each] for number in range(count)]
+    return [call for row in rows for call in [pixels_of({"image": row if len(row) > 1 else row[0]})] * samples]
+
+
+def calibration_calls(model: Model, rows: Sequence[Row] | None) -> list[dict[str, Any]] | None:
+    """The arguments of calibration's calls: its condition images, or those that ``rows`` of its table state."""
+    return conditions_of("model.calibration_control", model.calibration_control) or calls_of(rows)
+
+
+def calls_of(rows: Sequence[Row] | None, times: int = 1) -> list[dict[str, Any]] | None:
+    """The arguments of the calls that ``rows`` state, each so many ``times``. Raises what ``pixels_of`` raises."""
+    return None if rows is None else [call for row in rows for call in [pixels_of(row.arguments)] * times]
+
+
+def pixels_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with images for their files. Raises what ``read_whole`` raises."""
+
+    def read(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [read(name, each) for each in value]
+        return read_whole(value, PIXELS, "L" if "mask" in name else "RGB") if isinstance(value, Path) else value
+
+    return {name: read(name, value) for name, value in arguments.items()}
 
 
 def latents_of(infer: Infer) -> Tensor | None:

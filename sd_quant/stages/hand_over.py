@@ -278,7 +278,10 @@ def write_target(
             "precise_ends": ends,
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
-            "loras": {f"{path.name}:{strength:g}": licence_of(path) for path, strength in job.model.adapters()},
+            "loras": {
+                f"{lora.path.name}:{lora.strength:g}{lora.place}": licence_of(lora.path)
+                for lora in job.model.adapters()
+            },
             "knobs": {name: getattr(job.quantize, name) for name in KNOBS},
             "versions": versions(*PACKAGES),
             "files": [*sizes, "README.md", FIGURES],
@@ -345,7 +348,8 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
 def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
     """The parts of the pipeline that the target's result lacks, in words."""
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
-    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else [])]
+    nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
+    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else []), *nets]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:

@@ -96,7 +96,7 @@ def time_engine(
         call = part_call(engines[part], contract, samples, sampling)
         times = cast(Latency, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock)))
         latency[part], medians[part] = {str(samples): times}, median(times["samples_ms"])
-    image = added_up = image_of_parts(medians, sampling.steps_taken, checkpoint.family.DENOISER)
+    image = added_up = image_of_parts(checkpoint, medians, sampling.steps_taken)
     if together:
         stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
         image = image_times(checkpoint, {"": engines}, prompts, {"": sampling}, stopping)[""]

@@ -15,7 +15,9 @@ from typing import Any
 import yaml
 
 from sd_quant import report, stages
-from sd_quant.config import Model, QuantizeJob, deciding, lora_of
+from sd_quant.addons import code_of
+from sd_quant.calibration.call_tables import files_by_row
+from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of, weighted
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -41,7 +43,12 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     inputs = job.model.inputs()
     if job.quantize.calibration is None:
         names = ("calibration_prompts", "calibration_image", "calibration_mask")
-        inputs |= {name: input_path(path) for name in names if (path := getattr(job.model, name))}
+        given = {name: path for name in names if (path := getattr(job.model, name))}
+        given |= controls_by_name("calibration_control", job.model.calibration_control)
+        inputs |= {name: input_path(path) for name, path in given.items()}
+        if job.model.calibration_table is not None:
+            inputs.pop("calibration_prompts")
+            inputs |= files_by_row(CALIBRATION_TABLE, input_path(job.model.calibration_table))
     else:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
@@ -70,10 +77,26 @@ def kept_knobs(job: QuantizeJob) -> dict:
 
 def kept_model(model: Model) -> dict:
     knobs = dataclasses.asdict(model)
-    names = ("path", "vae", "calibration_prompts", "calibration_image", "calibration_mask", "prompts")
+    names = (
+        "path", "vae", "calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "prompts"
+    )  # fmt: skip
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
-    knobs["loras"] = [f"{lasting(path)}:{strength!r}" for path, strength in map(lora_of, model.loras)]
+    if model.arguments is not None:
+        knobs["arguments"] = {name: lasting_files(value) for name, value in model.given_arguments().items()}
+    knobs["loras"] = [
+        f"{each.denoiser}:{lasting(each.path)}:{each.strength!r}".removeprefix("None:")
+        for each in map(lora_of, model.loras)
+    ]
+    knobs["controlnets"] = [f"{lasting(path)}:{scale!r}" for path, scale in map(weighted, model.controlnets)]
+    knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
+
+
+def lasting_files(value: Any) -> Any:
+    """The value of an argument of a pipeline's call, its files as absolute paths."""
+    if isinstance(value, list):
+        return [lasting_files(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
@@ -81,6 +104,8 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
     decided_by.append(job.infer.categories())
+    if any(dataclasses.asdict(job.metrics).values()) and (code := code_of("scores")):
+        decided_by.append(source_digest(package=code))
     return digest(json.dumps(decided_by, sort_keys=True))
 
 

@@ -114,13 +114,14 @@ def compare_latency(
                 found = compared(before, after, rounds[0].openings)
                 found["rounds"] = conditions(rounds, FULL_PRECISION)
                 runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
-                saved += statistics.median(before) - statistics.median(after) if part != denoiser else 0.0
+                times_called = sampling.steps_taken if checkpoint.parts()[part].in_steps else int(part != denoiser)
+                saved += times_called * (statistics.median(before) - statistics.median(after))
             if COMPILED_FRAMEWORK in times:
                 compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
             for name, each in medians.items():
                 each[part] = statistics.median(times[name]["samples_ms"])
             advance()
-        added_up = {name: image_of_parts(each, sampling.steps_taken, denoiser) for name, each in medians.items()}
+        added_up = {name: image_of_parts(checkpoint, each, sampling.steps_taken) for name, each in medians.items()}
         if together:
             # that for calls, with half the number and a quarter of the time
             stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)

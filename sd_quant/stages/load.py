@@ -196,7 +196,8 @@ def presets_of_parts(session: Session, given: Mapping[str, str]) -> dict[str, st
     """The presets of other parts than the denoiser, with text encoders by name. Raises ConfigError for a wrong part."""
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}  # of which a run quantizes one
     others = [part for part in exported(session.parts) if part not in denoisers]
-    named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component != "vae"]}
+    plain = [part for part in others if session.parts[part].component != "vae" and not session.parts[part].in_steps]
+    named = {TEXT_ENCODERS: plain}
     for part in given:
         expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"
         check(part in others or bool(named.get(part)), "quantize.parts", part, expected)
@@ -209,6 +210,11 @@ def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, 
     recipes = {}
     for part, preset in presets.items():
         if (found := part_recipe(preset)) is not None:
+            if session.parts[part].in_steps and found.needs_inputs:
+                raise ConfigError(
+                    f"quantize.parts.{part} is {preset}, expected a preset of weights alone such as int8_weight_only, "
+                    "because statistics are collected of parts that are called once for an image"
+                )
             network, roles = empty_part(session.checkpoint, part), roles_of_part(session.checkpoint, part)
             for name, role in roles.items():
                 shape = tuple(network.get_parameter(f"{name}.weight").shape)

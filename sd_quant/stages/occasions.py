@@ -47,7 +47,7 @@ def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path
     same = (
         infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
         infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
-        knobs.compiled_baseline,
+        infer.control, knobs.compiled_baseline,
     )  # fmt: skip
     runtimes = str(versions("torch", RUNTIMES[infer.engine].package))
     return digest(infer.engine, str(same), str(weights), hash_of(reference), runtimes)

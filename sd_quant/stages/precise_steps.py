@@ -30,7 +30,7 @@ from sd_quant.simulation.sensitivity import Switched
 from sd_quant.source import source_digest
 from sd_quant.stages.assign import measure_sensitivity
 from sd_quant.stages.compare import CallsOfAnImage, KeptOutputs
-from sd_quant.stages.generate import calibration_source_of, recipe_sampling
+from sd_quant.stages.generate import calibration_calls, calibration_source_of, recipe_sampling
 from sd_quant.stages.latency import costs_of
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
@@ -47,7 +47,7 @@ def choosing_sampling(job: QuantizeJob) -> Sampling:
     infer, recipe = job.infer, job.quantize
     return replace(
         recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
-        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(),
+        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(), arguments=None,
     )  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def with_precise_steps(
     checkpoint = variants.loaded.checkpoint
     if variants.simulated and wanted.by_time:
         raise ConfigError(f"{KNOB} is {infer.precise_steps}, and nothing is timed: {variants.simulated}; give a number")
-    prompts, sampling = job.choosing_prompts(2 * CHOOSING), choosing_sampling(job)
+    prompts, rows = job.choosing_prompts(2 * CHOOSING), job.choosing_rows(2 * CHOOSING)
+    sampling = replace(choosing_sampling(job), arguments=calibration_calls(job.model, rows))
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {

@@ -13,7 +13,7 @@ from sd_quant.config import PRECISE, Infer, Metrics, QuantizeJob, artifact
 from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.inference.pipeline import Generated
-from sd_quant.metrics import SCORES, Against, named_scores
+from sd_quant.metrics import NAMED, SCORES, Against
 from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.embeddings import moved
@@ -102,8 +102,7 @@ def shared_entries(
 
 def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
     """The values of each image and of full precision's, of the text scores that have some, by their keys."""
-    compared = [score.key for score in named_scores()]
-    pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in compared}
+    pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in NAMED}
     return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
 

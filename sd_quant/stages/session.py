@@ -24,10 +24,13 @@ from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
 from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
+from sd_quant.inference.trial import check_arguments
+from sd_quant.knobs import check
 from sd_quant.models import OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, part_parameters
 from sd_quant.models.parts import Part
 from sd_quant.observed.checkpoint import OBSERVED_JSON, ObservedCheckpoint
+from sd_quant.observed.loras import with_loras
 from sd_quant.observed.observing import open_observed
 from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
@@ -38,9 +41,12 @@ from sd_quant.stages.checks import (
     check_request,
     check_sizes,
     check_steps,
+    check_table,
     check_tile,
+    first_row,
     sides_of,
 )
+from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
 from sd_quant.stages.resources import (
     NOTHING,
     Needs,
@@ -98,10 +104,17 @@ class Session:
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
             if quantize.calibration is None:
+                lacking = len(model.controlnets) - len(model.calibration_control)
+                expected = "condition images for each of model.controlnets, because calibration sees what they compute"
+                check(not lacking, "model.calibration_control", model.calibration_control, expected)
                 check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
             check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
             check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
             check_sizes(self.checkpoint, "model", model)
+        if model.arguments and model.family != OBSERVED:
+            own = [] if quantize is None or quantize.calibration else [calibration_sampling(model, infer, quantize)]
+            recipes = [recipe_sampling(infer)] if infer.pulls_levers else []
+            check_arguments(self.checkpoint, [sampling_of(infer), *recipes, *own])
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
         """Check a request for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
@@ -168,19 +181,23 @@ def open_unchecked(model: Model) -> Session:
     return Session(open_checkpoint(
         input_path(model.path), model.family, io=model.io, max_sequence_length=model.max_sequence_length,
         parts=model.parts, loras=model.adapters(), encodes=model.encoder, dtypes=model.dtype,
-        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None,
+        pipeline=model.pipeline, vae=input_path(model.vae) if model.vae else None, arguments=model.arguments,
+        controlnets=model.opened_controlnets(),
     ))  # fmt: skip
 
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
+    example = None if model.calibration_table is None else first_row(model)
+    check_table(input_path(model.path), model.given_arguments(), example)
     opened = open_observed(
         input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
-        model.arguments or {}, tuple(model.excluded), model.denoiser,
+        pixels_of(model.given_arguments()), tuple(model.excluded), model.denoiser,
         cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
+        examples={} if example is None else pixels_of(example.arguments),
     )  # fmt: skip
     check_parts_named(model.dtype, opened.parts())
-    return opened
+    return with_loras(opened, model.adapters())
 
 
 def write_observed(session: Session, directory: Path) -> None:

@@ -48,7 +48,10 @@ WITHOUT_LORAS = "what its own library or runtime computes is without the LoRAs, 
 UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
 MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
 # A run's own knobs that decide its statistics, beside the recipe
-OF_CALIBRATION = ("calibration_prompts", "calibration_image", "calibration_mask", "width", "height", "sizes")
+OF_CALIBRATION = (
+    *("calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "calibration_control"),
+    *("width", "height", "sizes"),
+)
 OF_GUIDANCE = ("scale", "negative_prompt", "strength")
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
 

@@ -1,15 +1,16 @@
-"""Scores of a run's images that the knobs ``metrics`` ask for, and MLPerf's verdict on two of them."""
+"""Scores of a run's images that the knobs ``metrics`` ask for, and the add-on's verdict on two of them, MLPerf's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from sd_quant.addons import at_work, loaded, points
 from sd_quant.config import Infer, Metrics
+from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.metrics import NOT_ASKED, Against, named_scores
+from sd_quant.metrics import NAMED, NOT_ASKED, Against, scoring
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, paired_interval
-from sd_quant.metrics.mlperf import captions_sha256, git_blob, mlperf_window
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.places import input_path
 from sd_quant.stages.generate import sampling_of
@@ -28,13 +29,18 @@ def text_scores(
     }
     if not asked:
         return {"value": None, "reason": "no weights were named in metrics"}
-    made, reference = how_made(infer, checkpoint, prompts), next(iter(variants.values()))
-    found = {name: scores_of(reference, images, prompts, asked, made) for name, images in variants.items()}
+    reference = next(iter(variants.values()))
+    found = {name: scores_of(reference, images, prompts, asked) for name, images in variants.items()}
+    if points("scores", "mlperf"):
+        references = next(iter(asked.get(NAMED["fid"], ())), None)
+        made = how_made(infer, checkpoint) | {"prompts": prompts, "fid_references": references}
+        for entries in found.values():
+            entries["mlperf"] = verdict(entries, made)
     first, *others = found
     for variant in others:
         for key, entry in found[variant].items():
-            if values := entry.get("values"):
-                interval = paired_interval(values, found[first][key]["values"], prompts)
+            if (values := entry.get("values")) and (reference_values := found[first][key].get("values")):
+                interval = paired_interval(values, reference_values, prompts)
                 entry["difference"] = None if interval is None else described(interval)
     return found
 
@@ -44,22 +50,21 @@ def described(interval: Interval) -> dict[str, float | None]:
     return dict(zip(("mean", "low", "high"), (interval.value, *interval.ends), strict=True))
 
 
-def how_made(infer: Infer, checkpoint: Checkpoint, prompts: list[str]) -> dict:
-    """The conditions under which the images were made, by the names of ``mlperf.PROTOCOL``."""
+def how_made(infer: Infer, checkpoint: Checkpoint) -> dict:
+    """The conditions under which the images were made."""
     sampler = pipeline_of(checkpoint, {}).own_sampler
     deciding = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {
-        "prompts": captions_sha256(prompts), "scheduler": {"class": type(sampler).__name__, **deciding},
-        "steps": infer.steps,
+        "scheduler": {"class": type(sampler).__name__, **deciding}, "steps": infer.steps,
         "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
         "negative_prompt": infer.negative_prompt, "latents": sampling_of(infer).described()["latents"],
     }  # fmt: skip
 
 
 def scores_of(
-    reference: Images, images: Images, prompts: list[str], asked: Mapping[str, Sequence[Path]], made: Mapping
+    reference: Images, images: Images, prompts: list[str], asked: Mapping[str, Sequence[Path]]
 ) -> dict[str, dict]:
-    """Each score of one variant's images, with the reason where nobody asked for it, and MLPerf's verdict.
+    """Each score of one variant's images, with the reason where nobody asked for it or an add-on has failed.
 
     ``reference`` are full precision's images, which some scores compare them with; ``asked`` has the knobs of
     ``metrics`` that are given, each with its file or without one.
@@ -68,15 +73,22 @@ def scores_of(
         Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
     }  # fmt: skip
     entries: dict[str, dict] = {}
-    for score in named_scores():
-        if score.knob not in asked:
-            entries[score.key] = {"value": None, "reason": NOT_ASKED}
+    for key, knob in NAMED.items():
+        if knob not in asked:
+            entries[key] = {"value": None, "reason": NOT_ASKED}
             continue
-        entries[score.key] = score.compute(*given[score.against], *asked[score.knob])
-    clip, fid = entries["clip_score"], entries["fid"]
-    judged = {
-        "clip_network": clip.get("network"),
-        "fid_network": fid.get("network"),
-        "fid_references": git_blob(*asked["fid_references"]) if "fid_references" in asked else None,
-    }
-    return {**entries, "mlperf": mlperf_window(clip["value"], fid["value"], {**made, **judged})}
+        try:
+            with scoring(key) as score:
+                entries[key] = score.compute(*given[score.against], *asked[knob])
+        except SdQuantError as error:
+            entries[key] = {"value": None, "reason": str(error)}
+    return entries
+
+
+def verdict(entries: Mapping[str, Mapping], made: Mapping) -> dict:
+    """MLPerf's on one variant's scores: ``{passes, reason}``."""
+    try:
+        with at_work("scores"):
+            return loaded("scores", "mlperf", "MLPerf's verdict")(entries, made)
+    except SdQuantError as error:
+        return {"passes": None, "reason": str(error)}

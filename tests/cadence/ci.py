@@ -62,7 +62,7 @@ def pieces() -> list[Piece]:
     """Each file that has nightly or release cases, with the part that runs them."""
     special = [part.below for part in PARTS.values() if part.below]
     found = []
-    for path in sorted((HOME / "tests").rglob("test_*.py")):
+    for path in sorted([*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]):
         file, text = path.relative_to(HOME).as_posix(), path.read_text(encoding="utf-8")
         home = next((below for below in special if file.startswith(below)), "")
         found += [(name, file) for name, part in PARTS.items() if part.below == home and re.search(part.mark, text)]
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (files, seconds) in plan.items():
             print(f"{name}, {seconds:.0f} s by the record: {' '.join(files)}")
         return 0
-    faults = FAULTS if any(path.startswith(("sd_quant/", "tests/")) for path in changed or ()) else 0
+    faults = FAULTS if any(path.startswith(("addons/", "sd_quant/", "tests/")) for path in changed or ()) else 0
     run.make("test", stop=TEST_STOP)
     while plan:
         name, (files, seconds) = next(iter(plan.items()))

@@ -22,9 +22,10 @@ TARGETS = (
     "tests/unit/interchange/*",
     "tests/unit/test_programs.py",
 )
-PAGES = ("tests/cli/test_report_browser.py", "tests/cli/test_votes_browser.py")
+PAGES = ("tests/cli/test_report_browser.py", "addons/votes/tests/test_browser.py")
 
-# Beside what is here, a file of sd_quant/<room> touches tests/unit/<room>, and a file of tests its neighbours.
+# Beside what is here, a file of sd_quant/<room> touches tests/unit/<room>, an add-on's its tests, and one of tests its
+# neighbours.
 TABLE: dict[str, tuple[str, ...]] = {
     ".ci/": ALL,
     ".gitattributes": (),
@@ -33,10 +34,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     "Makefile": ALL,
     "README.md": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
     "SECURITY.md": ("tests/unit/test_docs.py",),
+    "addons/": ("tests/cli/test_installed.py", "tests/cli/test_main_job.py"),
+    "addons/scores/": ("tests/cli/test_installed.py", "tests/cli/test_judge.py", "tests/unit/stages/*"),
+    "addons/scores/tests/": (),
+    "addons/votes/tests/": (),
     "benchmarks/": ("tests/unit/benchmarks/*",),
     "benchmarks/results/": (),
     "checkpoints/": COMMANDS,
     "conf/": (*COMMANDS, "tests/unit/test_sweep.py"),
+    "conftest.py": ALL,
     "constraints.txt": ALL,
     "docs/": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
     "examples/": ("tests/cli/test_notebook.py", "tests/cli/test_extension.py", "tests/unit/test_docs.py"),
@@ -71,6 +77,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "sd_quant/stages/": (*COMMANDS, "tests/faults/*"),
     "sd_quant/sweep.py": CLUSTER,
     "sd_quant/trackers/": ("tests/cli/test_sweep.py",),
+    "setup.py": ALL,
     "tests/": ALL,
     "tests/cli/": (),
     "tests/faults/": (),
@@ -98,7 +105,9 @@ def patterns_of(path: str) -> set[str]:
         raise UnknownPath(f"{path} is in no folder that tests/cadence/touched.py knows; add a row for it there")
     patterns = set(TABLE[max(rows, key=len)])
     folder, _, name = path.rpartition("/")
-    if folder.startswith("tests/"):
+    if folder.startswith("addons/"):
+        patterns.add(f"{'/'.join(path.split('/')[:2])}/tests/*")
+    elif folder.startswith("tests/"):
         patterns.add(path if name.startswith("test_") else f"{folder}/*")
     elif folder.startswith("sd_quant/"):
         patterns.add(f"tests/unit/{folder.removeprefix('sd_quant/')}/*")

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from sd_quant.engines.tensorrt.plan import describe_plan
 
-from ..zoo.families import redraw, sd15_of_one_level
+from ..zoo.families import TINY, redraw, sd15_of_one_level
 from .conftest import LEVEL_3
-from .shared import pixels, record_of, rows_of
+from .shared import QUICK, onnx_path, pixels, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
@@ -159,6 +159,47 @@ def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_wit
     images = {name: pixels(folder / "images/quantized/0000.png") for name, folder in folders.items()}
     assert np.array_equal(images["without"], images["beside"])
     assert not np.array_equal(images["without"], images["fused"])
+
+
+def test_a_controlnet_goes_through_job_judge_and_export(done, command, pictures, tmp_path):
+    """Of two levels, so that a residual has half the latents' sides; its own part, its graph and its plan."""
+    TINY["sd15"](tmp_path / "base")
+    unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "base/unet")
+    net = diffusers.ControlNetModel.from_unet(unet)
+    redraw(net)
+    net.save_pretrained(tmp_path / "net")
+    model = ("model=sd15", f"model.path={tmp_path}/base", f"model.controlnets=[{tmp_path}/net:0.8]",
+             f"infer.control=[{pictures}/a.png]", "model.width=64", "model.height=64", f"cache.dir={tmp_path}/cache",
+             "infer.prompts=[a red cat]", "infer.steps=2")  # fmt: skip
+    begun = *model, *(knob for knob in QUICK if not knob.startswith(("infer.prompts", "infer.steps", "export_trt")))
+    refused = command("quantize.py", *begun, f"hydra.run.dir={tmp_path}/refused")
+    assert refused.returncode == 2 and "model.calibration_control is [], expected condition images" in refused.stderr
+    control = f"model.calibration_control=[{pictures}/b.png]", "quantize.parts={controlnet: int8_weight_only}"
+    plans = "export_trt=tensorrt_rtx", "trt.optimization_level=0"
+    done("quantize.py", *begun, *control, *plans, "quant_level=3", f"hydra.run.dir={tmp_path}/run")
+    record = record_of(tmp_path / "run")
+    assert list(record["plans"]) == ["unet", "vae", "text_encoder", "controlnet"]
+    graphs = {part: onnx.load(onnx_path(tmp_path / "run", part)).graph for part in ("unet", "controlnet")}
+    outputs = [output.name for output in graphs["controlnet"].output]
+    inputs = {each.name: each.type.tensor_type.shape.dim for each in graphs["unet"].input}
+    assert outputs == ["down_0", "down_1", "down_2", "down_3", "mid"] == list(inputs)[-5:]
+    assert [axis.dim_param or axis.dim_value for axis in inputs["mid"]] == ["batch", 128, "height_2", "width_2"]
+    assert record["latency"]["openvino"]["controlnet"].keys() == record["latency"]["openvino"]["unet"].keys() == {"2"}
+    assert record["inputs"]["controlnet 1 at 0.8"]["sha256"] and record["inputs"]["control 1"]["sha256"]
+    assert record["fidelity"]["psnr"]["mean"] > 25 and "control a.png" in (tmp_path / "run/report.html").read_text()
+    done("infer.py", f"run={tmp_path}/run", "prompts=[a red cat]", "steps=2", f"infer.control=[{pictures}/a.png]",
+         "num_warmup_runs=0", "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip
+    one, other = tmp_path / "drawn/images/0000.png", tmp_path / "run/images/quantized/0000.png"
+    assert np.abs(pixels(one) - pixels(other)).mean() < 2
+    refused = command("hand_over.py", f"run={tmp_path}/run", "to=diffusers_torchao", f"hydra.run.dir={tmp_path}/no")
+    assert refused.returncode == 2 and "no ControlNet with to" in refused.stderr
+    done("quantize.py", *begun, *control[:1], "quant_level=3", "hand_over=[diffusers_torchao]", "export_trt=none",
+         f"hydra.run.dir={tmp_path}/plain")  # fmt: skip
+    written = tmp_path / "plain/hand_over/diffusers_torchao"
+    assert not (written / "controlnet").exists() and "ControlNets" in (written / "README.md").read_text()
+    candidates = f"candidates=[{written},{tmp_path}/run]"
+    done("judge.py", *model, candidates, f"hydra.run.dir={tmp_path}/judged")
+    assert len(rows_of(tmp_path / "judged/summary.csv")) == 2
 
 
 def test_a_checkpoint_is_exported_as_it_is_and_drawn(done, tiny, style, tmp_path):

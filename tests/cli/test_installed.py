@@ -45,20 +45,23 @@ def clean() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """With the wheel, and everything else from the environment of the tests, but for their own editable install."""
+    """With wheels of the package and its add-ons, and all else that the tests' environment has not from a checkout."""
     folder = tmp_path_factory.mktemp("environment")
     source, wheels = folder / "source", folder / "wheels"
-    for name in ("sd_quant", "conf", "checkpoints", "examples/published"):
+    for name in ("sd_quant", "conf", "checkpoints", "examples/published", "addons"):
         shutil.copytree(HOME / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(HOME / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source], check=True, env=clean())
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source, *source.glob("addons/*")],
+        check=True,
+        env=clean(),
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = (folder / "venv/lib").glob("*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (wheel,) = wheels.iterdir()
-    install = ["--python", folder / "venv", "install", "--no-deps", "--no-index", wheel]
+    install = ["--python", folder / "venv", "install", "--no-deps", "--no-index", *wheels.iterdir()]
     subprocess.run([*pip, *install], check=True, env=clean())
     return folder / "venv"
 

@@ -32,7 +32,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.diff")
-PACKAGE = "sd_quant"
+CODE = ("sd_quant", "addons/*/sd_quant_*")  # folders, from the repository's root
 CAUGHT, SURVIVED, NOT_APPLICABLE, NIGHTLY = "caught by", "SURVIVED", "NOT APPLICABLE", "left to --nightly:"
 TIME_LIMIT = 900  # seconds for the tests of one fault, which may have made a loop endless
 IMPORTED_ONCE = (
@@ -81,10 +81,13 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
     ]
 
 
+def code_of(repository: Path) -> list[Path]:
+    return sorted(file for folder in CODE for path in repository.glob(folder) for file in path.rglob("*.py"))
+
+
 def files_with(text: str, repository: Path) -> list[Path]:
-    """The package's Python files, each as often as it holds ``text``."""
-    files = sorted((repository / PACKAGE).rglob("*.py"))
-    return [file for file in files for _ in range(file.read_text(encoding="utf-8").count(text))]
+    """The Python files of the package and its add-ons, each as often as it holds ``text``."""
+    return [file for file in code_of(repository) for _ in range(file.read_text(encoding="utf-8").count(text))]
 
 
 def copy_repository(target: Path) -> None:
@@ -106,11 +109,12 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
         return process
     try:
         os.chdir(repository)
-        os.environ["PYTHONPATH"] = str(repository)
+        ours = [str(path) for path in (repository, *repository.glob("addons/*"))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(ours)
         os.environ.pop("PYTEST_ADDOPTS", None)  # which may leave cases out
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # it may be a fault's
         signal.alarm(limit)
-        sys.path[:] = [str(repository), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
+        sys.path[:] = [*ours, *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
         sys.argv = ["pytest"]
@@ -166,7 +170,7 @@ def try_faults(
             fault, repository = waiting.pop(), free[-1]
             files = files_with(fault.find, repository)
             if len(files) != 1:
-                why = f"its text stands {len(files)} times in {PACKAGE}, expected once"
+                why = f"its text stands {len(files)} times in {', '.join(CODE)}, expected once"
                 yield Outcome(fault, NOT_APPLICABLE, "-", why)
                 continue
             original = files[0].read_text(encoding="utf-8")
@@ -220,7 +224,7 @@ def touched(faults: Sequence[Fault], changed: Collection[str]) -> list[Fault]:
 
 
 def of_package(path: str) -> bool:
-    return path.startswith(f"{PACKAGE}/") and path.endswith(".py") and (REPOSITORY / path).is_file()
+    return REPOSITORY / path in code_of(REPOSITORY)
 
 
 def run(wanted: argparse.Namespace) -> int:

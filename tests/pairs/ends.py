@@ -117,8 +117,10 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),
     *("metrics.fid_references", "metrics.ocr", "model.family", "model.path", "model.parts", "model.io", "model.dtype"),
     *("model.max_sequence_length", "model.calibration_prompts", "model.prompts", "model.recommended", "model.loras"),
+    *("model.controlnets", "model.calibration_control", "infer.control"),
     *("model.calibration_image", "model.calibration_mask", "model.encoder", "model.vae", "model.pipeline"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed
+    *("model.calibration_table", "infer.table"),
     *("overwrite", "search", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("infer.reuse", "infer.schedule", "infer.precise_steps"),  # whose values depend on the number of steps
     *(

@@ -17,6 +17,7 @@ import diffusers
 import gguf
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from facts import errors_of_layers, write_facts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -174,62 +175,31 @@ def places_of(network: nn.Module, path: Path) -> dict[str, list[Place]]:
     return found
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Infinite where a number is missing."""
-    return (found - expected).norm().div(expected.norm()).nan_to_num(nan=torch.inf).item()
+@torch.no_grad()
+def tried(case: dict, facts: dict) -> None:
+    facts["versions"] = {name: version(name) for name in ("diffusers", PACKAGES[case["target"]], "torch")}
+    network, how = opened(case)
+    facts |= how
+    quantized = {name for name, module in network.named_modules() if is_quantized(module)}
+    path, call = Path(case["path"]), load_file(case["call"])
+    places = places_of(network, path) if path.suffix == ".gguf" else {name: [(name, slice(None))] for name in quantized}
+    facts["quantized"] = sum(quantized.issuperset(name for name, _ in each) for each in places.values())
+    output, axes = computed(network, call)
+    save_file({"output": output}, case["output"])
+    stored = load_file(case["layers"])
 
-
-def errors_of_layers(
-    network: nn.Module, stored: dict[str, Tensor], places: dict[str, list[Place]], axes: dict[str, int]
-) -> dict[str, float]:
-    """The largest relative error over the layers, and their number.
-
-    A layer gets its rows with as many axes as in the network: torchao's static scales have that many.
-    """
-    found, compared = {"exact": 0.0, "rounded": 0.0}, 0
-    for layer in {name.partition("|")[0] for name in stored}:
-        given, output = stored[f"{layer}|input"], torch.full_like(stored[f"{layer}|exact"], torch.nan)
+    def output_of(layer: str, given: Tensor) -> Tensor:
+        """Its rows, of an input with as many axes as in the network: torchao's static scales have that many."""
+        found = torch.full_like(stored[f"{layer}|exact"], torch.nan)
         for name, rows in places.get(layer, [(layer, slice(None))]):
             part = network.get_submodule(name)(given[(None,) * (axes[name] - given.ndim)])
-            output[:, rows] = part.reshape(len(given), -1)
-        for kind in found:
-            expected = stored[f"{layer}|{kind}"]
-            found[kind] = max(found[kind], relative_error(output, expected))
-        compared += 1
-    return found | {"compared": compared} if compared else {}
+            found[:, rows] = part.reshape(len(given), -1)
+        return found
 
-
-@torch.no_grad()
-def tried(case: dict) -> dict:
-    """The facts of a case; an exception is among them."""
-    facts: dict = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
-    facts["versions"] = {name: version(name) for name in ("diffusers", PACKAGES[case["target"]], "torch")}
-    try:
-        network, how = opened(case)
-        facts |= how
-        quantized = {name for name, module in network.named_modules() if is_quantized(module)}
-        path, call = Path(case["path"]), load_file(case["call"])
-        places = (
-            places_of(network, path) if path.suffix == ".gguf" else {name: [(name, slice(None))] for name in quantized}
-        )
-        facts["quantized"] = sum(quantized.issuperset(name for name, _ in each) for each in places.values())
-        output, axes = computed(network, call)
-        save_file({"output": output}, case["output"])
-        facts["layers"] = errors_of_layers(network, load_file(case["layers"]), places, axes)
-        if without_rounding(network):
-            save_file({"output": output, "exact": computed(network, call)[0]}, case["output"])
-    except Exception as error:
-        facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
-    return facts
-
-
-def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
-    facts: dict = {"versions": {}, "cases": {}}
-    for case in request["cases"]:
-        facts["cases"][case["name"]] = tried(case)
-        Path(request["facts"]).write_text(json.dumps(facts, indent=1))
+    facts["layers"] = errors_of_layers(stored, output_of)
+    if without_rounding(network):
+        save_file({"output": output, "exact": computed(network, call)[0]}, case["output"])
 
 
 if __name__ == "__main__":
-    main()
+    write_facts(json.loads(Path(sys.argv[1]).read_text()), {}, tried)

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from facts import errors_of_layers, write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -135,53 +136,30 @@ def linears(network: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
 
 
-def errors_of_layers(
-    network: nn.Module, stored: dict[str, Tensor], places: Mapping[str, tuple[str, Tensor]]
-) -> dict[str, float]:
-    """The largest relative error over the layers."""
-    found = {"exact": 0.0, "rounded": 0.0}
-    for layer in {key.partition("|")[0] for key in stored}:
-        name, rows = places[layer]
-        output = network.get_submodule(name)(stored[f"{layer}|input"])[:, rows]
-        for kind in found:
-            expected = stored[f"{layer}|{kind}"]
-            error = (output - expected).norm() / expected.norm()
-            found[kind] = max(found[kind], float(error.nan_to_num(torch.inf)))  # max passes over nan
-    return found
-
-
 @torch.no_grad()
-def tried(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a case; an exception is among them."""
-    facts: dict[str, Any] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
-    try:
-        with placed(case) as path:
-            config = ModelConfigFactory.from_model_on_disk(path).config
-            known = type(config).__name__
-            if known not in LOADERS:
-                facts["far"] = f"its probe takes it for {known}, which is not loaded here"
-                return facts
-            described = json.loads(Path(case["pipeline"], "transformer", "config.json").read_text())
-            network, stored = opened(LOADERS[known], config, sizes(described))
-        names = network.state_dict()
-        facts["opened"] = f"{known}, {LOADERS[known].__name__}"
-        facts["missing"] = [name for name, tensor in names.items() if tensor.is_meta]
-        facts["left"] = sorted(stored - names.keys())
-        facts["quantized"] = sum(map(is_quantized, network.modules()))
-        facts["layers"] = errors_of_layers(network, load_file(case["layers"]), places_of(case, network))
-        save_file({"output": output_of(network, load_file(case["call"])).contiguous()}, case["output"])
-    except Exception as error:
-        facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
-    return facts
+def tried(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    with placed(case) as path:
+        config = ModelConfigFactory.from_model_on_disk(path).config
+        known = type(config).__name__
+        if known not in LOADERS:
+            facts["far"] = f"its probe takes it for {known}, which is not loaded here"
+            return
+        described = json.loads(Path(case["pipeline"], "transformer", "config.json").read_text())
+        network, stored = opened(LOADERS[known], config, sizes(described))
+    names, places = network.state_dict(), places_of(case, network)
+    facts["opened"] = f"{known}, {LOADERS[known].__name__}"
+    facts["missing"] = [name for name, tensor in names.items() if tensor.is_meta]
+    facts["left"] = sorted(stored - names.keys())
+    facts["quantized"] = sum(map(is_quantized, network.modules()))
 
+    def of_layer(layer: str, given: Tensor) -> Tensor:
+        name, rows = places[layer]
+        return network.get_submodule(name)(given)[:, rows]
 
-def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
-    facts: dict[str, Any] = {"versions": {package: version(package) for package in PACKAGES}, "cases": {}}
-    for case in request["cases"]:
-        facts["cases"][case["name"]] = tried(case)
-        Path(request["facts"]).write_text(json.dumps(facts, indent=1))
+    facts["layers"] = errors_of_layers(load_file(case["layers"]), of_layer)
+    save_file({"output": output_of(network, load_file(case["call"])).contiguous()}, case["output"])
 
 
 if __name__ == "__main__":
-    main()
+    versions = {package: version(package) for package in PACKAGES}
+    write_facts(json.loads(Path(sys.argv[1]).read_text()), versions, tried)

@@ -12,11 +12,13 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import gguf
 import numpy as np
+from facts import write_facts
 
 PACKAGES = ("stable-diffusion-cpp-python", "gguf")
 PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
@@ -115,26 +117,20 @@ def decibels(first: np.ndarray, second: np.ndarray) -> float:
     return float(10 * np.log10(255**2 / max(error, 1e-9)))
 
 
-def tried(case: dict, folder: Path) -> dict:
-    """The facts of a case; an exception is among them."""
-    facts: dict = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
+def tried(folder: Path, case: dict, facts: dict) -> None:
     path, plain = Path(case["path"]), folder / "plain.gguf"
-    try:
-        image, said = drawn(path, folder)
-        facts["opened"] = "StableDiffusion(diffusion_model_path=...)"
-        facts["missing"] = re.findall(r"tensor '(\S+)' not in model file", said)
-        facts["left"] = re.findall(r"unknown tensor '([^ ']+)", said)
-        counts = re.search(r"Diffusion model weight type stat: (.*)", said)
-        kinds = re.findall(r"(\w+): +(\d+)", counts[1]) if counts else []
-        facts["quantized"] = sum(int(count) for kind, count in kinds if kind not in ("f32", "f16", "bf16"))
-        if path.suffix != ".gguf":
-            facts["far"] = "it draws; only GGUF is compared with the same weights in fp16"
-            return facts
-        in_fp16(path, plain)
-        facts["image"] = decibels(image, drawn(plain, folder)[0])
-    except Exception as error:
-        facts["far"] = f"{'computing' if facts['opened'] else 'opening'}: {type(error).__name__}: {str(error)[:200]}"
-    return facts
+    image, said = drawn(path, folder)
+    facts["opened"] = "StableDiffusion(diffusion_model_path=...)"
+    facts["missing"] = re.findall(r"tensor '(\S+)' not in model file", said)
+    facts["left"] = re.findall(r"unknown tensor '([^ ']+)", said)
+    counts = re.search(r"Diffusion model weight type stat: (.*)", said)
+    kinds = re.findall(r"(\w+): +(\d+)", counts[1]) if counts else []
+    facts["quantized"] = sum(int(count) for kind, count in kinds if kind not in ("f32", "f16", "bf16"))
+    if path.suffix != ".gguf":
+        facts["far"] = "it draws; only GGUF is compared with the same weights in fp16"
+        return
+    in_fp16(path, plain)
+    facts["image"] = decibels(image, drawn(plain, folder)[0])
 
 
 def main() -> None:
@@ -142,10 +138,7 @@ def main() -> None:
     folder = Path(request["facts"]).parent
     text_encoder(folder / "clip.gguf")
     autoencoder(folder / "tae.gguf")
-    facts: dict = {"versions": {package: version(package) for package in PACKAGES}, "cases": {}}
-    for case in request["cases"]:
-        facts["cases"][case["name"]] = tried(case, folder)
-        Path(request["facts"]).write_text(json.dumps(facts, indent=1))
+    write_facts(request, {package: version(package) for package in PACKAGES}, partial(tried, folder))
 
 
 if __name__ == "__main__":

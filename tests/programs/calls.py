@@ -1,15 +1,10 @@
-"""A call of a tiny denoiser that its pipeline could make, and a candidate that rounds no inputs.
+"""A call of a tiny denoiser that its pipeline could make: programs compute positions themselves."""
 
-Programs compute positions themselves, and where the hardware has no products of a format they leave inputs unrounded.
-"""
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sd_quant.interchange.denoiser import QuantizedDenoiser
-from sd_quant.interchange.inputs import Multiplied
 from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.parts import axes
 
@@ -37,12 +32,3 @@ class Called(Tiny):
         if mask := shapes.get("encoder_attention_mask"):
             fixed["encoder_attention_mask"] = (torch.arange(mask[1]) < torch.tensor([[mask[1]], [5]])).float()
         return found | {name: each for name, each in fixed.items() if name in found}
-
-
-def unrounded(candidate: QuantizedDenoiser) -> QuantizedDenoiser:
-    """The candidate with inputs as they are, but for the factor of a smoothed layer."""
-    layers = {
-        name: replace(layer, inputs=replace(layer.inputs, then=None) if isinstance(layer.inputs, Multiplied) else None)
-        for name, layer in candidate.layers.items()
-    }
-    return replace(candidate, layers=layers, rounded={})

@@ -42,7 +42,7 @@ from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.config.targets import inputs_held
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
 from sd_quant.interchange.servers import why_not_served
 from sd_quant.interchange.weights import JoinedLayers, by_authors_names
 from sd_quant.models.family import family_named
@@ -52,7 +52,7 @@ from sd_quant.numbers import relative_error
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.detected import COMFYUI, PUBLISHED
 from ..zoo.families import TINY, WIDE
-from .calls import Called, unrounded
+from .calls import Called
 from .pipelines import PIPELINES, pipeline_rows
 from .rows import HERE, Row, is_worse, kept, python_of, save, shown
 from .sampled import sampled_row
@@ -173,7 +173,7 @@ def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
         return None
     path = tiny.written(assignment, row.target, folder)
     read = tiny.read(path, row.target)
-    networks = {"exact": tiny.network(unrounded(read)), "rounded": tiny.network(read)}
+    networks = {"exact": tiny.network(weights_alone(read)), "rounded": tiny.network(read)}
     call, layers = folder / "call.safetensors", folder / "layers.safetensors"
     save_file({name: each.clone() for name, each in arguments(tiny).items()}, call)
     found = outputs_of_layers(tiny, networks, read)

@@ -25,6 +25,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ from unittest.mock import MagicMock
 
 import torch
 import transformers
+from facts import errors_of_layers, write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -232,23 +234,6 @@ def unet(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
 CALLS = {"flux": flux, "sd3": sd3, "pixart": pixart, "sd15": unet, "sd21": unet, "sdxl": unet}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    error = (found.float() - expected).norm() / expected.norm()
-    return float(error.nan_to_num(torch.inf))  # max would pass over it
-
-
-def of_layers(model: nn.Module, path: str) -> dict[str, float]:
-    """The largest relative error of any layer, by what it is compared with."""
-    expected = load_file(path)
-    worst = {"exact": 0.0, "rounded": 0.0}
-    for key in expected:
-        name, kind = key.split("|")
-        if kind in worst:
-            found = model.get_submodule(name)(expected[f"{name}|input"])
-            worst[kind] = max(worst[kind], relative_error(found, expected[key]))
-    return worst
-
-
 def without_rounding(model: nn.Module) -> None:
     """Replaces ComfyUI's quantized weights by what ComfyUI dequantizes, which it multiplies with inputs as they are."""
     for module in model.modules():
@@ -288,8 +273,7 @@ def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def opened(case: dict, source: Path, facts: dict) -> None:
-    """Fills the facts of a case as far as it comes."""
+def opened(source: Path, case: dict, facts: dict) -> None:
     import comfy.model_management
 
     log = Log()
@@ -311,7 +295,7 @@ def opened(case: dict, source: Path, facts: dict) -> None:
         without_rounding(model)
         found["exact"] = sampled(patcher, case["image"])["output"]
     else:
-        facts["layers"] = of_layers(model, case["layers"])
+        facts["layers"] = errors_of_layers(load_file(case["layers"]), lambda name, x: model.get_submodule(name)(x))
         call = load_file(case["call"])
         found = {"output": CALLS[case["family"]](model, call)}
         without_rounding(model)
@@ -332,14 +316,7 @@ def main() -> None:
     if any(case["target"] == "gguf" for case in request["cases"]) and described.is_file():
         versions["ComfyUI-GGUF"] = tomllib.loads(described.read_text(encoding="utf-8"))["project"]["version"]
     versions |= {package: version(package) for package in ("comfy-kitchen", "torch")}
-    written: dict[str, Any] = {"versions": versions, "cases": {}}
-    for case in request["cases"]:
-        facts = written["cases"][case["name"]] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0}
-        try:
-            opened(case, source, facts)
-        except Exception as error:
-            facts["far"] = f"{'computed' if facts['opened'] else 'loaded'} not: {type(error).__name__}: {error}"[:200]
-        Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+    write_facts(request, versions, partial(opened, source))
 
 
 if __name__ == "__main__":

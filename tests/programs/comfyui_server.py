@@ -16,17 +16,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import comfyui
 import torch
+from facts import write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 REQUEST = "SD_QUANT_REQUEST"  # the environment variable by which the server's nodes find the request
 STARTED, MADE = 120.0, 600.0  # seconds within which the server answers, and has made the images
+VERSIONS: dict[str, str] = {}  # once the server has said them
 PACKAGE = "from comfyui_server import NODE_CLASS_MAPPINGS, register_sizes\n\nregister_sizes()\n"
 
 
@@ -151,9 +154,8 @@ def within(seconds: float, look: Any, server: subprocess.Popen) -> Any:
     raise RuntimeError(f"ended with {server.poll()}" if server.poll() is not None else f"no answer in {seconds:.0f} s")
 
 
-def asked(request: Path, facts: dict) -> None:
+def asked(source: Path, case: dict, facts: dict) -> None:
     """Starts the server in a folder of its own, sends the workflow, and fills the facts of what came back."""
-    source, case = Path(json.loads(request.read_text(encoding="utf-8"))["source"]), the_case()
     with TemporaryDirectory() as temporary, socket.socket() as free:
         base = Path(temporary)
         free.bind(("127.0.0.1", 0))
@@ -171,14 +173,14 @@ def asked(request: Path, facts: dict) -> None:
         server, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
         try:
             system = within(STARTED, lambda: answer(f"{url}/system_stats"), server)["system"]
-            facts["versions"] = {"ComfyUI": system["comfyui_version"], "torch": torch.__version__}
+            VERSIONS.update({"ComfyUI": system["comfyui_version"], "torch": torch.__version__})
             sent = answer(f"{url}/prompt", {"prompt": workflow(file.name, case["image"])})["prompt_id"]
             done = within(MADE, lambda: answer(f"{url}/history/{sent}").get(sent), server)
-            fact = facts["cases"][case["name"]]
             if done["status"]["status_str"] != "success":
                 raise RuntimeError(str(done["status"]["messages"][-1])[:200])
-            fact["quantized"] = done["outputs"]["11"]["quantized"][0]
-            fact["opened"] = f"an API workflow of Load Diffusion Model, its sizes registered, {' '.join(comfyui.FLAGS)}"
+            facts["quantized"] = done["outputs"]["11"]["quantized"][0]
+            flags = " ".join(comfyui.FLAGS)
+            facts["opened"] = f"an API workflow of Load Diffusion Model, its sizes registered, {flags}"
         finally:
             server.kill()
             server.wait()
@@ -189,14 +191,8 @@ def main() -> None:
         serve(Path(sys.argv[2]), sys.argv[3:])
         return
     os.environ[REQUEST] = sys.argv[1]
-    fact = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0}
-    facts: dict[str, Any] = {"versions": {}, "cases": {the_case()["name"]: fact}}
-    try:
-        asked(Path(sys.argv[1]), facts)
-    except Exception as error:
-        fact["far"] = f"{type(error).__name__}: {error}"[:200]
-    written = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["facts"]
-    Path(written).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    write_facts(request, VERSIONS, partial(asked, Path(request["source"])))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from facts import otherwise, write_facts
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -102,20 +103,17 @@ def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list
             left.append(name)
         elif end == "wtscale" and name not in held:
             left += [] if float(own) == float(tensor) else [f"{name}: {own}, {float(tensor)} in the file"]
-        elif own.dtype != tensor.dtype:
-            left.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
-        elif not torch.equal(own.float(), tensor.float()):
-            left.append(f"{name}: other numbers than in the file")
+        else:
+            left += otherwise(name, own, tensor)
     return {"missing": sorted(held.keys() - stored), "left": left}
 
 
 @torch.no_grad()
-def opened(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a case. Raises what the program raises."""
+def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     network, stored, how = (by_nunchaku if case["target"] == "nunchaku" else by_diffusers)(case)
     linears = [name for name, each in network.named_modules() if type(each).__name__ == "SVDQW4A4Linear"]
     count = sum(MEMBERS.get(name.rpartition(".")[2], 1) for name in linears)
-    return {"opened": how, "far": FAR, "quantized": count, "layers": {}} | as_taken(network, stored)
+    facts |= {"opened": how, "far": FAR, "quantized": count} | as_taken(network, stored)
 
 
 def main() -> None:
@@ -126,15 +124,7 @@ def main() -> None:
     without_kernels()
     nunchaku = (source / "nunchaku" / "__version__.py").read_text(encoding="utf-8").split('"')[1]
     versions = {"nunchaku": nunchaku} | {name: version(name) for name in ("diffusers", "torch")}
-    written: dict[str, Any] = {"versions": versions, "cases": {}}
-    for case in request["cases"]:
-        facts = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
-        try:
-            facts |= opened(case)
-        except Exception as error:
-            facts["far"] = f"{type(error).__name__}: {error}"[:200]
-        written["cases"][case["name"]] = facts
-        Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+    write_facts(request, versions, opened)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config.recipe import own_recipe
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
 from sd_quant.models.checkpoint import build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
 from sd_quant.numbers import relative_error
 
 from ..unit.tiny import Tiny
-from .calls import unrounded
 from .pictures import PROMPTS, decibels
 from .rows import HERE, REPOSITORY, Row, python_of
 
@@ -117,7 +116,7 @@ def judged(shipped: Shipped, read: QuantizedDenoiser, row: Row, facts: Path, out
     if output.is_file():
         made = load_file(output)
         if "exact" in made:
-            ours = shipped.sample(shipped.network(unrounded(read)), made["sigmas"])
+            ours = shipped.sample(shipped.network(weights_alone(read)), made["sigmas"])
             row.unrounded = relative_error(ours, made["exact"])
         rounded = shipped.sample(shipped.network(read), made["sigmas"])
         row.image = min(decibels(shipped.images(rounded), shipped.images(made["output"])))

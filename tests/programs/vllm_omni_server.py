@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 import torch  # noqa: E402
 import vllm.platforms  # noqa: E402
+from facts import errors_of_layers, otherwise, write_facts  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
@@ -110,45 +112,27 @@ def place_of(network: FluxTransformer2DModel, name: str) -> tuple[str, slice, in
 
 
 def altered(network: FluxTransformer2DModel, stored: Mapping[str, Tensor]) -> list[str]:
-    """What the program took and holds otherwise than the file, before it prepares weights for its kernels.
-
-    Codes and scales of one byte have to have the same dtype too: codes that are cast to numbers look equal.
-    """
-    held, found = network.state_dict(), []
+    """What the program took and holds otherwise than the file, before it prepares weights for its kernels."""
+    held, found = network.state_dict(), list[str]()
     for name, tensor in stored.items():
         owner, _, end = name.rpartition(".")
         module, rows, index = place_of(network, owner)
         own = held[f"{module}.{end}"]
         if module != owner:
             own = own[index] if tensor.numel() == 1 else own[rows]
-        if 1 in (tensor.element_size(), own.element_size()) and own.dtype != tensor.dtype:
-            found.append(f"{name}: {own.dtype}, {tensor.dtype} in the file")
-        elif not torch.equal(own.float().flatten(), tensor.float().flatten()):
-            found.append(f"{name}: other numbers than in the file")
+        found += otherwise(name, own, tensor, casts=True)
     return found
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    return float(torch.linalg.norm(a.float() - b.float()) / torch.linalg.norm(b.float()))
-
-
-def layer_errors(network: FluxTransformer2DModel, path: str) -> dict[str, float]:
-    """The largest relative errors of the quantized layers' outputs to both predictions; NaN where one is NaN."""
-    tensors, errors = load_file(path), {"exact": [0.0], "rounded": [0.0]}
-    for key in tensors:
-        name, _, what = key.partition("|")
-        if what == "input":
-            module, rows, _ = place_of(network, name)
-            linear = network.get_submodule(module)
-            output = linear.quant_method.apply(linear, tensors[key].contiguous(), linear.bias)[:, rows]
-            for kind, found in errors.items():
-                found.append(relative_error(output, tensors[f"{name}|{kind}"]))
-    return {kind: float(torch.tensor(found).max()) for kind, found in errors.items()}
+def output_of(network: FluxTransformer2DModel, name: str, x: Tensor) -> Tensor:
+    """The output of the quantized linear ``name`` of diffusers."""
+    module, rows, _ = place_of(network, name)
+    linear = network.get_submodule(module)
+    return linear.quant_method.apply(linear, x.contiguous(), linear.bias)[:, rows]
 
 
 @torch.no_grad()
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
-    """Fills the facts of a case as far as it comes. Raises what the program raises."""
     folder = Path(case["path"]) / "transformer"
     config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     network = FluxTransformer2DModel(
@@ -175,7 +159,7 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
         facts["far"] = COMPILED
         return
     loader._process_weights_after_loading(pipeline, torch.device("cpu"))
-    facts["layers"] = layer_errors(network, case["layers"])
+    facts["layers"] = errors_of_layers(load_file(case["layers"]), partial(output_of, network))
     output = network(**load_file(case["call"]), return_dict=False)[0]
     save_file({"output": output.contiguous()}, case["output"])
 
@@ -184,18 +168,10 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     versions = {name: version(name) for name in ("vllm-omni", "vllm", "torch")}
-    written: dict[str, Any] = {"versions": versions, "cases": {}}
     with TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
         parallel_state.initialize_model_parallel()
-        for case in request["cases"]:
-            facts: dict[str, Any] = {"opened": "", "far": "", "missing": [], "left": [], "quantized": 0, "layers": {}}
-            try:
-                opened(case, facts)
-            except Exception as error:
-                facts["far"] = f"{type(error).__name__}: {error}"[:200]
-            written["cases"][case["name"]] = facts
-            Path(request["facts"]).write_text(json.dumps(written, indent=1), encoding="utf-8")
+        write_facts(request, versions, opened)
 
 
 if __name__ == "__main__":

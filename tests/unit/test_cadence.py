@@ -66,7 +66,8 @@ def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
 
 
 def test_every_pattern_of_the_table_matches_a_file_of_cases():
-    cases = [path.relative_to(HOME).as_posix() for path in (HOME / "tests").rglob("test_*.py")]
+    files = [*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]
+    cases = [file.relative_to(HOME).as_posix() for file in files]
     unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
     assert unmatched == set()
 
@@ -124,7 +125,7 @@ def test_a_case_that_would_start_too_late_is_skipped_and_counted(tmp_path):
     """Before its fixtures, which this one's would fail in."""
     cases = "pytestmark = pytest.mark.nightly\n@pytest.fixture\ndef broken(): 1 / 0\ndef test_it(broken): pass"
     junit = tmp_path / "soak-tests.xml"
-    code, _ = pytest_on(tmp_path, cases, f"--until={time.time() - 1}", f"--junitxml={junit}", plugin="tests.conftest")
+    code, _ = pytest_on(tmp_path, cases, f"--until={time.time() - 1}", f"--junitxml={junit}", plugin="tests.plugin")
     (case,) = seconds.cases_of(junit)
     assert code == 0 and case.late and seconds.sums("soak-tests", [case]) == {}
 

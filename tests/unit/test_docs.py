@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from sd_quant import sweep
-from sd_quant.commands import gate, votes
+from sd_quant.commands import gate
 from sd_quant.composition import composing, readable
 from sd_quant.errors import ResourceError
 from sd_quant.help import knobs_of_job, presets_of
 from sd_quant.knobs import read
 from sd_quant.places import CONF, HOME
+from sd_quant_votes import command
 
 from ..documents import COMMAND, PAGES, README, commands, lines, text_of
 from .config.composition import JOBS, composed
@@ -27,9 +28,9 @@ RESULTS = [page for page in PAGES if page.name.startswith("results_") or page.na
 CARDS = [*HOME.glob("examples/*/README.md"), *CONF.rglob("*.yaml")]
 EVERYWHERE = (*PAGES, *CARDS)
 GENERATED, LONGEST_PAGE = {"python.md", "metrics.md", "targets.md"}, 400
-FOLDERS = "benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
+FOLDERS = "addons|benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 # groups whose names are parts, knobs or families
-WITHOUT_HYDRA = {"sd_quant.commands.gate": gate.job_of, "sd_quant.commands.votes": votes.split}
+WITHOUT_HYDRA = {"sd_quant.commands.gate": gate.job_of, "sd_quant.commands.addons": command.split}
 
 
 def name_of(value) -> str:

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from tests.conftest import lacking
+from tests.plugin import lacking
 
 pytestmark = pytest.mark.commit
 

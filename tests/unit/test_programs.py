@@ -33,7 +33,7 @@ def case(tmp_path):
     "changed, verdict",
     [
         ({}, "ok"),
-        ({"opened": "", "far": "loaded not: KeyError"}, "FAILED"),
+        ({"opened": "", "far": "opening: KeyError"}, "FAILED"),
         ({"missing": ["a.weight"]}, "FAILED"),
         ({"left": ["a.weight_scale"]}, "FAILED"),
         ({"quantized": 1}, "FAILED"),  # it takes a layer for one that is not quantized

@@ -1,4 +1,4 @@
-"""A tiny random pipeline of each class of diffusers that makes images, or video, of a prompt and nothing else.
+"""A tiny random pipeline of each class of diffusers that makes images, or video, of a prompt, and of images.
 
 They stand for checkpoints of any family in tests and measurements: classes, tokenizers and wiring are the published
 ones, sizes are small. Configurations are written from the constructors' signatures. The road not taken is to build
@@ -7,9 +7,8 @@ Here a network has two blocks and two heads or more, heads of 8 or more, and no 
 the output (see `enliven`).
 
 `PIPELINES` builds one by the name of its class, and after a comma of a variant where a class is here more than once.
-`write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class that takes a prompt and
-no medium why it is not here. `takes_a_prompt_alone` finds those classes, so a test can hold both against the installed
-diffusers.
+`write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class why it is not here.
+`takes_a_prompt_alone` and `takes_images` find those classes, so a test can hold both against the installed diffusers.
 """
 
 import inspect
@@ -20,16 +19,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
 
-from . import images, videos
+from . import edits, images, videos
 from .cases import Case, enliven
 
-__all__ = ["CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "makes_video", "takes_a_prompt_alone", "write"]
+__all__ = [
+    "CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "makes_video", "takes_a_prompt_alone", "takes_images",
+    "write",
+]  # fmt: skip
 
-CASES: dict[str, Case] = images.CASES | videos.CASES
-LEFT_OUT: dict[str, str] = images.LEFT_OUT | videos.LEFT_OUT
+CASES: dict[str, Case] = images.CASES | videos.CASES | edits.CASES
+LEFT_OUT: dict[str, str] = edits.LEFT_OUT | images.LEFT_OUT | videos.LEFT_OUT
 MEDIUM = re.compile(r"(^|_)(image|images|video|audio|waveforms|pose|frame_size|keyframes_latents)(_|$)")
+IMAGE = re.compile(r"(^|_)(images?|video)(_reference)?$")
 NO_MEDIUM = re.compile(r"num_|(negative_)?ip_adapter_|video_length$")
 VIDEO_SIZES = {"num_frames", "frames", "video_length"}
 
@@ -64,8 +68,10 @@ def call(name: str, prompt: str | list[str], steps: int = 2, larger: bool = Fals
     case = CASES[name]
     width, height = case.larger if larger else (case.width, case.height)
     own = prompt if isinstance(prompt, str) else list(prompt)  # Z-Image writes its template into the list it is given
-    given = {"prompt": own, "width": width, "height": height, case.steps: steps}
-    return given | {"generator": torch.Generator().manual_seed(0)} | case.arguments
+    given = {"prompt": own, "width": width, "height": height, "max_area": width * height, case.steps: steps}
+    given |= {"generator": torch.Generator().manual_seed(0)} | case.arguments | case.drawn(width, height)
+    known = inspect.signature(getattr(diffusers, name.split(",")[0]).__call__).parameters
+    return {argument: value for argument, value in given.items() if argument in known}
 
 
 def takes_a_prompt_alone(kind: Any) -> bool:
@@ -76,6 +82,12 @@ def takes_a_prompt_alone(kind: Any) -> bool:
     """
     names = inspect.signature(kind.__call__).parameters
     return "prompt" in names and not any(MEDIUM.search(name) and not NO_MEDIUM.match(name) for name in names)
+
+
+def takes_images(kind: Any) -> bool:
+    """Tells whether a class's call has an argument for images, or frames of a video, that users have in files."""
+    names = inspect.signature(kind.__call__).parameters
+    return any(IMAGE.search(name) and not NO_MEDIUM.match(name) for name in names)
 
 
 def makes_video(kind: Any) -> bool:

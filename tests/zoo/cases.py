@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch import nn
 
 
@@ -16,7 +18,8 @@ class Case:
     """One pipeline: ``build`` makes it with weights as they are drawn, the rest says how a small run calls it.
 
     ``width``, ``height`` and ``larger``, a second size (width, height), are pixels. ``arguments`` are further arguments
-    of the call. ``denoiser`` names the component that is called in each step. Where ``batched`` is false the call takes
+    of the call, ``images`` those that are images, with how many: the image itself for one, else a list, or a video's
+    frames. ``denoiser`` names the component that is called in each step. Where ``batched`` is false the call takes
     one prompt alone. ``needs`` are packages without which diffusers can neither load nor call this class: accelerate
     where a class keeps modules in 32 bits (``_keep_in_fp32_modules``), for one. ``steps`` is the name of the argument
     for the number of steps. ``prepare`` does to an opened pipeline what has to be done to it before its first run.
@@ -32,6 +35,23 @@ class Case:
     needs: tuple[str, ...] = ()
     steps: str = "num_inference_steps"
     prepare: Callable[[Any], object] = nothing
+    images: Mapping[str, int] = field(default_factory=dict)
+
+    def drawn(self, width: int, height: int) -> dict[str, Any]:
+        """Returns the arguments of the call that are images, of this size."""
+        return {
+            name: draw(name, 0, width, height) if count == 1 else [draw(name, n, width, height) for n in range(count)]
+            for name, count in self.images.items()
+        }
+
+
+def draw(argument: str, number: int, width: int, height: int) -> Image.Image:
+    """Returns an image of coloured squares, one for each argument and number, or a mask whose right half is white."""
+    if "mask" in argument:
+        return Image.fromarray(np.tile(np.where(np.arange(width) < width // 2, 0, 255).astype(np.uint8), (height, 1)))
+    random = np.random.default_rng([number, *argument.encode()])
+    squares = random.integers(0, 255, (height // 8, width // 8, 3), np.uint8)
+    return Image.fromarray(squares.repeat(8, axis=0).repeat(8, axis=1))
 
 
 def enliven(module: nn.Module) -> None:

@@ -211,13 +211,13 @@ def clip(width: int = 32, projected: bool = False, pad_token: str = "<|endoftext
     return kind(config), clip_tokenizer(VOCABULARY, pad_token)
 
 
-def clip_vision(width: int = 32) -> Pair:
-    """Returns a ``CLIPVisionModelWithProjection`` and its processor of images, which Kandinsky's prior asks for."""
+def clip_vision(width: int = 32, size: int = 32) -> Pair:
+    """Returns a ``CLIPVisionModelWithProjection`` of 4 x 4 patches and its processor of images."""
     config = transformers.CLIPVisionConfig(
         hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2,
-        num_attention_heads=HEADS, image_size=32, patch_size=8,
+        num_attention_heads=HEADS, image_size=size, patch_size=size // 4,
     )  # fmt: skip
-    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     return transformers.CLIPVisionModelWithProjection(config), processor
 
 

@@ -2,7 +2,7 @@
 
 Videos are of the fewest frames that leave more than one latent frame, so that no axis is one by accident. A class
 stands twice where its denoiser runs in two ways that differ in structure (`CASES` names the way after a comma).
-Classes that can take an image but also work without one are here; those whose purpose is another are in `LEFT_OUT`.
+Classes that can take an image but also work without one are here; those that start from images are in `edits`.
 """
 
 import sys
@@ -382,24 +382,12 @@ CASES: dict[str, Case] = {
     "WanPipeline, two denoisers": kept(partial(wan, two=True), num_frames=5),
 }  # fmt: skip
 REASONS = {
-    "starts from an image": (
-        "ChronoEdit CogVideoXImageToVideo HunyuanSkyreelsImageToVideo HunyuanVideo15ImageToVideo "
-        "HunyuanVideoFramepack HunyuanVideoImageToVideo I2VGenXL Kandinsky5I2V LTXImageToVideo "
-        "LTXI2VLongMultiPrompt MotifVideoImage2Video PIA SanaImageToVideo SanaWM SkyReelsV2ImageToVideo "
-        "SkyReelsV2DiffusionForcingImageToVideo WanImageToVideo"
-    ),
-    "starts from a video": (
-        "AnimateDiffVideoToVideo AnimateDiffVideoToVideoControlNet CogVideoXVideoToVideo EasyAnimateInpaint LucyEdit "
-        "SkyReelsV2DiffusionForcingVideoToVideo VideoToVideoSD WanAnimate WanVideoToVideo"
-    ),
     "is made to continue images or videos, and Cosmos's check of prompts needs the package cosmos_guardrail": (
         "Cosmos2VideoToWorld Cosmos2_5_PredictBase CosmosVideoToWorld"
     ),
     "its check of prompts and frames cannot be left away and needs the package cosmos_guardrail": "CosmosTextToWorld",
-    "is made to be conditioned on images or videos, by the denoiser of LTXPipeline": "LTXCondition",
     "is steered by another video, by frames or by a control network": (
-        "AnimateDiffControlNet AnimateDiffSparseControlNet CogVideoXFunControl Cosmos2_5_Transfer EasyAnimateControl "
-        "WanVACE"
+        "AnimateDiffControlNet AnimateDiffSparseControlNet Cosmos2_5_Transfer"
     ),
     "makes sound with the video": (
         "Kandinsky6TI2VA LTX2 LTX2Condition LTX2DFR LTX2DFRTemporalRefine LTX2ImageToVideo LTX2InContext"

@@ -11,7 +11,19 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.zoo import CASES, LEFT_OUT, PIPELINES, build, call, images, makes_video, takes_a_prompt_alone, write
+from tests.zoo import (
+    CASES,
+    LEFT_OUT,
+    PIPELINES,
+    build,
+    call,
+    edits,
+    images,
+    makes_video,
+    takes_a_prompt_alone,
+    takes_images,
+    write,
+)  # fmt: skip
 from tests.zoo.cases import Case
 
 pytestmark = pytest.mark.commit
@@ -39,6 +51,17 @@ def test_every_class_that_makes_images_or_frames_of_a_prompt_is_built_or_left_ou
     takes = {name: inspect.signature(kind.__call__).parameters.keys() for name, kind in kinds.items()}
     found |= {name for name, own in takes.items() if name.endswith("Pipeline") and "prompt" in own and FRAMES & own}
     assert {name for name in found if not name.startswith("Onnx")} - CASES.keys() - LEFT_OUT.keys() == set()
+
+
+@pytest.mark.slow
+def test_every_class_that_takes_images_is_built_or_left_out(kinds):
+    found = {name for name, kind in kinds.items() if takes_images(kind)}
+    built = {name.split(",")[0] for name in CASES}
+    assert {"FluxKontextPipeline", "WanImageToVideoPipeline", "StableVideoDiffusionPipeline"} <= found
+    assert "FluxPipeline" not in found and "StableAudioPipeline" not in found
+    assert found - built - LEFT_OUT.keys() == set()
+    assert {name.split(",")[0] for name in edits.CASES} - found == set()
+    assert all(case.images for case in edits.CASES.values())
 
 
 @pytest.mark.slow
@@ -124,7 +147,12 @@ def image(pipeline, name: str, prompt: str | list[str], **options) -> np.ndarray
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of diffusers and torch: autocast, flex attention, tokenizers
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release)
+        for name in CASES
+        if name not in edits.CASES  # those are compared with diffusers in `test_pipeline`
+    ],
 )
 def test_a_folder_opens_and_makes_images_or_frames_of_its_prompts(name, tmp_path):
     case = CASES[name]

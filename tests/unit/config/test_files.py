@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
 )
 def test_a_lora_has_a_strength(job, stated, expected):
     model = job("infer", {"model.loras": [stated]}).model
-    assert lora_of(model.loras[0]) == expected
+    assert lora_of(model.loras[0]) == (*expected, None)
     with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
         model.check_files()
 

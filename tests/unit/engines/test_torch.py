@@ -8,6 +8,7 @@ from torch import nn
 
 from sd_quant.devices import CPU
 from sd_quant.engines import torch as engine
+from sd_quant.engines.base import cast_inputs
 from sd_quant.engines.torch import TorchEngine, compiled, dtype_on, placed
 from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLinear, int_mm, scaled_mm
@@ -64,6 +65,15 @@ def test_an_engine_takes_and_gives_its_modules_own_dtype():
     assert made.inputs == {"x": torch.bfloat16} and made.device == CPU
     assert TorchEngine(nn.Linear(8, 4), contract(torch.bfloat16)).inputs == {"x": torch.float32}
     assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
+
+
+def test_an_image_keeps_its_memory_format_and_other_engines_get_it_contiguous():
+    image = torch.ones(1, 3, 4, 5).to(memory_format=torch.channels_last)
+    module = nn.Conv2d(3, 4, 1)
+    module.forward = lambda x, forward=module.forward: forward(x)
+    made = TorchEngine(module, contract(torch.float32))
+    assert made(x=image)["y"].is_contiguous(memory_format=torch.channels_last)
+    assert cast_inputs(made.inputs, {"x": image})["x"].is_contiguous()
 
 
 def codes() -> NativeLinear:

@@ -21,8 +21,8 @@ from sd_quant.files.safetensors import read_safetensors, write_safetensors
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.inference.latents import read_latents
 from sd_quant.interchange import format_of, gguf
-from sd_quant.metrics.image_reward import bert_tokenizer
 from sd_quant.metrics.text_image import open_clip_folder
+from sd_quant_scores.image_reward import bert_tokenizer
 
 pytestmark = pytest.mark.commit
 

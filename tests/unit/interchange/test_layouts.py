@@ -139,8 +139,7 @@ ROWS |= {
         {"weight": ("N*128", UINT8), "scale": ("N K/32 1", FP32), "zero_point": ("N K/32 1", FP32)}
         | {"svd_up": ("N 1*4", FP32), "svd_down": ("1*4 K", FP32)},
         given=["weight", "scale"],
-        says={"weight": "codes", "scale": "scale", "zero_point": "zero.point"}
-        | dict.fromkeys(("svd_up", "svd_down"), "branch|svd"),
+        says={"weight": "is no uint4|in int16", "scale": "scale' is"},
     ),
     "autoround": Row(
         by_autoround(diffusers_autoround.GPTQ),

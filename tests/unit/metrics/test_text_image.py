@@ -86,7 +86,7 @@ def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
 @pytest.fixture
 def small_inception(monkeypatch):
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", Means)
+    monkeypatch.setattr("sd_quant_scores.inception.inception", Means)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def observe(tiny_folder, tmp_path_factory) -> Callable[..., ObservedCheckpoint]:
         known = CASES[case]
         given = {
             "path": tiny_folder(case), "width": known.width, "height": known.height, "scale": 5.0,
-            "arguments": dict(known.arguments), "excluded": (), "denoiser": None, "cache": once,
+            "arguments": {**known.arguments, **known.drawn(known.width, known.height)},
+            "excluded": (), "denoiser": None, "cache": once,
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(observing, "climb", refused)

@@ -312,11 +312,10 @@ def test_text_stays_the_same_between_steps():
 @pytest.mark.parametrize(
     ("family", "knob", "because"),
     [
-        ("sd3_mini", "arguments={num_frames: 9}", "only model=diffusers observes one"),
         ("sd3_mini", "excluded=[a.*]", "quantize.exclude has patterns for all families"),
         ("sd3_mini", "denoiser=transformer_2", "this family has one denoiser"),
         ("diffusers", "parts=[vae]", "are the networks that it calls"),
-        ("diffusers", "loras=[a.safetensors]", "adapters are fused into the layers of known families alone"),
+        ("sd3_mini", "loras=[transformer_2:a.safetensors]", "because sd3 has one denoiser"),
     ],
 )
 def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, because):

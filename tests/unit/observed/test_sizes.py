@@ -10,7 +10,6 @@ from sd_quant.models.empty import random_weights, reader, shortened, with_weight
 from sd_quant.observed.calls import Call
 from sd_quant.observed.sizes import (
     Outside,
-    frozen,
     given_outputs,
     input_trees,
     known_without_weights,
@@ -106,33 +105,20 @@ def test_modules_of_sizes_alone_are_told_from_those_of_numbers_steps_and_weights
 
 def test_modules_that_no_weight_has_a_part_in_are_known_without_weights():
     seen = known_without_weights(empty, "forward", arguments())
-    assert torch.equal(seen.outputs["waves"][0], full().waves(arguments()["t"]))
-    assert seen.outputs.keys() == {"waves"}
+    assert torch.equal(seen["waves"][0], full().waves(arguments()["t"]))
+    assert seen.keys() == {"waves"}
 
 
 @pytest.mark.parametrize("tokens", [5, 9])
-def test_outputs_and_decisions_are_computed_without_weights(tokens):
-    outside = pickle.loads(pickle.dumps(Outside(empty, "forward", {"positions": 1}, decisions=1)))
+def test_outputs_are_computed_without_weights(tokens):
+    outside = pickle.loads(pickle.dumps(Outside(empty, "forward", {"positions": 1})))
     given = arguments(tokens)
     seen, expected = outside(given), look(full(), "forward", given, ["positions"])
-    assert seen.decisions() == expected.decisions() == [True]
-    trees = input_trees(expected.outputs)
+    trees = input_trees(expected)
     assert list(trees["positions"][0]) == ["tuple"]
-    found, wanted = named_tensors(trees, seen.outputs), named_tensors(trees, expected.outputs)
+    found, wanted = named_tensors(trees, seen), named_tensors(trees, expected)
     assert found.keys() == wanted.keys() == {"positions_0_0", "positions_0_1_sin"}
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_decisions_of_modules_outside_are_not_the_graphs():
-    class Asks(Positions):
-        def forward(self, x: Tensor, grid: Tensor, scale: float) -> tuple[Tensor, dict]:
-            assert grid.sum().item() > 0
-            return super().forward(x, grid, scale)
-
-    network = full()
-    network.positions = Asks()
-    seen = look(network, "forward", arguments(), ["positions"])
-    assert seen.decisions() == [10.0, True] and seen.decisions({"positions"}) == [True]
 
 
 def test_outputs_of_sizes_are_remembered_by_shapes_and_constants():
@@ -146,42 +132,17 @@ def test_a_module_that_weights_have_a_part_in_has_no_numbers_outside():
         def forward(self, x: Tensor, **others) -> Tensor:
             return self.positions(x, x, 1.0) if self.embed(x).sum() > 0 else x
 
-    with pytest.raises(SdQuantError, match="Deciding needs weights for its positions or decisions"):
+    with pytest.raises(SdQuantError, match="Deciding needs weights for its positions"):
         Outside(partial(empty, Deciding), "forward", {"positions": 1})(arguments())
 
 
 def test_a_module_returns_what_it_is_given():
     network, given = full(), arguments()
     expected, seen = network(**given), look(network, "forward", given, ["positions"])
-    trees = input_trees(seen.outputs)
-    tensors = named_tensors(trees, seen.outputs)
+    trees = input_trees(seen)
+    tensors = named_tensors(trees, seen)
     with given_outputs(network, trees, tensors):
         assert torch.equal(network(**given | {"scale": 77.0}), expected)
     with given_outputs(network, trees, {name: 0 * tensor for name, tensor in tensors.items()}):
         assert not torch.equal(network(**given), expected)
     assert torch.equal(network(**given), expected)
-
-
-def test_frozen_decisions_answer_instead_of_the_tensors():
-    network, given = full(), arguments()
-    other = given | {"mask": ~given["mask"]}
-    assert not torch.equal(network(**other), network(**given))
-    expected = network(**given)
-    with frozen([True]):
-        answered = network(**other)
-    assert torch.equal(answered, expected)
-    with frozen([]), pytest.raises(ArtifactError, match="decides more often"):
-        network(**given)
-
-
-def test_numbers_of_a_list_are_decisions_one_by_one():
-    class Lengths(nn.Module):
-        def forward(self, mask: Tensor) -> Tensor:
-            return torch.zeros(max(mask.sum(dim=1).tolist()))
-
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    decisions = look(Lengths(), "forward", {"mask": mask}, []).decisions()
-    assert decisions == [2, 1]
-    with frozen(decisions):
-        program = torch.export.export(Lengths(), (mask,), strict=False)
-    assert program.module()(torch.ones(2, 3)).shape == (2,)

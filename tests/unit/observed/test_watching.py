@@ -1,6 +1,7 @@
 """Pipelines as they are watched: who denoises, how often, for how many samples, and in which way they take prompts."""
 
 import copy
+import inspect
 import types
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from torch import nn
 from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.requests import Run, request
-from sd_quant.inference.stand_ins import bound
+from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
@@ -27,6 +28,7 @@ from sd_quant.observed.watching import (
     partial_random,
     runs_of,
     shapes_of_output,
+    steps_for,
     watch,
 )
 from sd_quant.places import HOME
@@ -165,10 +167,24 @@ class Needs:
 
 def test_a_pipeline_that_wants_an_image_is_refused():
     run = Run("base", ["a"], 64, 64)
-    with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, expected a pipeline that makes"):
+    with pytest.raises(
+        ConfigError, match=r"Needs takes image, ratio beside a prompt, and nothing gives it; state it in"
+    ):
         request(Needs(), run, 5.0, 2, {}, [0], Style())
     given = request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style())
     assert given.keys() == {"prompt", "image", "ratio"}
+
+
+@pytest.mark.parametrize(("arguments", "steps"), [({}, 4), ({"strength": 0.3}, 7), ({"strength": 1.0}, 2)])
+def test_two_steps_are_taken_of_an_image_whatever_the_strength(arguments, steps):
+    assert steps_for(Needs(), arguments) == steps
+    assert int(steps * arguments.get("strength", 0.5)) == 2 and steps_for(Sizes(), {}) == 2
+
+
+def test_what_stands_for_a_network_has_its_signature_and_a_weight():
+    stand = EngineNetwork(nn.Linear(2, 3), {})
+    assert [*inspect.signature(stand.forward).parameters] == ["input"]
+    assert next(stand.parameters()).dtype == torch.float32
 
 
 class Sizes:

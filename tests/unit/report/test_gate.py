@@ -214,6 +214,7 @@ def test_a_run_is_paired_with_its_baseline_by_prompt():
         )),
         ({"inputs": {"checkpoint": {"sha256": "a"}}}, "psnr_margin", "weights"),
         ({"inputs": {"latents": {"sha256": "a"}}}, "psnr_margin", "infer.latents"),
+        ({"inputs": {"infer.table 1 image": {"sha256": "a"}}}, "psnr_margin", "infer.table 1 image"),
         ({"environment__machine__cpu": "another"}, "speedup_margin", "the baseline on another"),
         (None, "max_lpips", "has no LPIPS of images.*infer.prompts"),
         (None, "min_speedup", "has no speed-up of an image.*infer="),

@@ -1,6 +1,6 @@
 import pytest
 
-from sd_quant.metrics import SCORES
+from sd_quant.metrics import SCORES, score_named
 from sd_quant.report.named_scores import category_cell, category_tables, difference_text, score_tables
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.run_table import run_table
@@ -38,7 +38,7 @@ def test_the_closing_table_has_what_was_asked_for_with_its_interval():
 @pytest.mark.parametrize(("difference", "text"), [({"mean": 0.5, "low": None, "high": None}, "0.500"), (None, "")])
 def test_a_difference_is_one_text(difference, text):
     record = {"text_scores": {"quantized": {"image_reward": {"value": 1.0, "difference": difference}}}}
-    assert difference_text(SCORES["image_reward"], record) == text
+    assert difference_text(score_named("image_reward"), record) == text
 
 
 def test_a_sweep_has_a_line_for_each_recipe_that_was_scored(tmp_path):
@@ -61,9 +61,9 @@ BETTER = {"difference": 0.2, "difference_interval": [0.1, 0.3]}
 
 def test_a_cell_says_worse_or_better_only_where_it_differs():
     entry = BY_CATEGORY["ocr"]["text <b>"]
-    assert category_cell(SCORES["ocr"], entry) == "0.500 ± 0.100 (-0.200 ± 0.100, worse)"
-    assert category_cell(SCORES["ocr"], entry | BETTER) == "0.500 ± 0.100 (0.200 ± 0.100, better)"
-    assert category_cell(SCORES["ocr"], entry | {"differs": False}) == "0.500 ± 0.100 (-0.200 ± 0.100)"
+    assert category_cell(score_named("ocr"), entry) == "0.500 ± 0.100 (-0.200 ± 0.100, worse)"
+    assert category_cell(score_named("ocr"), entry | BETTER) == "0.500 ± 0.100 (0.200 ± 0.100, better)"
+    assert category_cell(score_named("ocr"), entry | {"differs": False}) == "0.500 ± 0.100 (-0.200 ± 0.100)"
     assert category_cell(SCORES["lpips"], entry).endswith("better)")
     assert category_cell(SCORES["psnr"], None) == "–"
 

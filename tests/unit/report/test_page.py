@@ -180,7 +180,7 @@ def test_other_peoples_text_stays_text(tmp_path, without_plots):
 
     assert [tag for tag, _ in parsed.elements if tag in ("script", "i", "img")] == ["img", "img", "script", "script"]
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
-    assert parsed.scripts[1:] == [page.source("page.js")]
+    assert parsed.scripts[1:] == [page.source(page.FOLDER / "page.js")]
     assert not {"<", ">", "&"} & set(parsed.scripts[0])  # "</script " would end it, though Python's parser reads on
     assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
     shown = "".join(parsed.text)
@@ -285,7 +285,7 @@ def test_a_sweep_without_images_says_so(tmp_path):
 
 
 def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
-    light, dark = page.source("page.css").split("@media (prefers-color-scheme: dark)")
+    light, dark = page.source(page.FOLDER / "page.css").split("@media (prefers-color-scheme: dark)")
     for name in drawing.PALETTE.values():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
@@ -45,6 +46,11 @@ def here(tmp_path_factory):
     (folder / "model_index.json").touch()
     embeddings = {f"bundle_emb.{word}": torch.ones(1, 4) for word in ("dog.clip_l", "do.t5")}
     save_file(embeddings, folder / "a.safetensors")
+    for path in ("edges.png", "pair/a.png", "pair/b.png", *(f"three/{name}.png" for name in "abc")):
+        (folder / path).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (80, 60)).save(folder / path)
+    (folder / "net").mkdir()
+    (folder / "net/config.json").touch()
     for shape in ((1, 4), (2, 4), (3, 4), (4, 4), (1, 16)):
         torch.save(torch.zeros(*shape, 8, 8), folder / "{}x{}.pt".format(*shape))
     return folder
@@ -52,6 +58,8 @@ def here(tmp_path_factory):
 
 FLUX, RAIN = ("model=flux", "model.path={here}"), "infer.negative_prompt=rain"
 LORA, NOISE, TWICE = "model.loras=[{here}/a.safetensors]", "infer.latents={here}/%dx4.pt", "infer.num_samples=2"
+NET, NETS = "model.controlnets=[{here}/net:0.5]", "model.controlnets=[{here}/net,{here}/net]"
+EDGES = "infer.control=[{here}/edges.png]"
 REQUESTS = [  # knobs, and the refusal
     (FLUX, None),
     ((RAIN,), None),
@@ -66,6 +74,19 @@ REQUESTS = [  # knobs, and the refusal
     ((NOISE % 3,), r".*holds a tensor \[3, 4, 8, 8\], expected \[1 or 2, channels"),
     ((NOISE % 1, TWICE), r".*holds a tensor \[1, 4, 8, 8\], expected \[4, channels"),
     ((NOISE % 2, "infer.width=128"), r".*channels, 8, 16\]"),
+    # A condition image, or a folder of them, for each ControlNet
+    ((NET, EDGES), None),
+    ((NET,), r"infer.control is \[\], expected 1 images or folders, one for each of model.controlnets"),
+    ((EDGES,), r"infer.control is \[.*edges.png'\], expected no images or folders, one for each of model.contr"),
+    ((NETS, EDGES), "infer.control is .*, expected 2 images"),
+    ((NET, EDGES, "model.calibration_control=[{here}/pair,{here}/pair]"),
+     "model.calibration_control is .*, expected 1 images"),
+    ((*FLUX, NET, EDGES), "model.controlnets is .*, because only sd15, sd21, sdxl have ControlNets here"),
+    ((NET, EDGES, "infer.image={here}/edges.png"), "infer.image is .*, expected null, because images with"),
+    ((NETS, "infer.control=[{here}/edges.png,{here}/edges.png]", "infer.batch_size=2"),
+     "infer.batch_size is 2, expected 1, because several ControlNets"),
+    ((NETS, "infer.control=[{here}/edges.png,{here}/pair]"), None),
+    ((NETS, "infer.control=[{here}/three,{here}/pair]"), "infer.control is .*pair with 2 images, expected 3"),
 ]  # fmt: skip
 
 

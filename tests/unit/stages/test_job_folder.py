@@ -11,6 +11,7 @@ import pytest
 
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.report.record import base_sha256
 from sd_quant.stages import job_folder
 from tests import presets
 
@@ -48,6 +49,22 @@ def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
     facts["versions"]["torch"] = "2.11"
     known.add(job_folder.fingerprint_of(job, facts))
     assert len(known) == 5
+
+
+def test_controlnets_and_their_images_are_inputs_of_a_job_and_its_weights(tmp_path):
+    (tmp_path / "net").mkdir()
+    for file in ("edges.png", "net/config.json"):
+        (tmp_path / file).touch()
+    given = f"model.controlnets=[{tmp_path}/net:0.5]", f"infer.control=[{tmp_path}/edges.png]"
+    job = presets.job("infer.prompts=[a]", *given, f"model.calibration_control=[{tmp_path}/edges.png]")
+    inputs = job_folder.inputs_of(job)
+    assert inputs["controlnet 1 at 0.5"] == tmp_path / "net"
+    assert inputs["control 1"] == inputs["calibration_control 1"] == tmp_path / "edges.png"
+    assert job_folder.kept_model(job.model)["controlnets"] == [f"{tmp_path}/net:0.5"]
+    digests = [base_sha256(FACTS)]
+    for name, sha256 in (("controlnet 1 at 0.5", "ef"), ("controlnet 1 at 0.5", "01"), ("controlnet 1 at 0.6", "ef")):
+        digests.append(base_sha256({"inputs": FACTS["inputs"] | {name: {"sha256": sha256}, "control 1": {}}}))
+    assert len(set(digests)) == 4 and digests[0] == "ab"
 
 
 RECORD_OF_THIS = {"fingerprint": "this", "fidelity": {}}

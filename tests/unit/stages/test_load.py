@@ -83,7 +83,7 @@ def test_all_text_encoders_can_be_named_together():
 
 def test_a_second_denoiser_is_no_part_beside_the_first():
     names = ("transformer", "transformer_2", "text_encoder", "vae")
-    parts = {name: SimpleNamespace(refused=None, component=name) for name in names}
+    parts = {name: SimpleNamespace(refused=None, component=name, in_steps=False) for name in names}
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
     session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
     assert presets_of_parts(session, {"text_encoders": "int8"}) == {"text_encoder": "int8"}

@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,14 +11,15 @@ from scipy.stats import ttest_1samp
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.loading import load_model, pipeline_of
-from sd_quant.metrics import SCORES, mlperf, network_scores, ocr, text_image
+from sd_quant.metrics import SCORES, network_scores, text_image
 from sd_quant.metrics.categories import by_category
-from sd_quant.metrics.mlperf import PROTOCOL, captions_sha256, git_blob
 from sd_quant.metrics.text_image import fid
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.results import values_against_prompts
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.text_scores import text_scores
+from sd_quant_scores import inception, mlperf, ocr
+from sd_quant_scores.mlperf import PROTOCOL, captions_sha256, git_blob
 from tests.presets import infer_job
 from tests.refusals import refused
 
@@ -78,7 +80,7 @@ def run(tmp_path_factory):
 def small_protocol(run, monkeypatch):
     """MLPerf's protocol with this run's size, number and stand-ins, and a window around what they score."""
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
-    monkeypatch.setattr(text_image, "inception", Means)
+    monkeypatch.setattr(inception, "inception", Means)
     for name, value in {
         "prompts": captions_sha256(run.prompts), "steps": 2, "height": 64, "width": 64,
         "latents": digest_of(sampling_of(run.infer).latents), "clip_network": {"layers": 1, "width": 16, "patch": 16},
@@ -187,7 +189,10 @@ def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, small_prot
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_before_anything_is_computed(tmp_path, monkeypatch, knobs, installed, kind, named):
-    monkeypatch.setattr("sd_quant.config.comparison.find_spec", lambda package: package if installed else None)
+    found = SimpleNamespace(submodule_search_locations=[""]) if installed else None
+    monkeypatch.setattr(inception.importlib.util, "find_spec", lambda package: found)
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    ocr.reader.cache_clear()
     given = {knob: str(tmp_path) if value == "{here}" else value for knob, value in knobs.items()}
     with refused(named, kind):
         metrics_of(**given).check_files()

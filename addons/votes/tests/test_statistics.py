@@ -1,0 +1,135 @@
+"""Statistics of votes against scipy, scikit-learn and published tables."""
+
+import random
+
+import pytest
+from scipy import stats
+
+from sd_quant_votes import statistics
+from sd_quant_votes.statistics import Vote, agreement, exact, preference, votes_needed
+
+pytestmark = pytest.mark.commit
+
+FLEISS = """0 0 0 0 14
+0 2 6 4 2
+0 0 3 5 6
+0 3 9 2 0
+2 2 8 1 1
+7 7 0 0 0
+3 2 6 3 0
+2 5 3 2 2
+6 5 2 1 0
+0 2 2 3 7"""  # 14 raters, 10 items, 5 answers: kappa 0.210 (Wikipedia, "Fleiss' kappa", its worked example)
+
+
+def votes_of(wins: int, losses: int, undecided: int = 0, voter: str = "a") -> list[Vote]:
+    answers = [1] * wins + [-1] * losses + [0] * undecided
+    return [Vote(voter, f"prompt {index}", answer) for index, answer in enumerate(answers)]
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(44, 20), (8, 0), (0, 5), (32, 32)])
+def test_one_voters_interval_is_clopper_and_pearsons(wins, losses):
+    """By the quantiles of beta, which define it."""
+    found = preference(votes_of(wins, losses))
+    low = stats.beta.ppf(0.025, wins, losses + 1) if wins else 0
+    high = stats.beta.ppf(0.975, wins + 1, losses) if losses else 1
+    assert found.share == pytest.approx((wins / (wins + losses), low, high), abs=1e-9)
+    assert found.p == pytest.approx(min(1, 2 * stats.binom.cdf(min(wins, losses), wins + losses, 0.5)))
+
+
+def test_who_cannot_tell_decides_nothing():
+    some, all_of = preference(votes_of(14, 2, 48)), preference(votes_of(14, 2))
+    assert (some.share, some.p) == (all_of.share, all_of.p) and (some.neither, some.votes) == (48, 64)
+    nobody = preference(votes_of(0, 0, 3))
+    assert nobody.share is None and nobody.p is None and nobody.votes == 3
+    assert preference([]).votes == 0
+
+
+def test_voters_who_differ_widen_the_interval():
+    """Two always prefer the first, three the second: 320 votes are no 320 independent ones."""
+    votes = [Vote(voter, prompt, 1 if voter < 3 else -1) for voter in range(5) for prompt in range(64)]
+    found, naive = preference(votes), exact(3 * 64, 5 * 64)[0]
+    assert found.share.value == 0.6 == naive.value and naive.low > 0.5
+    assert found.share.low < 0.3 and found.share.high > 0.9 and found.p > 0.3
+
+
+@pytest.mark.parametrize("voters", [range(5), 5 * "a"])
+def test_prompts_are_resampled_too(voters):
+    """All five agree on each prompt, or one votes five times: there are 16 answers, not 80."""
+    votes = [Vote(voter, prompt, 1 if prompt < 11 else -1) for voter in voters for prompt in range(16)]
+    found, sixteen = preference(votes).share, exact(11, 16)[0]
+    assert found.low == pytest.approx(sixteen.low, abs=0.06) and found.high == pytest.approx(sixteen.high, abs=0.06)
+
+
+def test_voters_who_agree_on_everything_leave_some_doubt():
+    votes = [Vote(voter, prompt, 1) for voter in range(3) for prompt in range(4)]
+    assert preference(votes)[3:] == exact(12, 12)  # its p too, which no resampling has
+    assert 0.5 < preference(votes).share.low < 0.8
+
+
+@pytest.mark.slow
+def test_the_crossed_interval_holds_the_truth(monkeypatch):
+    """Of voters and prompts that both vary, in as many trials as it states, or more."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 999)
+    chance = random.Random(0)
+    held = 0
+    for _ in range(200):
+        tastes = [chance.gauss(0.5, 0.5) for _ in range(12)]
+        differences = [chance.gauss(0, 0.5) for _ in range(32)]
+        votes = [
+            Vote(voter, prompt, 1 if taste + difference + chance.gauss(0, 1) > 0 else -1)
+            for voter, taste in enumerate(tastes)
+            for prompt, difference in enumerate(differences)
+        ]
+        held += preference(votes).share.holds(stats.norm.cdf(0.5 / 1.5**0.5))
+    assert held >= 184  # 92 %; nominally 190, with a standard deviation of 3
+
+
+def test_two_voters_have_cohens_kappa():
+    metrics = pytest.importorskip("sklearn.metrics")
+    chance = random.Random(1)
+    a = [chance.choice((-1, 0, 1)) for _ in range(50)]
+    b = [answer if chance.random() < 0.6 else chance.choice((-1, 1)) for answer in a]
+    votes = [(voter, item, answer) for voter, answers in (("a", a), ("b", b)) for item, answer in enumerate(answers)]
+    found = agreement([*votes, ("a", "seen by a alone", 1)])
+    assert found.kappa == pytest.approx(metrics.cohen_kappa_score(a, b))
+    assert found.share == pytest.approx(metrics.accuracy_score(a, b)) and found.items == 50
+
+
+def test_more_voters_have_fleiss_kappa():
+    rows = [list(map(int, line.split())) for line in FLEISS.splitlines()]
+    votes = []
+    for item, counts in enumerate(rows):
+        answers = [answer for answer, count in enumerate(counts) for _ in range(count)]
+        votes += [(voter, item, answer) for voter, answer in enumerate(answers)]
+    found = agreement(votes)
+    assert found.kappa == pytest.approx(0.210, abs=5e-4) and found.share == pytest.approx(0.378, abs=5e-4)
+
+
+def test_no_agreement_where_there_is_nothing_to_agree_on():
+    assert agreement([("a", 1, 1), ("a", 2, 0)]) == (2, None, None)
+    assert agreement([("a", 1, 1), ("b", 2, 0)]) == (0, None, None)
+    assert agreement([("a", 1, 1), ("b", 1, 1)]) == (1, 1.0, None)  # nobody has ever said anything else
+
+
+@pytest.mark.parametrize(
+    ("share", "alpha", "needed"),
+    [(0.60, 0.05, 169), (0.65, 0.05, 76), (0.70, 0.05, 42), (0.75, 0.05, 28), (0.30, 0.05, 42), (0.55, 0.05, 654),
+     (0.60, 0.05 / 11, 307), (0.65, 0.05 / 11, 138), (0.70, 0.05 / 11, 76), (0.75, 0.05 / 11, 50)],
+)  # fmt: skip
+def test_the_votes_that_would_tell(share, alpha, needed):
+    """Tables of the one-sided exact test; and from there on by scipy, but not one vote earlier."""
+    assert votes_needed(share, alpha) == needed
+
+    def power(votes: int) -> float:
+        wins = next(
+            w for w in range(votes + 2) if w > votes or stats.binomtest(w, votes, alternative="greater").pvalue <= alpha
+        )
+        return stats.binom.sf(wins - 1, votes, max(share, 1 - share))
+
+    if needed < 100:
+        assert power(needed - 1) < 0.8 <= min(map(power, range(needed, needed + 20)))
+
+
+def test_no_number_of_votes_tells_what_is_equal():
+    assert votes_needed(0.5) is None and votes_needed(0.501) is None and votes_needed(1.0) == 5

@@ -1,0 +1,143 @@
+"""Reads tables of a pipeline's calls: a row an image, columns named as the arguments of the call.
+
+| file | a cell with an image | with several, or a video |
+|---|---|---|
+| `.csv`, `.tsv` | a path | paths between `;` or `|`, or a folder, whose images are taken by name |
+| `.jsonl` (an object a line), `.parquet` | a path | a list of paths, or a folder |
+
+Paths are relative to the table's folder. Which arguments are images is decided by their names and values, see
+``files.image_files.files_of``, because the annotations of diffusers' calls name tensors for many. Rows are taken in
+their order: unlike prompts, that were drawn from a data set, they belong together with what was made for them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sd_quant.calibration.prompt_layouts import ADVICE, SEPARATORS, lines, split
+from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import check_downloaded, refusing
+from sd_quant.files.image_files import files_of, named_files
+from sd_quant.text import one_line
+
+KINDS = (*SEPARATORS, ".jsonl", ".parquet")
+MOST_ROWS, MOST_COLUMNS = 10_000, 100
+PROMPT = "prompt"
+
+
+class Row(NamedTuple):
+    prompt: str | None  # None where the table has no such column, for a pipeline that takes none
+    arguments: dict[str, Any]  # others of the call: numbers, texts, files of images and lists of these
+
+
+def read_rows(knob: str, path: Path) -> list[Row]:
+    """The rows of the table that ``knob`` names, whose images exist; none is opened.
+
+    Raises ConfigError for another kind of file, a row without a prompt or an image, and a cell that is no value of an
+    argument; ArtifactError for a table that is too large or damaged.
+    """
+    where = f"{knob}: {path}"
+    if path.suffix.lower() not in KINDS or not path.is_file():
+        raise ConfigError(f"{knob} is {path}, expected a file that ends with {', '.join(KINDS)}")
+    if path.stat().st_size > MOST_BYTES:
+        raise ArtifactError(f"{where} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
+    with refusing(f"{where} cannot be read", OSError, advice="name a table with a row an image"):
+        check_downloaded(path)
+    rows, columns = list[Row](), None
+    for place, cells in cells_of(where, path):
+        if len(rows) == MOST_ROWS:
+            raise ConfigError(f"{where} has more than {MOST_ROWS} rows, which is the most; draw some of them")
+        if columns is not None and cells.keys() != columns:
+            raise ConfigError(
+                f"{where} has {listed(cells)} in {place}, expected {listed(columns)} as before; give every row the same"
+            )
+        columns = cells.keys()
+        rows.append(row_of(f"{where}, {place}", cells, path.parent))
+    if not rows:
+        raise ConfigError(f"{where} holds no row; write one an image")
+    return rows
+
+
+def listed(columns: Iterable[str]) -> str:
+    return one_line(", ".join(columns), 200) or "nothing"
+
+
+def row_of(where: str, cells: Mapping[str, Any], folder: Path) -> Row:
+    """The row of these ``cells``. Raises ConfigError."""
+    given = dict(cells)
+    prompt = given.pop(PROMPT, None)
+    if PROMPT in cells and not (isinstance(prompt, str) and 0 < len(prompt.strip()) <= LONGEST_PROMPT):
+        raise ConfigError(f"{where} has no prompt, expected a text of up to {LONGEST_PROMPT} characters; write one")
+    arguments = {name: files_of(where, name, value, folder.joinpath) for name, value in given.items()}
+    return Row(prompt and prompt.strip(), arguments)
+
+
+def files_by_row(knob: str, path: Path) -> dict[str, Path]:
+    """The table and the files of its images, by names for a record. Raises as ``read_rows``."""
+    files = {knob: path}
+    for number, row in enumerate(read_rows(knob, path), start=1):
+        files |= named_files(f"{knob} {number}", row.arguments)
+    return files
+
+
+def cells_of(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cells of each row by column, and its place in the file, for people. Raises as ``read_rows``."""
+    kind = path.suffix.lower()
+    if kind in SEPARATORS:
+        yield from of_text(where, path, SEPARATORS[kind])
+    elif kind == ".jsonl":
+        for number, line in lines(path):
+            if line.strip():
+                with refusing(f"{where} has no JSON object in line {number}", advice="write one a line"):
+                    cells = dict(json.loads(line).items())
+                yield f"line {number}", cells
+    else:
+        for number, cells in enumerate(of_parquet(where, path), start=1):
+            yield f"row {number}", cells
+
+
+def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a table whose header names its columns. A column is one of numbers where each of its cells is one."""
+    rows = [(number, split(line.rstrip("\r"), separator)) for number, line in lines(path) if line.strip()]
+    names = [name.strip() for name in (rows[0][1] if rows else None) or [""]]
+    if len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
+        raise ConfigError(
+            f"{where} begins with {listed(names)}, expected the names of its columns, such as prompt and image; write "
+            "them into its first line"
+        )
+    for number, cells in rows:
+        if cells is None or len(cells) != len(names):
+            raise ConfigError(
+                f"{where} has {len(cells or ())} columns in line {number}, expected {len(names)} as in its header; "
+                f"{ADVICE[separator]}"
+            )
+    columns = [numbers(name, [cells[place] for _, cells in rows[1:]]) for place, name in enumerate(names)]
+    for (number, _), *values in zip(rows[1:], *columns, strict=True):
+        yield f"line {number}", dict(zip(names, values, strict=True))
+
+
+def numbers(name: str, cells: list[str]) -> list[Any]:
+    """A column's cells as numbers, if all are and its name is not that of a text."""
+    if PROMPT in name:
+        return cells
+    try:
+        return [json.loads(cell) if cell.strip().lstrip("-").isdecimal() else float(cell) for cell in cells]
+    except ValueError:
+        return cells
+
+
+def of_parquet(where: str, path: Path) -> list[dict[str, Any]]:
+    from pyarrow import parquet
+
+    with refusing(f"{where} cannot be read as Parquet"):
+        file = parquet.ParquetFile(path)
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        size, rows = sum(group.total_byte_size for group in groups), file.metadata.num_rows
+        if size > MOST_BYTES or rows > MOST_ROWS or file.metadata.num_columns > MOST_COLUMNS:
+            raise ArtifactError(
+                f"{where} has {rows} rows of {file.metadata.num_columns} columns in {size} bytes, expected at most "
+                f"{MOST_ROWS}, {MOST_COLUMNS} and {MOST_BYTES}: files of images stand beside the table"
+            )
+        return file.read().to_pylist()

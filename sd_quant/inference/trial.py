@@ -1,0 +1,90 @@
+"""Tries a pipeline's call with further arguments on networks without weights, and sees how it calls them.
+
+The road not taken is a list, for each class of pipelines, of the arguments on which no graph depends.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.pipeline import Sampling
+from sd_quant.inference.requests import DECIDED
+from sd_quant.models.checkpoint import empty_modules
+from sd_quant.models.parts import Contract, wrapped
+from sd_quant.text import one_line
+
+# Further arguments that knobs decide: infer.scale, model.max_sequence_length, infer.image, infer.mask, infer.strength.
+BY_KNOBS = DECIDED | {"guidance_scale", "max_sequence_length", "image", "mask_image", "strength"}
+TEXTS = {"clip_skip", "prompt_2", "negative_prompt_2"}  # which an author's own way to encode texts does not read
+
+
+class Shapes:
+    """An engine that computes nothing: random numbers in the shapes of a part's outputs, fp32.
+
+    ``engine`` has the part on the meta device. Raises ValueError for inputs of other shapes than the graph has for
+    images of ``size`` (width, height).
+    """
+
+    def __init__(self, engine: TorchEngine, contract: Contract, size: tuple[int, int]):
+        self.engine, self.contract, self.size = engine, contract, size
+        self.known: dict[str, dict[str, Tensor]] = {}  # by the inputs' shapes
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        shapes = {name: tuple(each.shape) for name, each in inputs.items()}
+        for name, shape in self.contract.shapes_for(len(next(iter(inputs.values()))), *self.size).items():
+            if shapes[name] != shape:
+                raise ValueError(f"it calls a network with {name} of {shapes[name]}, and its graph has {shape}")
+        if (key := str(shapes)) not in self.known:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):  # of which no code asks for numbers
+                outputs = self.engine(**inputs)
+            noise = torch.Generator().manual_seed(0)
+            self.known[key] = {name: torch.randn(each.shape, generator=noise) for name, each in outputs.items()}
+        return self.known[key]
+
+
+def steps_of(checkpoint: Any, sampling: Sampling) -> int:
+    """The steps in which the scheduler denoises the first image. Raises what pipeline and parts raise."""
+    parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None, guidance_until=None)
+    engines = {
+        name: Shapes(TorchEngine(module.eval(), contract), contract, (sampling.width, sampling.height))
+        for name, module in wrapped(parts, empty_modules(checkpoint)).items()
+        for contract in [parts[name].contract]
+    }
+    pipeline = pipeline_of(checkpoint, engines)  # type: ignore[arg-type]
+    computing = parts.keys() - pipeline.decoders
+    return len(pipeline.run(["a cat"], [0], sampling, {name: [] for name in parts}, computing)[0])
+
+
+def check_arguments(checkpoint: Any, samplings: Iterable[Sampling]) -> None:
+    """Raises ConfigError where ``arguments`` of a checkpoint have an effect that its graphs or knobs do not have.
+
+    That is where a knob decides one, the pipeline's call fails, it calls a network as the graph cannot be called, or
+    denoises in another number of steps.
+    """
+    plain, given = replace(checkpoint, arguments={}), checkpoint.arguments
+    pipeline = pipeline_of(checkpoint, {}).call.pipe
+    decided = BY_KNOBS | ({"negative_prompt"} if checkpoint.family.GUIDES else set())
+    decided |= TEXTS if "encode_prompt" in vars(pipeline) else set()
+    if refused := sorted(given.keys() & decided):
+        raise ConfigError(
+            f"model.arguments has {listing(refused)}, expected arguments of {type(pipeline).__name__} that no knob and "
+            "no pipeline of the checkpoint's authors decides; leave it out"
+        )
+    for sampling in samplings:
+        try:
+            found, expected = steps_of(checkpoint, sampling), steps_of(plain, sampling)
+            if found != expected:
+                raise ValueError(f"it denoises in {found} steps, and by the knobs of steps in {expected}")
+        except Exception as error:
+            raise ConfigError(
+                f"model.arguments are {one_line(given, 200)}, with which {type(pipeline).__name__} cannot be called as "
+                f"its graphs are ({one_line(error, 300)}); leave one out, or use model=diffusers, which observes all"
+            ) from error

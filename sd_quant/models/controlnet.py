@@ -1,0 +1,200 @@
+"""ControlNets of UNets (Zhang et al. 2023, arXiv:2302.05543): networks that the pipeline calls in each denoising step.
+
+A ControlNet is a part of its own. What it computes, the denoiser takes as further inputs, under the same names:
+
+| part         | inputs                                                                     | outputs               |
+|--------------|----------------------------------------------------------------------------|-----------------------|
+| `controlnet` | sample, timestep, encoder_hidden_states and SDXL's text_embeds, time_ids   | down_0, .., mid       |
+|              | as of diffusers' UNet, controlnet_cond [B,3,H,W] in 0 to 1,                |                       |
+|              | conditioning_scale [1]                                                     |                       |
+| the denoiser | its own, and down_0 [B,C0,H/8,W/8], .., mid [B,C,h,w]                      | its own               |
+
+So one graph's outputs are plugged into the other's inputs by name, as NeMo's ControlledUnetModel takes the list of its
+``control``; whoever has several ControlNets adds their outputs, as diffusers does. Any part that calls a UNet of
+diffusers' is wrapped alike, whosever names its own inputs have. The road not taken is one graph of both networks, as
+TensorRT's demo builds: it is another one for each set of ControlNets, and keeps quantized weights beside plain ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_quant.errors import SdQuantError
+from sd_quant.models.family import PipelineCall, remade
+from sd_quant.models.parts import Contract, NamedForward, Part, as_inputs
+from sd_quant.models.sdxl import TIME_IDS
+from sd_quant.models.unet import EXCLUDED
+
+KIND = "ControlNetModel"
+TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
+WRAPPED = "part."  # what ``ControlledPart`` puts before the names of weights
+DOWN, MID = "down_block_additional_residuals", "mid_block_additional_residual"  # diffusers' arguments of the UNet
+
+
+@dataclass(frozen=True)
+class ControlNet:
+    """One ControlNet of a checkpoint."""
+
+    name: str  # of the component, and of the part
+    config: Mapping[str, Any]  # diffusers', complete
+    scale: float  # by which its outputs are multiplied
+
+
+ControlNets = Sequence[ControlNet]  # in the order in which they are called
+
+
+def residuals_of(config: Mapping[str, Any]) -> dict[str, tuple]:
+    """Returns the shapes of what a ControlNet of this config computes, by name, the middle last."""
+    channels, layers = config["block_out_channels"], config["layers_per_block"]
+    each = [(channels[0], 0)]
+    for level, width in enumerate(channels):
+        each += [(width, level)] * layers + ([(width, level + 1)] if level + 1 < len(channels) else [])
+    names = [*(f"down_{number}" for number in range(len(each))), "mid"]
+    each.append((channels[-1], len(channels) - 1))
+    return {name: ("batch", width, *halved(level)) for name, (width, level) in zip(names, each, strict=True)}
+
+
+def halved(times: int) -> tuple[str, str]:
+    """Returns the axes of latents that were halved so many times, as ``parts.axes`` names them."""
+    return (f"height_{2**times}", f"width_{2**times}") if times else ("height", "width")
+
+
+class ControlNetPart(nn.Module):
+    """diffusers' ControlNet, whose outputs are one tuple."""
+
+    def __init__(self, controlnet: nn.Module):
+        super().__init__()
+        self.controlnet = controlnet
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        controlnet_cond: Tensor,
+        conditioning_scale: Tensor,
+        text_embeds: Tensor | None = None,
+        time_ids: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        added = None
+        if text_embeds is not None and time_ids is not None:  # as in ``unet.UnetPart``
+            added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
+        down, mid = self.controlnet(
+            sample, timestep, encoder_hidden_states, controlnet_cond, conditioning_scale.to(sample.dtype),
+            added_cond_kwargs=added, return_dict=False,
+        )  # fmt: skip
+        return (*down, mid)
+
+
+class ControlledPart(nn.Module):
+    """A denoiser's part whose UNet, ``unet`` by name, gets residuals too: inputs of the names ``residuals``."""
+
+    def __init__(self, part: nn.Module, unet: str, inputs: Sequence[str], residuals: Sequence[str]):
+        super().__init__()
+        self.part, self.residuals, self.given = part, list(residuals), list[Tensor]()
+        part.get_submodule(unet).register_forward_pre_hook(self.with_residuals, with_kwargs=True)
+        self.forward = NamedForward(self, inputs)
+
+    def called(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        self.given = [tensors[name] for name in self.residuals]
+        return self.part(**{name: tensor for name, tensor in tensors.items() if name not in self.residuals})
+
+    def with_residuals(self, unet: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        *down, mid = self.given
+        return args, {**kwargs, DOWN: tuple(down), MID: mid}
+
+
+def controlled_part(part: Part, residuals: Mapping[str, tuple]) -> Part:
+    """Returns a denoiser's part that takes these ``residuals`` too, in the dtype of its weights."""
+    plain = part.contract
+    contract = replace(
+        plain, inputs={**plain.inputs, **residuals}, dtypes={**plain.dtypes, **dict.fromkeys(residuals, plain.weights)}
+    )
+    wrap = partial(controlled_network, part, tuple(contract.inputs), tuple(residuals))
+    arguments = partial(controlled_arguments, part, tuple(residuals))
+    return replace(part, prefix=WRAPPED + part.prefix, contract=contract, wrap=wrap, arguments=arguments)
+
+
+def controlled_network(part: Part, inputs: Sequence[str], residuals: Sequence[str], network: nn.Module) -> nn.Module:
+    return ControlledPart(part.wrap(network), part.prefix.removesuffix("."), inputs, residuals)
+
+
+def controlled_arguments(
+    part: Part, residuals: Sequence[str], contract: Contract, given: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Returns the inputs of ``part`` from the arguments of a pipeline's call of its UNet, and the residuals."""
+    own = part.arguments(part.contract, {**given, DOWN: None, MID: None})
+    return own | dict(zip(residuals, (*given[DOWN], given[MID]), strict=True))
+
+
+def controlnet_part(component: str, config: Mapping[str, Any], context: tuple) -> Part:
+    """Returns a ControlNet as a part. ``context`` is the shape of the text that its denoiser reads."""
+    half, single = torch.float16, torch.float32
+    shapes: dict[str, tuple] = {
+        "sample": ("batch", config["in_channels"], "height", "width"),
+        "timestep": (1,),
+        "encoder_hidden_states": context,
+        "controlnet_cond": ("batch", config["conditioning_channels"], "image_height", "image_width"),
+        "conditioning_scale": (1,),
+    }
+    if config["addition_embed_type"] is not None:
+        pooled = config["projection_class_embeddings_input_dim"] - TIME_IDS * config["addition_time_embed_dim"]
+        shapes |= {"text_embeds": ("batch", pooled), "time_ids": ("batch", TIME_IDS)}
+    dtypes = dict.fromkeys(shapes, half) | dict.fromkeys(("timestep", "conditioning_scale"), single)
+    dtypes |= {"time_ids": single} if "time_ids" in shapes else {}
+    excluded = (*EXCLUDED, "controlnet_cond_embedding", "controlnet_down_blocks", "controlnet_mid_block")
+    return Part(
+        component, "controlnet.", Contract(shapes, tuple(residuals_of(config)), dtypes, half), ControlNetPart,
+        answer=residual_answer, arguments=unguessed, excluded=excluded, in_steps=True,
+    )  # fmt: skip
+
+
+def residual_answer(outputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Returns what diffusers' ControlNet returns."""
+    *down, mid = outputs.values()
+    return down, mid
+
+
+def unguessed(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the inputs of a ControlNet, as ``as_inputs``. Raises SdQuantError for a guess without the prompt."""
+    if given.get("guess_mode"):
+        raise SdQuantError(
+            "the pipeline calls a ControlNet with guess_mode, expected false: the exported graph scales all outputs "
+            "alike and serves all samples of a batch; leave guess_mode out"
+        )
+    return as_inputs(contract, given)
+
+
+def with_controlnets(parts: dict[str, Part], denoiser: str, controlnets: ControlNets) -> dict[str, Part]:
+    """Returns the parts of a checkpoint, its ``denoiser`` with residuals as inputs, and the ControlNets last."""
+    if not controlnets:
+        return parts
+    plain = parts[denoiser]
+    context = next(shape for name, shape in plain.contract.inputs.items() if name in TEXT)
+    (residuals,) = {tuple(residuals_of(each.config).items()) for each in controlnets}
+    return {
+        **parts, denoiser: controlled_part(plain, dict(residuals)),
+        **{each.name: controlnet_part(each.name, each.config, context) for each in controlnets},
+    }  # fmt: skip
+
+
+def controlnet_networks(controlnets: ControlNets) -> dict[str, nn.Module]:
+    """Builds the ControlNets with fresh weights, by component."""
+    from diffusers import ControlNetModel
+
+    return {each.name: ControlNetModel.from_config(dict(each.config)) for each in controlnets}
+
+
+def controlled_call(call: PipelineCall, networks: Mapping[str, Any], controlnets: ControlNets) -> PipelineCall:
+    """Returns the call of the pipeline with its ControlNets, of which ``networks`` has the stand-ins by component."""
+    if not controlnets:
+        return call
+    nets, scales = [networks[each.name] for each in controlnets], [each.scale for each in controlnets]
+    several = len(nets) > 1
+    pipe = remade(str(call.family.CONTROLLED), call.pipe, controlnet=nets if several else nets[0])
+    scale = {"controlnet_conditioning_scale": scales if several else scales[0]}
+    return replace(call, pipe=pipe, arguments={**call.arguments, **scale})

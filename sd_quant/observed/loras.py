@@ -1,0 +1,154 @@
+"""LoRAs of a pipeline of any class, by the names that diffusers' own loader of that class gives to layers.
+
+``lora_state_dict`` of the class renames, joins, cuts and scales what trainers have stored; nothing here knows a family.
+It gets tensors without numbers that record what is done with them, so that factors are read when their layer is, and
+whatever it leaves out of a file is seen. No file is opened by it, and nothing is fetched.
+The roads not taken are ``load_lora_weights`` and ``fuse_lora``, which need all weights in memory and PEFT, and drop
+what does not fit with a warning, and a table of names for each class.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sd_quant.checkpoints.diffusers_pipeline import MOST_SECONDS
+from sd_quant.checkpoints.lora import read_lora, split_key, updated
+from sd_quant.errors import ConfigError
+from sd_quant.files import refusing
+from sd_quant.files.checks import listing
+from sd_quant.files.tensors import LazyTensor, Readable, lazy
+from sd_quant.names.lora import Place, diffusers_places
+from sd_quant.observed.checkpoint import ObservedCheckpoint
+from sd_quant.observed.opening import MOST_MEMORY
+from sd_quant.process import confined
+
+
+class Recorded(Tensor):
+    """A tensor without numbers that remembers how they are computed of a file's, and of which."""
+
+    source: LazyTensor
+    keys: frozenset[str]  # of the file's tensors that it is computed of
+    asked: set[str]  # the keys of those whose numbers were asked for at once, such as alphas
+
+    @staticmethod
+    def of(plain: Tensor, source: LazyTensor, keys: frozenset[str], asked: set[str]) -> "Recorded":
+        """Returns ``plain``, on the meta device, as one."""
+        made = plain.as_subclass(Recorded)
+        made.source, made.keys, made.asked = source, keys, asked
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:
+        given = (tuple(args), dict(kwargs or {}))
+        inputs = [each for each in pytree.tree_leaves(given) if isinstance(each, Recorded)]
+        keys, asked = frozenset[str]().union(*(each.keys for each in inputs)), inputs[0].asked
+        compute = partial(computed, func, *pytree.tree_map_only(Recorded, lambda each: each.source, given))
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                made = func(*given[0], **given[1])
+            except RuntimeError:  # it needs numbers
+                asked |= keys
+                return compute()
+
+            def recorded(place: int, leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor):
+                    return leaf
+                source = LazyTensor(tuple(leaf.shape), leaf.dtype, lambda: pytree.tree_leaves(compute())[place])
+                if isinstance(leaf, Recorded):  # changed in place
+                    leaf.source, leaf.keys = source, keys
+                    return leaf
+                return Recorded.of(leaf, source, keys, asked)
+
+            leaves, structure = pytree.tree_flatten(made)
+            return pytree.tree_unflatten([recorded(*each) for each in enumerate(leaves)], structure)
+
+
+def computed(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Returns what ``func`` makes of arguments whose tensors are read first."""
+    args, kwargs = pytree.tree_map_only(LazyTensor, lambda each: each.read(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def with_loras(checkpoint: ObservedCheckpoint, loras: Iterable[tuple]) -> ObservedCheckpoint:
+    """Returns the checkpoint with LoRAs in its weights; reads none of them.
+
+    ``loras`` are a path, a strength and the denoiser that it changes, None for the only one. Raises ConfigError for a
+    LoRA that does not fit, or says no denoiser of several, ArtifactError for a damaged one.
+    """
+    updates = []
+    for path, strength, denoiser in loras:
+        names = names_for(checkpoint, path, denoiser)
+        about = checkpoint.kind.__name__ + (f", {denoiser}" if denoiser else "")
+        updates += read_lora(path, strength, names, about, partial(in_diffusers_names, checkpoint, path, names))
+    if not updates:
+        return checkpoint
+    return replace(updated(checkpoint, updates), reopen=partial(reopened, checkpoint.reopen, loras=loras))
+
+
+def reopened(reopen: Callable[[], Any], loras: Iterable[tuple]) -> ObservedCheckpoint:
+    """Opens the checkpoint again, ``with_loras``."""
+    return with_loras(reopen(), loras)
+
+
+def names_for(checkpoint: ObservedCheckpoint, path: Path, denoiser: str | None) -> dict[str, list[list[Place]]]:
+    """Returns the names of the layers that a LoRA of ``denoiser`` may change. Raises ConfigError, as ``with_loras``."""
+    kind, denoisers = checkpoint.kind, checkpoint.observation.denoisers
+    loadable = getattr(kind, "_lora_loadable_modules", denoisers)
+    able = [each for each in denoisers if each in loadable] or [checkpoint.denoiser]
+    if denoiser not in able and (denoiser or len(able) > 1):
+        found = f"for {denoiser}" if denoiser else "for no denoiser"
+        raise ConfigError(
+            f"model.loras names {path} {found}, expected one of {', '.join(able)}, which {kind.__name__} calls in its "
+            f"steps: write {able[-1]}:file:strength"
+        )
+    own = denoiser or able[0]
+    called = getattr(kind, "transformer_name", None) or getattr(kind, "unet_name", None) or own
+    others = set(denoisers) - {own}
+    parameters = {name: each.parameters for name, each in checkpoint.components.items() if name not in others}
+    return diffusers_places(parameters, own, called)
+
+
+def in_diffusers_names(
+    checkpoint: ObservedCheckpoint, path: Path, names: Mapping[str, Any], tensors: Mapping[str, Readable]
+) -> Mapping[str, Readable]:
+    """Returns a file's tensors under diffusers' names of layers, as its loader of this class of pipelines has them.
+
+    They stay as they are where all are ``names`` already. Raises ConfigError for tensors that it leaves out and that
+    are not zero, ArtifactError for those that it does not understand.
+    """
+    kind = cast(Any, checkpoint.kind)
+    if all(split_key(key)[0] in names for key in tensors) or not hasattr(kind, "lora_state_dict"):
+        return tensors
+    asked: set[str] = set()
+    given = {
+        key: Recorded.of(
+            torch.empty(each.shape, dtype=each.dtype, device="meta"),
+            LazyTensor(tuple(each.shape), each.dtype, each.read), frozenset([key]), asked,
+        )
+        for key, each in tensors.items()
+    }  # fmt: skip
+    unet = getattr(kind, "unet_name", "")
+    config = SimpleNamespace(**cast(Any, checkpoint.build_one(unet)).config) if unet in checkpoint.configs else None
+    what = f"model.loras names {path}, whose names diffusers' loader of {kind.__name__} does not understand"
+    with refusing(what, advice="give a LoRA that was trained for this pipeline"), confined(MOST_SECONDS, MOST_MEMORY):
+        made = kind.lora_state_dict(given, unet_config=config, return_alphas=True)
+        state, alphas = made if isinstance(made, tuple) else (made, {})
+        found = {**state, **(alphas or {})}
+        kept = asked.union(*(each.keys for each in found.values() if isinstance(each, Recorded)))
+    if left := [key for key in tensors.keys() - kept if tensors[key].read().any()]:
+        raise ConfigError(
+            f"model.loras names {path}, of whose {len(tensors)} tensors diffusers' loader of {kind.__name__} leaves "
+            f"out {len(left)} that are not zero ({listing(sorted(left))}); expected a LoRA that it loads whole"
+        )
+    return {
+        key: each.source if isinstance(each, Recorded) else lazy(torch.as_tensor(each)) for key, each in found.items()
+    }

@@ -1,0 +1,163 @@
+"""Add-ons that are missing, of another interface, or fail: one sentence, and what the run has written stays."""
+
+import sys
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+
+from sd_quant import addons
+from sd_quant.__main__ import main
+from sd_quant.errors import ResourceError, SdQuantError
+from sd_quant.report.rebuild import rebuild
+from sd_quant.stages import job_folder, text_scores
+from tests.presets import job
+from tests.text_scores import metrics_of
+
+from .report.sweeps import write_job, write_plan
+
+pytestmark = pytest.mark.commit
+
+NAMES = {"votes": {"command": "main", "page": "page"}, "scores": {"ocr": "OCR", "hps": "HPS", "mlperf": "verdict"}}
+ROWS = """from sd_quant.metrics import Against, Score
+OCR = Score("ocr", "text read", Against.PROMPTS, "its_code:ocr")
+HPS = Score("hps", "HPSv2", Against.PROMPTS, "its_code:hps")
+hps = lambda images, prompts, weights: {"value": 1.0, "reason": None}
+"""
+IMAGES = np.zeros((1, 64, 64, 3), np.uint8)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """``installed(code, interface)``: an add-on of this code in front of the one that may be installed."""
+
+    def install(code: str, interface: int = addons.INTERFACE, addon: str = "votes") -> None:
+        folder = tmp_path / "site"
+        metadata = folder / f"sd_quant_{addon}-9.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sd-quant-{addon}\nVersion: 9.0\n")
+        names = "".join(f"{name} = its_code:{what}\n" for name, what in NAMES[addon].items())
+        (metadata / "entry_points.txt").write_text(f"[sd_quant.{addon}.{interface}]\n{names}")
+        (folder / "its_code").mkdir()
+        (folder / "its_code/__init__.py").write_text(code)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, "its_code", raising=False)
+
+    return install
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A folder with one finished job, without plots, which take most of the time."""
+    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda sweep, advice: {})
+    write_job(tmp_path / "run" / "int8")
+    write_plan(tmp_path / "run", {"int8": {"quantize": "int8"}})
+    return tmp_path / "run"
+
+
+def contents(folder) -> dict:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def call(monkeypatch, capsys, *words) -> tuple[int, str]:
+    """The exit code and what the command ``sd-quant votes`` writes to stderr."""
+    monkeypatch.setattr(sys, "argv", ["sd-quant", "votes", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_one_that_is_not_installed_says_how_to_install_it(monkeypatch, capsys, run):
+    monkeypatch.setattr(addons, "entry_points", lambda **_: ())
+    code, said = call(monkeypatch, capsys, run, "a.json")
+    assert code == ResourceError.exit_code
+    assert said == (
+        "error: sd-quant votes needs the add-on votes, which is not installed; install it with: "
+        "pip install 'sd-quant[votes]'\n"
+    )
+    assert "votes.html" not in rebuild(run).read_text()
+
+
+def test_one_of_another_interface_is_refused_before_its_code_runs(installed, monkeypatch, capsys, run, caplog):
+    installed("raise SystemExit('its code runs')", interface=addons.INTERFACE + 1)
+    code, said = call(monkeypatch, capsys, run, "a.json")
+    assert code == ResourceError.exit_code and said.count("\n") == 1
+    assert "the add-on votes 9.0 with interface 1, found interface 2; install" in said
+    assert "votes.html" not in rebuild(run).read_text() and "found interface 2" in caplog.text
+
+
+def test_one_that_cannot_be_imported_is_one_sentence(installed, monkeypatch, capsys):
+    installed("from sd_quant.gone import anything")
+    code, said = call(monkeypatch, capsys)
+    assert code == ResourceError.exit_code and said.count("\n") == 1
+    assert "the add-on votes 9.0 cannot be imported (ModuleNotFoundError: No module named 'sd_quant.gone')" in said
+
+
+def test_one_that_fails_while_it_reads_a_folder_harms_nothing(installed, monkeypatch, capsys, run, caplog):
+    installed("def page(sweep):\n    raise KeyError('prompts')\ndef main():\n    [].pop()\n")
+    before = contents(run)
+    code, said = call(monkeypatch, capsys, run, "a.json")
+    assert (code, said.count("\n")) == (SdQuantError.exit_code, 1)
+    assert "the add-on votes failed (IndexError: pop from empty list), which changes nothing of the run" in said
+    assert contents(run) == before
+
+    report = rebuild(run)
+    assert "votes.html" not in report.read_text() and not (run / "votes.html").exists()
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith("there is no votes.html: the add-on votes failed (KeyError: 'prompts'), which changes")
+    assert before.items() <= contents(run).items()
+
+
+def test_the_disk_that_is_full_is_the_machines_fault(installed, monkeypatch, capsys):
+    installed("def main():\n    raise OSError(28, 'No space left on device')\n")
+    assert call(monkeypatch, capsys) == (4, "error: the disk is full; free some space and rerun\n")
+
+
+@pytest.mark.parametrize(
+    ("interface", "code", "said"),
+    [
+        (None, "", "metrics.ocr needs the add-on scores, which is not installed; .* install 'sd-quant\\[scores\\]'$"),
+        (7, "raise SystemExit", "metrics.ocr needs the add-on scores 9.0 with interface 1, found interface 7;"),
+        (1, "1 / 0", r"the add-on scores 9.0 cannot be imported \(ZeroDivisionError: division by zero\); install it"),
+    ],
+)
+def test_a_score_without_its_add_on_is_refused_before_anything_is_computed(
+    interface, code, said, installed, monkeypatch
+):
+    if interface is None:
+        monkeypatch.setattr(addons, "entry_points", lambda **_: ())
+    else:
+        installed(code, interface, "scores")
+    metrics_of(clip_weights=None).check_files()
+    with pytest.raises(ResourceError, match=f"^{said}"):
+        metrics_of(ocr=True).check_files()
+
+
+def test_one_that_fails_at_a_score_is_the_reason_of_that_score(installed, monkeypatch, tmp_path):
+    installed(ROWS + "def ocr(images, prompts): prompts[9]\ndef verdict(entries, made): made['steps']", addon="scores")
+    monkeypatch.setattr(text_scores, "how_made", lambda *_: {})
+    metrics = metrics_of(ocr=True, hps_weights=str(tmp_path))
+    variants = {"full_precision": IMAGES, "quantized": IMAGES}
+    found = text_scores.text_scores(metrics, None, None, ["a"], variants)["quantized"]
+    reason = "the add-on scores failed ({}), which changes nothing of the run; report it to its authors"
+    assert found["ocr"] == {"value": None, "reason": reason.format("IndexError: list index out of range")}
+    assert found["mlperf"] == {"passes": None, "reason": reason.format("KeyError: 'steps'")}
+    assert found["hps"]["value"] == 1.0 and found["fid"]["reason"] == "metrics does not ask for it"
+
+
+def test_a_run_that_uses_no_score_imports_none(run, monkeypatch):
+    used, load = [], EntryPoint.load
+    monkeypatch.setattr(EntryPoint, "load", lambda point: used.append(point.group) or load(point))
+    metrics_of().check_files()
+    text_scores.text_scores(metrics_of(), None, None, ["a"], {"quantized": IMAGES})
+    rebuild(run)
+    assert not [group for group in used if "scores" in group]
+
+
+def test_the_code_of_an_add_on_decides_a_record_that_has_its_scores(installed, tmp_path):
+    installed(ROWS, addon="scores")
+    facts, plain, asking = {"inputs": {}, "versions": {}}, job(), job("metrics.ocr=true")
+    before = [job_folder.fingerprint_of(each, facts) for each in (plain, asking)]
+    (tmp_path / "site/its_code/__init__.py").write_text(ROWS + "# another version\n")
+    after = [job_folder.fingerprint_of(each, facts) for each in (plain, asking)]
+    assert before[0] == after[0] and before[1] != after[1]
