@@ -23,15 +23,15 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.tiles import decode
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
-from sd_quant.models.checkpoint import Checkpoint, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
 from sd_quant.models.parts import Contract, filled
 
 WARMUP_IMAGES = 1
 
 
 def samples_per_call(checkpoint: Checkpoint, part: str, sampling: Sampling) -> int:
-    """The batch of one call of the part: the denoiser's is doubled where guidance computes two samples per image."""
-    denoises = part == checkpoint.family.DENOISER
+    """The batch of one call of the part: a denoiser's is doubled where guidance computes two samples per image."""
+    denoises = part in denoisers_of(checkpoint)
     return sampling.batch_size * (samples_per_image(checkpoint, sampling.guidance_scale) if denoises else 1)
 
 
@@ -54,7 +54,7 @@ class ImageTimes:
     """Times of images of one variant."""
 
     totals: list[float]  # milliseconds
-    rest: float  # the time outside the denoiser as a share of the time inside
+    rest: float  # the time outside the denoisers as a share of the time inside
     rounds: Rounds | None = None  # None where nothing was made: see ``image_of_parts``
 
 
@@ -97,7 +97,7 @@ def image_times(
     stopping: Stopping,
 ) -> dict[str, ImageTimes]:
     """Time batches of images of each variant in interleaved rounds, after WARMUP_IMAGES that do not count."""
-    others = checkpoint.parts().keys() - {checkpoint.family.DENOISER}
+    others = checkpoint.parts().keys() - {*denoisers_of(checkpoint)}
     watches = {
         name: Stopwatch({each: engine for each, engine in engines.items() if each not in others})
         for name, engines in variants.items()
@@ -113,8 +113,17 @@ def image_times(
     }
 
 
-def image_of_parts(medians: Mapping[str, float], steps: int, denoiser: str) -> ImageTimes:
-    """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once."""
-    denoising = steps * medians[denoiser]
-    rest = sum(median for part, median in medians.items() if part != denoiser)
+def calls_in_image(checkpoint: Checkpoint, sampling: Sampling, counted: Mapping[str, int] = {}) -> dict[str, int]:
+    """The calls of each denoiser in an image: one a step, or of several those that were ``counted``."""
+    first, *others = denoisers_of(checkpoint)
+    return {part: counted[part] for part in (first, *others)} if others and counted else {first: sampling.steps_taken}
+
+
+def image_of_parts(medians: Mapping[str, float], calls: Mapping[str, int]) -> ImageTimes:
+    """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once.
+
+    ``calls`` are those of each denoiser in it.
+    """
+    denoising = sum(count * medians[part] for part, count in calls.items())
+    rest = sum(median for part, median in medians.items() if part not in calls)
     return ImageTimes([denoising + rest], rest / denoising)
