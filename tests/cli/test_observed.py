@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from sd_quant.observed.checkpoint import Observation
+from sd_quant.report.candidates import HIGH_PRECISION
 from tests.zoo import write
 
 from .shared import QUICK, pixels, record_of, rows_of
@@ -102,8 +103,10 @@ def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, two
     knobs = [each for each in of_two(two) if not each.startswith(("calib_size", "quant", "memory_of", "export_trt"))]
     done("judge.py", *knobs, f"candidates=[{folder}]", f"hydra.run.dir={tmp_path}/judged")
     judged = record_of(tmp_path / "judged/modelopt_export")
-    assert judged["judged"]["parts"].keys() == {"transformer_2"} and judged["judged"]["formats"]["fp8"] > 0
-    assert judged["judged"]["parts"]["transformer_2"]["formats"] == judged["judged"]["formats"]
+    formats = dict(judged["judged"]["formats"])
+    assert judged["judged"]["parts"].keys() == {"transformer_2"}
+    assert judged["judged"]["parts"]["transformer_2"]["formats"] == formats
+    assert formats.pop(HIGH_PRECISION) > 0 and sum(formats.values()) == written["quantized"]
     assert judged["fidelity"]["psnr"]["mean"] == pytest.approx(written["fidelity"]["psnr"]["mean"], abs=0.01)
 
 
