@@ -493,17 +493,17 @@ def test_calls_whose_texts_differ_in_length_merge_to_those_of_one_length():
     assert merge([Statistics({}, {})]).calls == {}
 
 
-@pytest.mark.parametrize("called", [0, 5])
-def test_a_network_that_is_called_in_one_of_many_steps_has_as_many_rows(called):
+@pytest.mark.parametrize("called", [(0,), (5, 6)])
+def test_a_network_that_is_called_in_few_of_many_steps_has_as_many_rows(called):
     """And the first token of the first prompt, which it sees in whichever step it is called, once."""
     layer, steps = nn.Linear(1, 1), 8
     x = torch.arange(64.0).reshape(1, 64, 1)
 
     def rows(**more) -> Sample:
         wanted, now = draw(["layer"], range(16), steps, 7, ["layer"], **more), SimpleNamespace()
-        position = lambda: (called, now.batch)  # noqa: E731
+        position = lambda: (now.step, now.batch)  # noqa: E731
         with collect(layer, {"layer": layer}, range(16), steps, position, wanted) as statistics:
-            for prompt in range(16):
+            for prompt, now.step in ((prompt, step) for prompt in range(16) for step in called):
                 now.batch = [prompt]
                 layer(input=x)
         return statistics.layers["layer"].rows
