@@ -158,7 +158,7 @@ class Model:
         job, texts = self.job(preset, knobs), None if prompts is None else texts_of(prompts)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
         sha256 = calibrated_sha256(job, made_of(job.model.inputs()))
-        return statistics_of(loaded.base, loaded.roles, job, sha256, texts, part_recipes=loaded.part_recipes)
+        return statistics_of(loaded, job, sha256, texts)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
         """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.

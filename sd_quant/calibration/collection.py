@@ -14,7 +14,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, key_of, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, in_place, key_of, samples_per_image
 from sd_quant.models.observed import Observed
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
@@ -89,6 +89,7 @@ def calibrate(
 ) -> Statistics:
     """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache where it has them.
 
+    Those of another denoiser, named ``<part>:<layer>``, are collected in the same pass and are the part's.
     ``hessians`` of some of these layers are summed besides.
     ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
     prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
@@ -130,7 +131,8 @@ def calibrate(
                 continue
         merged = merge([merged, statistics])
         done = segment.stop
-    if unreached := [name for name in names if name not in merged.layers]:
+    reached = merged.layers.keys() | {f"{part}:{name}" for part, own in merged.parts.items() for name in own.layers}
+    if unreached := [name for name in names if name not in reached]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
     if entries:
         LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
@@ -149,9 +151,9 @@ def seconds_of_a_call(
     fabric.to_device(model.parts[name])
     shapes = contract.shapes_for(samples * sampling.batch_size, sampling.width, sampling.height)
     inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
-    layers = {layer: model.denoiser.get_submodule(layer) for layer in names}
+    layers = {layer: model.denoiser.get_submodule(layer) for layer in names if ":" not in layer}
     batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
-    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=hessians)
+    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=of_part(hessians, ""))
     with suppress(SdQuantError), watched:
         while len(seconds) < TRIES and sum(seconds) < ENOUGH:
             start = perf_counter()
@@ -209,22 +211,31 @@ def collect_segment(
     decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
     used = [part for part in model.parts if part not in unused or part == decoder]
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}
-    layers = {name: model.denoiser.get_submodule(name) for name in names}
-    batched = denoiser_part(checkpoint).contract.batched
-    linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
-    text = text_readers(checkpoint.family.shared_inputs(linears))
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
-    wanted = draw(names, segment, sampling.steps_taken, sampling.seed, text, whole)
     now: dict = {}
-    denoiser, position = model.parts[checkpoint.family.DENOISER], lambda: (now["step"], now["batch"])
-    collecting = collect(denoiser, layers, mine, sampling.steps_taken, position, wanted, batched, hessians)
+
+    def collecting(part: str, own: Sequence[str]) -> AbstractContextManager[Statistics]:
+        """Collect the statistics of the layers ``own`` of a denoiser; "" is the first."""
+        place = in_place(checkpoint, part or checkpoint.family.DENOISER)
+        network = networks[place.family.DENOISER]
+        layers = {name: network.get_submodule(name) for name in own}
+        linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
+        text, some_steps = text_readers(place.family.shared_inputs(linears)), len(checkpoint.family.DENOISERS) > 1
+        wanted = draw(own, segment, sampling.steps_taken, sampling.seed, text, whole, some_steps=some_steps)
+        return collect(
+            model.parts[place.family.DENOISER], layers, mine, sampling.steps_taken,
+            lambda: (now["step"], now["batch"]), wanted, denoiser_part(place).contract.batched,
+            of_part(hessians, part),
+        )  # fmt: skip
+
     calls, title = len(sampling.batches(mine)) * sampling.steps_taken, f"prompts {segment.start + 1} to {segment.stop}"
     with (
         on_device(fabric, model, used),
         progress(calls, f"calibrate on {title}") as advance,
-        collecting as statistics,
+        ExitStack() as stack,
         watch(networks) as peaks,
     ):
+        collected = {part: stack.enter_context(collecting(part, own)) for part, own in by_part(names).items()}
 
         def on_step(step: int) -> None:
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
@@ -242,8 +253,25 @@ def collect_segment(
         )
         for number, latent in zip(mine, made.decoded or (), strict=made.decoded is not None):
             on_latent(number, latent)
+    statistics = collected.pop("")
+    statistics.parts |= collected
     statistics.peaks |= peaks
     return statistics
+
+
+def by_part(names: Iterable[str]) -> dict[str, list[str]]:
+    """Layers by the part that stands before their names; "" are the first denoiser's."""
+    found: dict[str, list[str]] = {"": []}
+    for name in names:
+        part, _, own = name.rpartition(":")
+        found.setdefault(part, []).append(own)
+    return found
+
+
+def of_part(hessians: Hessians, part: str) -> Hessians:
+    """Those of one denoiser's layers among ``hessians`` of several."""
+    named = [by_part(readers) for readers in hessians.readers]
+    return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
 
 
 @contextmanager

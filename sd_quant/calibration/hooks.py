@@ -41,6 +41,7 @@ from sd_quant.quantization.statistics import (
 
 FIRST_OF_ALL = -1.0  # a priority below all that are drawn
 ROWS_PER_CALL = 8  # candidates drawn for each prompt and step, so that a few prompts fill the sample
+MOST_DRAWN = 8  # times as many rows as are kept, of a network that is called in an eighth of the steps or more
 
 # By (prompt, step) and layer: rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
@@ -53,12 +54,15 @@ def draw(
     seed: int,
     text: Collection[str] = (),
     whole: Sequence[int] | None = None,
+    *,
+    some_steps: bool = False,
 ) -> Wanted:
     """Draw the rows to keep of each layer, and under the name "" the calls to keep of the whole network.
 
     The layers in ``text`` read the text. Calls, which must be of one shape, are kept of the prompts in ``whole``, by
-    default of all.
+    default of all. Of a network that is called in ``some_steps``, nobody knows yet in which, more are drawn.
     """
+    times = min(steps, MOST_DRAWN) if some_steps else 1
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
     calls = ("", CALLS, 1, prompts if whole is None else whole)
     for name, limit, candidates, among in (calls, *((name, ROWS, ROWS_PER_CALL, prompts) for name in names)):
@@ -67,8 +71,9 @@ def draw(
         priority, place = np.reshape(drawn, (-1, 2)).T
         if name in text and 0 in among:  # its first row in the first step
             first = list(among).index(0) * steps * candidates
-            priority[first], place[first] = FIRST_OF_ALL, 0.0
-        for index in priority.argsort()[:limit]:
+            for each in range(first, first + candidates * (steps if some_steps else 1), candidates):
+                priority[each], place[each] = FIRST_OF_ALL, 0.0
+        for index in priority.argsort()[: times * limit]:
             prompt, step = divmod(int(index) // candidates, steps)
             kept = wanted.setdefault((among[prompt], step), {}).setdefault(name, [])
             kept.append((float(priority[index]), float(place[index])))
@@ -173,8 +178,9 @@ def collect(
             x, batch = x.detach(), len(position()[1])
             for index, places in drawn.pop(name):
                 for priority, place in places:
-                    rows[name][len(priorities[name])].copy_(take_row(layer, x, place, index, batch))
-                    priorities[name].append(priority)
+                    if (slot := slot_for(priority, priorities[name])) is not None:
+                        rows[name][slot].copy_(take_row(layer, x, place, index, batch))
+                        priorities[name][slot : slot + 1] = [priority]
 
     def settle(*_: object) -> None:
         """Check and merge the ranges of this call at once; per layer, this would take longer than the ranges do."""
@@ -224,6 +230,16 @@ def collect(
             for name in statistics.layers.keys() & set(readers):
                 statistics.layers[name].hessian = hessian
     statistics.calls |= merge(calls).calls
+
+
+def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
+    """Where a row goes among those of these ``priorities``: behind them, in the last one's place, or nowhere."""
+    if priority == FIRST_OF_ALL and priority in priorities:  # a text's first token is the same in all steps
+        return None
+    if len(priorities) < ROWS:
+        return len(priorities)
+    last = max(range(ROWS), key=priorities.__getitem__)
+    return last if priority < priorities[last] else None
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
     """The tensors of an entry: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
 
     ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers that read one tensor. ``peak|<part>|<place>`` is the
-    largest magnitude of a part's activations, a number.
+    largest magnitude of a part's activations, a number. Names of another denoiser's begin with ``<part>:``.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in statistics.layers.items():
@@ -129,6 +129,8 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
         tensors[f"hessian|{','.join(sorted(names))}|blocks"] = statistics.layers[names[0]].hessian.contiguous()
     for name, sample in statistics.calls.items():
         tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
+    for part, own in statistics.parts.items():
+        tensors |= {key.replace("|", f"|{part}:", 1): tensor for key, tensor in pack(own).items()}
     for part, peak in statistics.peaks.items():
         tensors[f"peak|{part}|{peak.place}"] = torch.tensor(peak.largest, dtype=torch.float64)
     return tensors
@@ -136,7 +138,11 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
     """The statistics in the tensors of ``pack``. The order of layers is not kept."""
-    statistics = Statistics({}, {})
+    statistics, own = Statistics({}, {}), {key: each for key, each in tensors.items() if ":" not in key.split("|")[1]}
+    for begin in dict.fromkeys(key[key.index("|") : key.index(":") + 1] for key in tensors if key not in own):
+        of_part = {key.replace(begin, "|", 1): tensor for key, tensor in tensors.items() if begin in key}
+        statistics.parts[begin[1:-1]] = unpack(of_part)
+    tensors = own
     for key in tensors:
         kind, name, what = key.split("|")
         if kind == "peak":

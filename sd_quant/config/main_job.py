@@ -51,7 +51,7 @@ class RecipeJob:
             check_unused(self.quantize, "quantize.", [("loras", FUSED, "model.loras names no LoRA")])
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
-        for part, preset in (self.quantize.parts or {}).items() if self.quantize.calibration is not None else ():
+        for part, preset in self.quantize.quantized_parts.items() if self.quantize.calibration is not None else ():
             expected = (
                 f"a preset of weights alone such as int8_weight_only, because calibration={self.quantize.calibration} "
                 "has statistics of the denoiser alone; or leave calibration out"
@@ -60,7 +60,7 @@ class RecipeJob:
 
     def formats(self) -> dict[str, set[str]]:
         """The formats of all quantized parts, for their weights, inputs and attention."""
-        level, parts = self.quantize.quant_level, map(part_recipe, (self.quantize.parts or {}).values())
+        level, parts = self.quantize.quant_level, map(part_recipe, self.quantize.quantized_parts.values())
         found = [formats_used(recipe.enable, level) for recipe in self.quantize.offered().values()]
         found += [formats_used(recipe.enable, 3.0) for recipe in parts if recipe is not None]
         attention = formats_used(self.quantize.enable, level)["attention"]
@@ -256,7 +256,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
             knob = "quantize.choices" if quantize.assignment is None else "a label of assignment"
             able = label == quantize.format or (torch_multiplies(recipe.enable) and recipe.rank == 0)
             check(able, knob, label, expected)
-        for part, preset in (quantize.parts or {}).items():
+        for part, preset in quantize.quantized_parts.items():
             found = part_recipe(preset)
             able = found is None or (torch_multiplies(found.enable) and found.rank == 0)
             expected = f"a preset that infer.engine={engine} multiplies, such as int8 or int8_weight_only"

@@ -59,7 +59,7 @@ class Model:
         "further arguments of the pipeline's call, such as num_frames, or files of images",
     ]
     excluded: Annotated[list[str], "patterns of layers that stay in high precision beside those that are observed"]
-    denoiser: Annotated[str | None, "which of a pipeline's denoisers is quantized; null: the first that it calls"]
+    denoiser: Annotated[str | None, "the only one of a pipeline's denoisers that is quantized; null: all are"]
     observed: Annotated[str | None, "folder that keeps what was observed of a pipeline; null: it is observed each time"]
     loras: Annotated[
         list[str],

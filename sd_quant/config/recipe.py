@@ -134,8 +134,8 @@ PRESETS = OfPresets(lambda names: True, lambda: f"one of {', '.join(part_presets
 FUSED, BESIDE = "fused", "beside"  # where the LoRAs of ``model.loras`` are
 TEXT_ENCODERS = "text_encoders"  # in ``quantize.parts``: every text encoder that has no preset of its own
 OF_PARTS = Limit(
-    lambda parts: set(parts.values()) <= set(part_presets()),
-    lambda: f"a preset for each part, of {', '.join(part_presets())}",
+    lambda parts: set(parts.values()) <= {FP16, *part_presets()},
+    lambda: f"a preset for each part, of {', '.join(part_presets())}, or {FP16}",
 )
 
 
@@ -157,7 +157,7 @@ class Quantize(Recipe):
     parts: Annotated[
         dict[str, str] | None,
         OF_PARTS,
-        "other parts that are quantized, a preset for each; text_encoders: for all of those",
+        "other parts that are quantized, a preset for each; text_encoders: for all of those; fp16: not this one",
     ]
     loras: Annotated[
         str,
@@ -215,6 +215,22 @@ class Quantize(Recipe):
     ]
     accelerator: Annotated[str, one_of(["auto", "cpu", "cuda"]), "where calibration runs"]
     devices: Annotated[int, between(1, 64), "processes, or GPUs, that share the prompts"]
+
+    @property
+    def quantized_parts(self) -> dict[str, str]:
+        """The presets in ``parts``."""
+        return {part: preset for part, preset in (self.parts or {}).items() if preset != FP16}
+
+    def with_preset(self, preset: str) -> "Quantize":
+        """Return the section with another preset, its patterns of layers included, for another denoiser."""
+        own, patterns = self.beside(preset), dict[str, Any]()
+        for knob in ("exclude", "weights_alone"):
+            former, new = patterns_of(self.format, knob), patterns_of(preset, knob)
+            given = {each: [name for name in names if name not in former.get(each, ())]
+                     for each, names in getattr(self, knob).items()}  # fmt: skip
+            patterns[knob] = {each: [*given.get(each, ()), *new.get(each, ())] for each in {**given, **new}}
+        fields: dict[str, Any] = {field.name: getattr(own, field.name) for field in dataclasses.fields(Recipe)}
+        return dataclasses.replace(self, **fields, **patterns, format=preset)
 
     @property
     def chooses_bits(self) -> bool:

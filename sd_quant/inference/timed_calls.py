@@ -23,7 +23,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.tiles import decode
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
-from sd_quant.models.checkpoint import Checkpoint, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
 from sd_quant.models.parts import Contract, filled
 
 WARMUP_IMAGES = 1
@@ -31,7 +31,7 @@ WARMUP_IMAGES = 1
 
 def samples_per_call(checkpoint: Checkpoint, part: str, sampling: Sampling) -> int:
     """The batch of one call of the part: in a step it is doubled where guidance computes two samples per image."""
-    denoises = part == checkpoint.family.DENOISER or checkpoint.parts()[part].in_steps
+    denoises = part in denoisers_of(checkpoint) or checkpoint.parts()[part].in_steps
     return sampling.batch_size * (samples_per_image(checkpoint, sampling.guidance_scale) if denoises else 1)
 
 
@@ -54,7 +54,7 @@ class ImageTimes:
     """Times of images of one variant."""
 
     totals: list[float]  # milliseconds
-    rest: float  # the time outside the denoiser as a share of the time inside
+    rest: float  # the time outside the denoisers as a share of the time inside
     rounds: Rounds | None = None  # None where nothing was made: see ``image_of_parts``
 
 
@@ -97,7 +97,7 @@ def image_times(
     stopping: Stopping,
 ) -> dict[str, ImageTimes]:
     """Time batches of images of each variant in interleaved rounds, after WARMUP_IMAGES that do not count."""
-    others = checkpoint.parts().keys() - {checkpoint.family.DENOISER}
+    others = checkpoint.parts().keys() - {*denoisers_of(checkpoint)}
     watches = {
         name: Stopwatch({each: engine for each, engine in engines.items() if each not in others})
         for name, engines in variants.items()
@@ -113,9 +113,23 @@ def image_times(
     }
 
 
-def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], steps: int) -> ImageTimes:
-    """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once."""
-    denoising = steps * medians[checkpoint.family.DENOISER]
-    others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
-    rest = sum(medians[name] * (steps if part.in_steps else 1) for name, part in others.items())
+def calls_in_image(checkpoint: Checkpoint, sampling: Sampling, counted: Mapping[str, int] = {}) -> dict[str, int]:
+    """The calls of each denoiser in an image: one a step, or of several those that were ``counted``."""
+    first, *others = denoisers_of(checkpoint)
+    return {part: counted[part] for part in (first, *others)} if others and counted else {first: sampling.steps_taken}
+
+
+def calls_beside(checkpoint: Checkpoint, part: str, calls: Mapping[str, int]) -> int:
+    """The calls of a part that is no denoiser in an image of so many ``calls`` of each denoiser."""
+    return sum(calls.values()) if checkpoint.parts()[part].in_steps else 1
+
+
+def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], calls: Mapping[str, int]) -> ImageTimes:
+    """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once.
+
+    ``calls`` are those of each denoiser in it.
+    """
+    denoising = sum(count * medians[part] for part, count in calls.items())
+    others = medians.keys() - calls.keys()
+    rest = sum(medians[part] * calls_beside(checkpoint, part, calls) for part in others)
     return ImageTimes([denoising + rest], rest / denoising)

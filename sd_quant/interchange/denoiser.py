@@ -19,7 +19,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
 from sd_quant.interchange.inputs import Inputs, Multiplied, smoothed
-from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_of, denoiser_part, empty_call, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, InPlace, denoiser_of, denoiser_part, empty_call, empty_denoiser
 from sd_quant.names.diffusers import TIED
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes of what is not quantized
@@ -103,7 +103,7 @@ def checked_whole(
         ],
     }
     if told := problems_in(problems):
-        part = checkpoint.part if isinstance(checkpoint, OtherNetwork) else "denoiser"
+        part = checkpoint.part if isinstance(checkpoint, InPlace) else "denoiser"
         raise ArtifactError(
             f"{denoiser.path} ({denoiser.maker}) does not hold the {part} of the full-precision "
             f"model, {len(expected)} tensors ({told}); give a quantization of that very model"

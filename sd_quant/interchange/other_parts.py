@@ -15,13 +15,9 @@ from sd_quant.interchange import READERS, ForeignFormat, format_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, checked_whole
 from sd_quant.interchange.holding import held, not_held
 from sd_quant.interchange.stored import CONFIG, quantization_config, stored_tensors
-from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, empty_modules
+from sd_quant.models.checkpoint import Checkpoint, empty_modules, in_place
+from sd_quant.names.diffusers import DENOISERS
 from sd_quant.quantization.assignment import LayerAssignment
-
-
-def in_place(checkpoint: Checkpoint, part: str) -> Checkpoint:
-    """The ``checkpoint``, with the ``part`` in the denoiser's place if it is another."""
-    return checkpoint if part == checkpoint.family.DENOISER else OtherNetwork(checkpoint, part)
 
 
 def adapted_part(
@@ -62,7 +58,7 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
     denoiser may be unquantized beside them. Raises what ``format_of`` and the readers raise.
     """
     parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
-    denoiser = checkpoint.family.DENOISER
+    denoiser, path = checkpoint.family.DENOISER, place_of(path, checkpoint, checkpoint.family.DENOISER)
     if parts and not any(each.recognizes(path) for each in READERS.values()):
         tensors = stored_tensors(path, checkpoint)
         plain = QuantizedDenoiser(path, "diffusers", "nobody", {}, tensors, size_of(tensors.values()))
@@ -81,6 +77,13 @@ def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def place_of(path: Path, checkpoint: Checkpoint, part: str) -> Path:
+    """The folder of a ``part`` in a pipeline's; the pipeline's where readers look for such a denoiser themselves."""
+    component = checkpoint.parts()[part].component
+    folder, found = path / component, part == checkpoint.family.DENOISER and component in DENOISERS
+    return path if found or not (folder / CONFIG).is_file() else folder
+
+
 def read_part(path: Path, checkpoint: Checkpoint, part: str) -> QuantizedDenoiser:
     folder = path / checkpoint.parts()[part].component
-    return format_of(folder).module.read(folder, OtherNetwork(checkpoint, part))
+    return format_of(folder).module.read(folder, in_place(checkpoint, part))

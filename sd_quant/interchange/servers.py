@@ -13,23 +13,31 @@ from sd_quant.interchange import TARGETS, ForeignFormat, Server
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.quantization.assignment import LayerAssignment
 
+Rows = Mapping[str, LayerAssignment]
+
 
 def servers_of(
-    target: ForeignFormat, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]
+    target: ForeignFormat, checkpoint: Checkpoint, rows: Rows, others: Mapping[str, Rows] = {}
 ) -> dict[str, str | None]:
-    """The target's servers by name: None for those that load ``rows`` of the checkpoint's denoiser, else why not."""
-    return {name: why_not_served(server, checkpoint, rows) for name, server in target.servers.items()}
+    """The target's servers by name: None for those that load ``rows`` of the checkpoint's denoiser, else why not.
+
+    ``others`` are the rows of other networks, by component.
+    """
+    return {name: why_not_served(server, checkpoint, rows, others) for name, server in target.servers.items()}
 
 
-def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, LayerAssignment]) -> str | None:
+def why_not_served(
+    server: Server, checkpoint: Checkpoint, rows: Rows, other_rows: Mapping[str, Rows] = {}
+) -> str | None:
     """Why a server does not load ``rows``, or None."""
     networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
     denoiser = denoiser_part(checkpoint).component
     if not server.pipelines & set(pipelines):
         return f"it loads no quantized {pipelines[0]}"
     others = [name for name, kind in networks.items() if kind == networks[denoiser] and name != denoiser]
+    others = [name for name in others if formats_in(other_rows.get(name, {})) != formats_in(rows) or not rows]
     if others and server.one_config:
-        return f"it takes {', '.join(others)} for quantized too"
+        return f"it takes {', '.join(others)} for quantized too, as the {denoiser} is"
     quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
     if len(formats := set(quantized.values())) > 1 and not server.mixed:
         return f"it loads one format, and this has {' and '.join(sorted(formats))}"
@@ -44,6 +52,11 @@ def why_not_served(server: Server, checkpoint: Checkpoint, rows: Mapping[str, La
             f"quantize.exclude with {' and '.join(dict.fromkeys(found.values()))} keeps them in fp16"
         )
     return None
+
+
+def formats_in(rows: Rows) -> dict[str, tuple]:
+    """The formats of quantized layers by name."""
+    return {name: (layer.format, layer.activation_format) for name, layer in rows.items() if layer.format is not None}
 
 
 def check_served(target: ForeignFormat, checkpoint: Checkpoint) -> None:

@@ -42,7 +42,7 @@ class Checkpoint(Protocol):
         ...
 
 
-class OtherNetwork:
+class InPlace:
     """A checkpoint with another ``part`` in the denoiser's place, for functions that know the denoiser alone."""
 
     def __init__(self, checkpoint: Checkpoint, part: str):
@@ -50,6 +50,17 @@ class OtherNetwork:
         self.parts, self.build, self.called = checkpoint.parts, checkpoint.build, checkpoint.called
         self.family = copy.copy(checkpoint.family)
         self.family.DENOISER = part
+
+
+class OtherNetwork(InPlace):
+    """A checkpoint with a text encoder or an autoencoder in the denoiser's place."""
+
+
+def in_place(checkpoint: Checkpoint, part: str) -> Checkpoint:
+    """Returns the ``checkpoint``, with the ``part`` in the denoiser's place if it is another."""
+    if part == checkpoint.family.DENOISER:
+        return checkpoint
+    return (InPlace if part in checkpoint.family.DENOISERS else OtherNetwork)(checkpoint, part)
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
@@ -60,6 +71,11 @@ def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
 def key_of(checkpoint: Checkpoint) -> str:
     """Returns what knobs change of a checkpoint beside its files, for keys: contracts, arguments of the pipeline."""
     return repr((contracts_of(checkpoint), identities(getattr(checkpoint, "arguments", {}))))
+
+
+def denoisers_of(checkpoint: Checkpoint) -> list[str]:
+    """Returns the parts that are called in the denoising steps, the one that is quantized first."""
+    return list(dict.fromkeys([checkpoint.family.DENOISER, *checkpoint.family.DENOISERS]))
 
 
 def denoiser_part(checkpoint: Checkpoint) -> Part:

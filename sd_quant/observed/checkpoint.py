@@ -78,7 +78,12 @@ class ObservedFamily(Observed):
         self.ONE_BATCH = next(iter(observation.that_miss("batch")), None)
         self.ONE_SIZE = next(((part, *observation.size) for part in observation.that_miss("larger")), None)
         self.UNEQUAL, self.MOVES = observation.unequal, observation.outputs in MOVING
-        self.EXCLUDED, self.layers = excluded, observation.layers[denoiser]
+        self.EXCLUDED, self.by_denoiser, self.own = excluded, observation.layers, denoiser
+
+    @property
+    def layers(self) -> ObservedLayers:
+        """Those of the denoiser, or of another that is in its place (``models.checkpoint.InPlace``)."""
+        return self.by_denoiser.get(self.DENOISER, self.by_denoiser[self.own])
 
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
         return {

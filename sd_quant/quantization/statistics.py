@@ -109,7 +109,9 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
     first = min(with_calls, key=lambda calls: min(float(each.priority.min()) for each in calls.values()), default={})
     alike = [calls for calls in with_calls if shapes_of(calls) == shapes_of(first)]  # texts may differ in length
     calls = {name: lowest([calls[name] for calls in alike], CALLS) for name in first}
-    return Statistics(layers, calls, highest([part.peaks for part in statistics]))
+    others = dict.fromkeys(name for each in statistics for name in each.parts)
+    merged = {name: merge([each.parts[name] for each in statistics if name in each.parts]) for name in others}
+    return Statistics(layers, calls, highest([part.peaks for part in statistics]), merged)
 
 
 def highest(peaks: Sequence[Mapping[str, Peak]]) -> dict[str, Peak]:

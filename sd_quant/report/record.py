@@ -208,6 +208,7 @@ class Sizes(TypedDict):
 class Denoiser(TypedDict):
     part: Annotated[str, Doc("its name among the parts")]
     samples_per_image: Annotated[Finite, Doc("samples in one call for each image: 2 with guidance")]
+    calls: Annotated[dict[str, Positive] | None, Doc("in an image, of each of several denoisers; null: there is one")]
 
 
 class ModelKnobs(TypedDict, total=False):
@@ -459,7 +460,7 @@ class AnyRecord(TypedDict):
         dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
     ]
     degenerate: Annotated[list[Degenerate], Doc("broken images of the quantized variant; empty if there are none")]
-    layers: Annotated[Layers, Doc("how many are quantized")]
+    layers: Annotated[Layers, Doc("how many of the denoiser, or of all that are, are quantized")]
     judged: Annotated[Judged | None, Doc("the third-party checkpoint that was judged; null for a run")]
     peak_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of the job")]
     peak_cuda_memory_bytes: Annotated[Finite | Explained, Doc("the most memory of a GPU")]

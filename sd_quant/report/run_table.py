@@ -115,12 +115,13 @@ def _memory(record: Mapping[str, Any]) -> Table:
 
 
 def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
-    rows = []
+    rows, calls = [], at(record, "denoiser", "calls") or {}
     for part in _part_names(record):
+        title = f"{part}, {calls[part]:g} of {sum(calls.values()):g} calls" if part in calls else part
         for batch in names(record, "latency", engine, part) or [""]:
             full, quantized, speedup, reach = latency_of(record, engine, part, batch)
             rows.append([
-                part, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
+                title, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
                 _cell(speedup, partial(_times, reach=reach), reasons),
             ])  # fmt: skip
     return table_of_texts([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)

@@ -78,7 +78,7 @@ def command_of(job: Job, unquantized: bool) -> str:
     return pasted(
         "infer", f"run={literal(shown(job.directory))}", *(["variant=full_precision"] if unquantized else []),
         f"infer.table={literal(table)}" if table else f"prompts=[{literal(one_line(prompt))}]",
-        *(f"infer.{name}={written(value)}" for name, value in values.items() if value is not None),
+        *(f"infer.{name}={written(value)}" for name, value in values.items() if value not in (None, [])),
     )  # fmt: skip
 
 

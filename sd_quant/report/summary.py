@@ -211,7 +211,7 @@ def workload(record: Any) -> tuple[str, str, int, int]:
 
 def timed_alone(job: str, record: Any) -> Timed | None:
     """The rounds that a job has measured on its own; None where its record has none."""
-    return rounds_of(f"job {job}", at(record, "latency"), *workload(record))
+    return rounds_of(f"job {job}", at(record, "latency"), *workload(record), at(record, "denoiser", "calls"))
 
 
 def folder_in(directory: Path, name: str) -> Path:
@@ -286,7 +286,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
     record = job.record or {}
     engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
-    sizes = {file: number_at(record, "sizes_bytes", denoiser, file) for file in files}
+    sizes = {file: bytes_of_denoisers(record, denoiser, file) for file in files}
     share = quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value
     bits = number_at(record, "judged", "bits").value
     known = {"job": job.name, "status": job.status, "reason": job.reason}
@@ -317,6 +317,15 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
     }
 
 
+def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
+    """Bytes of the denoiser's ``file``, or of several's together; one that is not quantized has the unquantized one."""
+    others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
+    found, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
+    known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]
+    each = [found.value, *(own if own is not None or file == "plan" else full for own, full in known)]
+    return Number(sum(each)) if others and None not in each else found
+
+
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     """The columns of latencies: from the rounds with other jobs where there are some, else from the record."""
     engine, denoiser, samples, batch = workload(job.record)
@@ -326,7 +335,8 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     intervals: list[Interval | None] = [None, None, None]
     if job.timed is not None:
         intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup(), job.timed.image_over_compiled()]
-    if job.timed is not None and measured_together:
+    several = at(job.record, "denoiser", "calls")  # whose rounds are those of the mean of their calls
+    if job.timed is not None and (measured_together or several and job.timed.image_ms):
         speedups = [interval.value for interval in intervals[:2] if interval]
         full, image_full = statistics.median(job.timed.full_precision), job.timed.image_ms
         milliseconds = [statistics.median(job.timed.quantized), full, image_full / speedups[1], image_full]

@@ -8,6 +8,7 @@ the unquantized one, and engines of different machines not at all.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ class Timed:
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
 
 
+def mean_call(calls: Mapping[str, int], samples: Mapping[str, Sequence[float]]) -> list[float]:
+    """Milliseconds of a call in each round, the mean of those ``calls`` that an image makes of each denoiser."""
+    every = sum(calls.values())
+    shares = [calls[part] / every for part in samples]
+    return [sum(map(mul, shares, each)) for each in zip(*samples.values(), strict=True)]
+
+
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
     """Milliseconds of each call with its ``rest`` of an image, a share of the ``reference`` in the same round."""
     return [rest * unquantized + sample for unquantized, sample in zip(reference, samples, strict=True)]
@@ -167,16 +175,30 @@ def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, An
     return {job: block for block in blocks for subject in block["subjects"] for job in subject["jobs"]}
 
 
-def rounds_of(block: str, latency: Any, engine: str, part: str, samples: int, batch: int) -> Timed | None:
-    """The rounds in a record's ``latency``; None where there are none that can be compared."""
+def rounds_of(
+    block: str, latency: Any, engine: str, part: str, samples: int, batch: int, calls: Mapping[str, int] | None = None
+) -> Timed | None:
+    """The rounds in a record's ``latency``; None where there are none that can be compared.
+
+    Of a pipeline with several denoisers, of which an image makes these ``calls``, a call is the mean of theirs.
+    """
     call, image = at(latency, engine, part, str(samples)), at(latency, engine, IMAGE, str(batch))
-    full, quantized = (at(call, variant, "samples_ms") for variant in VARIANTS)
+    calls = calls or {part: 1}
+
+    def mean_of(by: str, variant: str) -> list[float] | None:
+        entries = {each: at(latency, by, each, str(samples)) for each in calls}
+        known = {each: at(own, variant, "samples_ms") or at(own, VARIANTS[0], "samples_ms") or []
+                 for each, own in entries.items()}  # fmt: skip
+        there = at(entries, part, variant, "samples_ms") and len(set(map(len, known.values()))) == 1
+        return mean_call(calls, known) if there else None
+
+    full, quantized = (mean_of(engine, variant) for variant in VARIANTS)
     rest, image_ms = (at(image, VARIANTS[0], name) for name in ("rest", "p50_ms"))
     if not full or not quantized:
         return None
     if rest is None or image_ms is None:
         rest = image_ms = None
-    compiled = at(latency, COMPILED, part, str(samples), VARIANTS[0], "samples_ms") if engine != COMPILED else None
+    compiled = mean_of(COMPILED, VARIANTS[0]) if engine != COMPILED else None
     known = Timed(
         block, full, quantized, rest, image_ms, compiled=compiled, quantized_rest=at(image, VARIANTS[1], "rest"),
         share=at(image, VARIANTS[1], "calls_share") or 1.0, **of_conditions(at(call, "rounds")),

@@ -121,6 +121,16 @@ def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor
     return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
 
 
+def assign_others(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
+    """Derive how the layers of the pipeline's other denoisers are quantized; ``statistics`` are those of parts.
+
+    Raises ConfigError where there are none of one.
+    """
+    if missing := loaded.others.keys() - statistics.keys():
+        raise ConfigError(f"there are no statistics of {', '.join(missing)}; calibrate with the same quantize.parts")
+    return {part: assign(other, statistics[part]) for part, other in loaded.others.items()}
+
+
 def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
     """Derive how the layers of each other part are quantized, by part; ``statistics`` are those of parts.
 
@@ -184,19 +194,22 @@ def most_sensitive(
     assignment: dict[str, LayerAssignment],
     directory: Path,
     shared: Shared | None = None,
+    part: str = "",
 ) -> tuple[Sensitivity, list[str]]:
     """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
 
-    Writes ``sensitivity.csv`` and its plot to ``directory``. ``shared`` as for ``measure_sensitivity``.
+    Writes ``sensitivity.csv`` and its plot to ``directory``, of another denoiser with the name of its ``part``.
+    ``shared`` as for ``measure_sensitivity``.
     """
+    end = f"_{part}" if part else ""
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
     )
     from sd_quant.report.plots import plot_sensitivity  # which imports matplotlib
 
     table = sensitivity_rows(sensitivity, assignment, loaded.kept)
-    write_csv(table, directory / "sensitivity.csv")
-    plot_sensitivity(table, sensitivity.curve, directory / "sensitivity.png")
+    write_csv(table, directory / f"sensitivity{end}.csv")
+    plot_sensitivity(table, sensitivity.curve, directory / f"sensitivity{end}.png")
     return sensitivity, list(sensitivity.network_error)[: loaded.kept]
 
 

@@ -27,7 +27,6 @@ from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes, hessians_of
-from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_sampling
@@ -39,28 +38,20 @@ LONG = 600  # seconds above which a calibration is announced with a warning
 
 
 def statistics_of(
-    checkpoint: Checkpoint,
-    roles: dict[str, str],
-    job: RecipeJob,
-    checkpoint_sha256: str,
-    prompts: list[str] | None = None,
-    part_recipes: Mapping[str, Recipe] = {},
+    loaded: Loaded, job: RecipeJob, checkpoint_sha256: str, prompts: list[str] | None = None
 ) -> Statistics:
     """Collect or read the statistics of every layer that some recipe may quantize.
 
     One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
-    ``roles`` are those of all the denoiser's layers. ``prompts`` stand in for those that the job names.
-    ``part_recipes`` are those of other parts; statistics are collected of those that take any. A warning names the
-    parts whose activations fp16 might not hold.
+    Those of other denoisers are collected in the same pass, and those of other parts if their recipes take any.
+    ``prompts`` stand in for those that the job names. A warning names the parts whose activations fp16 might not hold.
     """
-    knobs = job.quantize
+    checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
     sampling = calibration_sampling(job.model, job.infer, knobs, job.calibration_rows())
-    network = empty_denoiser(checkpoint)
-    watched = [name for name in roles if name in names or isinstance(network.get_submodule(name), nn.Linear)]
-    hessians = denoiser_hessians(checkpoint, roles, knobs)
+    watched, hessians = watched_layers(checkpoint, roles), denoiser_hessians(checkpoint, roles, knobs)
     if knobs.calibration is not None:
-        contract = denoiser_part(checkpoint).contract
+        network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
         besides = {name: network.get_submodule(name) for name in watched}
         needed = {name: besides.pop(name) for name in names}
         here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu", hessians)
@@ -69,10 +60,15 @@ def statistics_of(
             hessians,
         )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
-    calibrated = [part for part, recipe in part_recipes.items() if recipe.needs_inputs]
+    calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
     kept = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
     prompts = job.calibration_prompts() if prompts is None else prompts
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
+    for part, other in loaded.others.items():
+        watched += [f"{part}:{name}" for name in watched_layers(other.base, other.roles)]
+        own = denoiser_hessians(other.base, other.roles, other.recipe)
+        readers = tuple(tuple(f"{part}:{name}" for name in each) for each in own.readers)
+        hessians = Hessians(own.block or hessians.block, (*hessians.readers, *readers))
     statistics = calibrate(
         model,
         watched,
@@ -91,10 +87,10 @@ def statistics_of(
         of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
         layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
         summed = {
-            part: hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), part_recipes[part])
+            part: hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), loaded.part_recipes[part])
             for part, roles in of_parts.items()
         }
-        statistics.parts = calibrate_parts(
+        statistics.parts |= calibrate_parts(
             model, layers, prompts, sampling, checkpoint_sha256=checkpoint_sha256, latents=latents, cache=cache,
             accelerator=knobs.accelerator, hessians=summed,
         )  # fmt: skip
@@ -102,6 +98,13 @@ def statistics_of(
     if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
         LOG.warning("%s", warning)
     return statistics
+
+
+def watched_layers(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
+    """The denoiser's layers of which statistics are collected: all linears, and the convolutions that may be."""
+    network = empty_denoiser(checkpoint)
+    return [name for name, role in roles.items()
+            if role != "excluded" or isinstance(network.get_submodule(name), nn.Linear)]  # fmt: skip
 
 
 def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, i
 from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
-from sd_quant.models.checkpoint import Checkpoint, key_of, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoisers_of, key_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
@@ -41,6 +41,7 @@ class CallsOfAnImage:
     half: int = 0  # of the conditional half of a guided batch alone
     precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
     in_a_step: float = 1.0  # that is computed: some pipelines call for each half, some samplers twice
+    by_denoiser: Mapping[str, int] = field(default_factory=dict)  # of each, where the pipeline has several
 
     def share(self, costs: Mapping[str, float], steps: int) -> float:
         """The time of these calls as a share of the whole ones of ``steps`` of the recipe.
@@ -162,6 +163,7 @@ def compare_images(
     watched, counts = WatchedVariant(variant, {}), list[Tensor]()
     letters = [COMPUTED, *sorted(infer.precise_letters)]
     engines = [engine_of_letter(checkpoint.family.DENOISER, letter) for letter in letters]
+    engines += denoisers_of(checkpoint)[1:]
 
     def counting(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
@@ -181,8 +183,12 @@ def compare_images(
 
     images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
     outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in variants.assignments}
-    of_letters = dict(zip(letters, torch.stack(counts).sum(dim=0).tolist(), strict=True))
-    of_an_image = counted(checkpoint, of_letters, prompts, infer)
+    totals = torch.stack(counts).sum(dim=0).tolist()
+    of_an_image = counted(checkpoint, dict(zip(letters, totals, strict=False)), prompts, infer)
+    if others := {part: calls // len(counts) for part, (calls, _) in zip(engines, totals, strict=True)
+                  if part in denoisers_of(checkpoint)[1:]}:  # fmt: skip
+        own = sum(calls for calls, _ in totals[: len(letters)]) // len(counts)
+        of_an_image = replace(of_an_image, by_denoiser={checkpoint.family.DENOISER: own, **others})
     return VariantOutputs(images, framework.inputs, outputs, framework.calls, of_an_image)
 
 

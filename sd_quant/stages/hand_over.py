@@ -39,7 +39,7 @@ from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import weights_alone, with_denoiser
 from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_of
 from sd_quant.interchange.model_card import model_card
-from sd_quant.interchange.other_parts import adapted_part, in_place
+from sd_quant.interchange.other_parts import adapted_part, place_of
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.sampling import Sampled, for_files, for_folders, written_marks
 from sd_quant.interchange.servers import check_served, servers_of
@@ -47,7 +47,7 @@ from sd_quant.interchange.weights import sixteen_bits
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images, joined
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, empty_modules
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, denoisers_of, empty_modules, in_place
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.places import input_path, shown
 from sd_quant.quantization.assignment import LayerAssignment
@@ -165,13 +165,13 @@ def check_schedule(targets: Collection[str], infer: Infer) -> None:
 def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
     """The rows of each part's assignment as each target holds them.
 
-    Raises ConfigError if a target holds none of the denoiser's.
+    Raises ConfigError if a target holds none of a denoiser's.
     """
-    denoiser = checkpoint.family.DENOISER
+    denoisers = denoisers_of(checkpoint)
     return {
         name: {
             part: adapted(rows, TARGETS[name])
-            if part == denoiser
+            if part in denoisers
             else adapted_part(rows, TARGETS[name], checkpoint, part)
             for part, rows in assignments.items()
         }
@@ -190,7 +190,7 @@ def assignment_of(
         loaded = with_recipe(session, job.model, job.infer, job.quantize)
     with step("calibrate"):
         sha256 = calibrated_sha256(job, record_of_run(run))
-        statistics = statistics_of(loaded.base, loaded.roles, job, sha256, part_recipes=loaded.part_recipes)
+        statistics = statistics_of(loaded, job, sha256)
     with temporary_folder(directory) as folder:
         chosen = choose(loaded, statistics, Path(folder), step)
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
@@ -274,7 +274,9 @@ def write_target(
             "command": command,
             "left_out": [*left_out(target, loaded.checkpoint), *widened(assignment, rows), *stacked(target, rows)],
             "absent": absent(loaded.checkpoint),
-            "servers": servers_of(target, loaded.checkpoint, rows),
+            "servers": servers_of(
+                target, loaded.checkpoint, rows, {loaded.parts[part].component: each for part, each in held.items()}
+            ),
             "precise_ends": ends,
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(loaded.checkpoint.path),
@@ -406,9 +408,7 @@ def write_folder(
         for component, own in rows.items()
     }
     paths = {part: written[component] for part, component in quantized.items()}
-    return {  # in a pipeline's folder a reader looks for the denoiser
-        part: path / quantized[part] if path == folder and part != denoiser else path for part, path in paths.items()
-    }
+    return {part: place_of(path, checkpoint, part) if path == folder else path for part, path in paths.items()}
 
 
 def measured_by(loaded: Loaded, infer: Infer, reference: Images) -> Measure:

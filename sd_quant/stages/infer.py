@@ -1,5 +1,6 @@
 """Images and latency from the engines of an earlier run, or from torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import cast
@@ -13,7 +14,8 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.pool import Variant
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.timed_calls import image_of_parts, image_times, part_call, samples_per_call
+from sd_quant.inference.timed_calls import calls_in_image, image_of_parts, image_times, part_call, samples_per_call
+from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.latency import Stopping, clock_of, judged, measure
 from sd_quant.metrics.memory import peak_cuda_memory_bytes, peak_memory_bytes, used
 from sd_quant.models.checkpoint import Checkpoint, contracts_of
@@ -48,9 +50,12 @@ def infer(job: InferJob, directory: Path) -> None:
     engines = Variant(pool, {part: part for part in [*session.parts, *(files.keys() - session.parts.keys())]})
     if together:  # opens all of them, so that a broken file is refused before the others have worked
         list(engines.values())
-    generated = generate(pipeline_of(checkpoint, engines), prompts, recipe_sampling(job.infer), job.infer.engine)
+    watched, sampling = WatchedVariant(engines, {}), recipe_sampling(job.infer)
+    generated = generate(pipeline_of(checkpoint, watched), prompts, sampling, job.infer.engine)
     save_images(generated.images, out / "images", image_names(prompts))
-    latency = time_engine(checkpoint, engines, prompts, job.infer, together)
+    batches = len(sampling.batches(range(len(prompts))))
+    calls = {part: count // batches for part, count in watched.count.items()}
+    latency = time_engine(checkpoint, engines, prompts, job.infer, together, calls)
     record = InferRecord(
         schema_version=SCHEMA_VERSION,
         status=DONE,
@@ -85,9 +90,17 @@ def engine_files(job: InferJob) -> dict[str, Path]:
 
 
 def time_engine(
-    checkpoint: Checkpoint, engines: Variant, prompts: list[str], infer: Infer, together: bool
+    checkpoint: Checkpoint,
+    engines: Variant,
+    prompts: list[str],
+    infer: Infer,
+    together: bool,
+    calls: Mapping[str, int] = {},
 ) -> dict[str, dict[str, Latency]]:
-    """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once."""
+    """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once.
+
+    ``calls`` are those of several denoisers in an image.
+    """
     sampling, contracts = recipe_sampling(infer), contracts_of(checkpoint)
     latency: dict[str, dict[str, Latency]] = {}
     medians: dict[str, float] = {}
@@ -96,7 +109,7 @@ def time_engine(
         call = part_call(engines[part], contract, samples, sampling)
         times = cast(Latency, judged(measure(call, infer.num_warmup_runs, infer.num_timed_runs, clock)))
         latency[part], medians[part] = {str(samples): times}, median(times["samples_ms"])
-    image = added_up = image_of_parts(checkpoint, medians, sampling.steps_taken)
+    image = added_up = image_of_parts(checkpoint, medians, calls_in_image(checkpoint, sampling, calls))
     if together:
         stopping = Stopping(min(3, infer.num_timed_runs), 1, 0)
         image = image_times(checkpoint, {"": engines}, prompts, {"": sampling}, stopping)[""]

@@ -23,6 +23,7 @@ from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
 from sd_quant.interchange.other_parts import read_parts
 from sd_quant.knobs import read
+from sd_quant.models.checkpoint import denoisers_of
 from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import DONE, at, base_sha256, read_object, weights_sha256
@@ -101,7 +102,7 @@ def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
     """The full-precision model, checked, and all that candidates are compared by."""
     work = by_torch(workload_of(job.infer))
     session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)
-    weights = {"the candidate": 4.0 * session.parameters[session.denoiser]}
+    weights = {"the candidate": 4.0 * sum(session.parameters[part] for part in denoisers_of(session.checkpoint))}
     return Baseline(
         session, job.model, job.infer, job.judge, job.timing,
         job.cache, job.metrics, provenance(job.model.inputs() | job.infer.inputs(), []),

@@ -15,6 +15,7 @@ import logging
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from sd_quant.config import Infer, Timing
@@ -24,6 +25,8 @@ from sd_quant.inference.samplers import COMPUTED, engine_of_letter
 from sd_quant.inference.timed_calls import (
     WARMUP_IMAGES,
     ImageTimes,
+    calls_beside,
+    calls_in_image,
     image_of_parts,
     image_times,
     part_call,
@@ -47,7 +50,7 @@ from sd_quant.models.checkpoint import Checkpoint, contracts_of, part_parameters
 from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
-from sd_quant.report.timing import in_image
+from sd_quant.report.timing import in_image, mean_call
 from sd_quant.stages.compare import HALF, CallsOfAnImage
 from sd_quant.stages.generate import recipe_sampling, sampling_of
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
@@ -80,48 +83,47 @@ def compare_latency(
 
     ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized denoiser
     is simulated and not timed, or None. ``others`` are the other parts that are quantized. ``calls`` are those of a
-    quantized image, where levers make them others than an unquantized image's.
+    quantized image. Several denoisers are timed in the same rounds; in an image each has its calls.
     """
     untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
     contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
+    calls_of = calls_in_image(checkpoint, sampling, {} if calls is None else calls.by_denoiser)
     samplings = dict.fromkeys(engines, sampling) | {QUANTIZED: recipe_sampling(infer)}
     framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
     openings: Sequence[int] = ()  # of the denoiser
     medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
-    timed = {*others, *([denoiser] if simulated is None else [])}  # of the quantized variant
+    timed = {*others, denoiser} - ({*calls_of} if simulated is not None else set())  # of the quantized variant
+    groups = [[*calls_of], *([part] for part in contracts if part not in calls_of)]  # parts in the same rounds
+    groups = groups if together else [[part] for part in contracts]
     saved = 0.0  # milliseconds of an image, by the other parts that are quantized
     with progress(len(contracts) + 1, "latency") as advance:
-        for part in contracts:
-            compared_with = [QUANTIZED] if part in timed else []
-            compared_with += [COMPILED_FRAMEWORK] if part == denoiser and COMPILED_FRAMEWORK in engines else []
-            turns = [[FULL_PRECISION, *compared_with], [FRAMEWORK]]  # torch's threads spin behind a call of its own
-            if not together:
-                turns = [[name] for turn in turns for name in turn]
-            stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s if part == denoiser else 0)
-            rounds = [
-                part_rounds(checkpoint, {name: engines[name][part] for name in turn}, part, infer, stopping)
-                for turn in turns
-            ]
-            times = {name: judged(each.statistics(name)) for each in rounds for name in each.samples}
-            openings = rounds[0].openings if part == denoiser else openings
-            samples = str(samples_per_call(checkpoint, part, sampling))
-            framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
-            runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
-            if part not in timed:
-                runtime[part][samples][QUANTIZED] = untimed if part == denoiser else NOT_QUANTIZED
-            else:
-                before, after = (times[name]["samples_ms"] for name in (FULL_PRECISION, QUANTIZED))
-                found = compared(before, after, rounds[0].openings)
-                found["rounds"] = conditions(rounds, FULL_PRECISION)
-                runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
-                times_called = sampling.steps_taken if checkpoint.parts()[part].in_steps else int(part != denoiser)
-                saved += times_called * (statistics.median(before) - statistics.median(after))
-            if COMPILED_FRAMEWORK in times:
-                compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
-            for name, each in medians.items():
-                each[part] = statistics.median(times[name]["samples_ms"])
-            advance()
-        added_up = {name: image_of_parts(checkpoint, each, sampling.steps_taken) for name, each in medians.items()}
+        for group in groups:
+            stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s if group[0] in calls_of else 0)
+            rounds = rounds_of_group(checkpoint, engines, group, timed, infer, stopping, calls_of, together)
+            for part in group:
+                times = {
+                    name: judged(each.statistics(key)) for each in rounds for key in each.samples
+                    for name, _, own in [key.partition("/")] if own == part
+                }  # fmt: skip
+                openings = rounds[0].openings if part == denoiser else openings
+                samples = str(samples_per_call(checkpoint, part, sampling))
+                framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
+                runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
+                if part not in timed:
+                    runtime[part][samples][QUANTIZED] = untimed if part in (denoiser, *others) else NOT_QUANTIZED
+                else:
+                    before, after = (times[name]["samples_ms"] for name in (FULL_PRECISION, QUANTIZED))
+                    found = compared(before, after, rounds[0].openings)
+                    found["rounds"] = conditions(rounds, f"{FULL_PRECISION}/{part}")
+                    runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
+                    times_called = 0 if part in calls_of else calls_beside(checkpoint, part, calls_of)
+                    saved += times_called * (statistics.median(before) - statistics.median(after))
+                if COMPILED_FRAMEWORK in times:
+                    compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
+                for name, each in medians.items():
+                    each[part] = statistics.median(times[name]["samples_ms"])
+                advance()
+        added_up = {name: image_of_parts(checkpoint, each, calls_of) for name, each in medians.items()}
         if together:
             # that for calls, with half the number and a quarter of the time
             stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
@@ -136,7 +138,15 @@ def compare_latency(
         else:
             images = added_up
         advance()
-    batch, (call,) = str(infer.batch_size), runtime[denoiser].values()
+    batch = str(infer.batch_size)
+
+    def mean_of(times: Mapping[str, dict], variant: str) -> list[float]:
+        """Milliseconds of the mean of an image's calls; a denoiser without this variant has the unquantized one."""
+        found = {part: next(iter(times[part].values())) for part in calls_of}
+        return mean_call(calls_of, {
+            part: each[variant if "samples_ms" in each[variant] else FULL_PRECISION]["samples_ms"]
+            for part, each in found.items()
+        })  # fmt: skip
 
     def rounds_of(name: str) -> dict:
         made = images[name].rounds
@@ -145,7 +155,7 @@ def compare_latency(
     baseline, full = (image_entry(images[name], added_up[name]) for name in (FRAMEWORK, FULL_PRECISION))
     framework[IMAGE] = {batch: {FULL_PRECISION: baseline, **rounds_of(FRAMEWORK)}}
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: untimed, **rounds_of(FULL_PRECISION)}}
-    rest, reference = images[FULL_PRECISION].rest, call[FULL_PRECISION]["samples_ms"]
+    rest, reference = images[FULL_PRECISION].rest, mean_of(runtime, FULL_PRECISION)
 
     def over_full_precision(samples: Sequence[float], rest_of: float) -> dict:
         return compared(in_image(reference, reference, rest), in_image(reference, samples, rest_of), openings)
@@ -157,13 +167,13 @@ def compare_latency(
         return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
 
     if simulated is None:
-        less = saved / (sampling.steps_taken * medians[FULL_PRECISION][denoiser])
+        less = saved / sum(count * medians[FULL_PRECISION][part] for part, count in calls_of.items())
         quantized_rest, share = max(0.0, rest - less), 1.0
-        if calls is not None:
+        if calls is not None and infer.pulls_levers:
             share = calls.share(costs_of(checkpoint, engines[QUANTIZED], infer, calls, together), sampling.steps_taken)
-        found = over_full_precision([share * each for each in call[QUANTIZED]["samples_ms"]], quantized_rest)
+        found = over_full_precision([share * each for each in mean_of(runtime, QUANTIZED)], quantized_rest)
         quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {})
-        if calls is not None:
+        if calls is not None and infer.pulls_levers:
             quantized["calls_share"] = share
         if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
             found = {"speedup": {"value": None, "reason": full["reason"]}}
@@ -172,8 +182,7 @@ def compare_latency(
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
-    (found,) = compiled[denoiser].values()
-    speedup = over_full_precision(found[FULL_PRECISION]["samples_ms"], rest)["speedup"]
+    speedup = over_full_precision(mean_of(runtime | compiled, FULL_PRECISION), rest)["speedup"]
     compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
@@ -197,34 +206,65 @@ def costs_of(
     return {name: statistics.median(found[name]) / statistics.median(found[COMPUTED]) for name in timed}
 
 
-def part_rounds(
-    checkpoint: Checkpoint, engines: Mapping[str, Engine], part: str, infer: Infer, stopping: Stopping
-) -> Rounds:
-    """Time rounds of one part's call by each engine, the reference first.
+def rounds_of_group(
+    checkpoint: Checkpoint,
+    engines: Engines,
+    group: Sequence[str],
+    timed: Collection[str],
+    infer: Infer,
+    stopping: Stopping,
+    calls: Mapping[str, int],
+    together: bool,
+) -> list[Rounds]:
+    """Time rounds of the parts of a ``group`` by the engines, of those ``timed`` by the quantized one too.
 
-    Where they have a budget of time, the machine is probed too, but not for the framework, which has no interval.
+    Torch has rounds of its own: its threads spin behind a call.
     """
-    sampling, contract = sampling_of(infer), contracts_of(checkpoint)[part]
-    samples = samples_per_call(checkpoint, part, sampling)
-    device, probed = next(iter(engines.values())).device, stopping.budget_s and FRAMEWORK not in engines
+    by_variant = {FULL_PRECISION: group, QUANTIZED: timed, COMPILED_FRAMEWORK: engines.get(COMPILED_FRAMEWORK, ())}
+    turns = [[(name, part) for name, parts in by_variant.items() for part in group if part in parts]]
+    turns += [[(FRAMEWORK, part) for part in group]]
+    turns = turns if together else [[each] for turn in turns for each in turn]
+    return [
+        part_rounds(checkpoint, {f"{name}/{part}": engines[name][part] for name, part in turn}, infer, stopping, calls)
+        for turn in turns  # of whose engines memory may hold no others
+    ]
+
+
+def part_rounds(
+    checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, stopping: Stopping, calls: Mapping[str, int]
+) -> Rounds:
+    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first.
+
+    ``calls`` are those of each denoiser in an image. Where engines have a budget of time, the machine is probed too,
+    but not for the framework, which has no interval.
+    """
+    sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
+    parts = {name: name.rpartition("/")[2] for name in engines}
+    first, device = next(iter(engines.items()))[0], next(iter(engines.values())).device
+    probed = stopping.budget_s and not first.startswith(f"{FRAMEWORK}/")
     # what is timed alone is called again and again anyway
-    calls = sampling.steps_taken if part == checkpoint.family.DENOISER and len(engines) > 1 else 1
+    in_turn = len(engines) > len(set(parts.values()))
+    rows = {name: calls.get(part, 1) if in_turn else 1 for name, part in parts.items()}
     return measure_together(
-        {name: part_call(engine, contract, samples, sampling) for name, engine in engines.items()},
+        {
+            name: part_call(engine, contracts[part], samples_per_call(checkpoint, part, sampling), sampling)
+            for (name, part), engine in zip(parts.items(), engines.values(), strict=True)
+        },
         infer.num_warmup_runs,
         stopping,
-        {name: in_a_row(clock_of(engine.device), calls) for name, engine in engines.items()},
-        reopener(checkpoint, part, engines) if calls > 1 else None,
+        {name: in_a_row(clock_of(engine.device), rows[name]) for name, engine in engines.items()},
+        reopener(checkpoint, parts, engines) if max(rows.values()) > 1 else None,
         partial(probe, device) if probed else None,
     )
 
 
-def reopener(checkpoint: Checkpoint, part: str, engines: Mapping[str, Engine]) -> Reopen:
-    """A function that opens the ``engines`` of a part again, in a given order, while memory has room for that."""
+def reopener(checkpoint: Checkpoint, parts: Mapping[str, str], engines: Mapping[str, Engine]) -> Reopen:
+    """A function that opens the ``engines`` of ``parts`` again, in a given order, while memory has room for that."""
 
     @cache
     def room() -> int:
-        return BYTES_OPENED * part_parameters(checkpoint)[part] * len(engines)
+        parameters = part_parameters(checkpoint)
+        return BYTES_OPENED * sum(parameters[part] for part in parts.values())
 
     def reopen(names: Sequence[str]) -> bool:
         if available_memory_bytes() < room():
@@ -237,8 +277,10 @@ def reopener(checkpoint: Checkpoint, part: str, engines: Mapping[str, Engine]) -
 
 def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, timing: Timing) -> Rounds:
     """Time rounds of the denoiser's call until the ratios to the first of the ``engines`` are known well enough."""
-    stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s)
-    return part_rounds(checkpoint, engines, checkpoint.family.DENOISER, infer, stopping)
+    stopping, part = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s), checkpoint.family.DENOISER
+    named, calls = {f"{name}/{part}": engine for name, engine in engines.items()}, sampling_of(infer).steps_taken
+    rounds = part_rounds(checkpoint, named, infer, stopping, {part: calls})
+    return replace(rounds, samples=dict(zip(engines, rounds.samples.values(), strict=True)))
 
 
 def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:

@@ -1,18 +1,19 @@
 """A session with a recipe: which layers the recipe quantizes, and how."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from sd_quant.checkpoints.lora import adapted_in, without_loras
 from sd_quant.config import Infer, Model, Quantize
 from sd_quant.config.assignment_file import FP16, entries_in
+from sd_quant.config.images import LEVERS
 from sd_quant.config.recipe import BESIDE, TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.knobs import check, near
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, roles_of_part
+from sd_quant.models.checkpoint import Checkpoint, InPlace, empty_denoiser, empty_part, in_place, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, reason_kept
@@ -52,16 +53,27 @@ class Loaded(Session):
     kept: int  # how many of the most sensitive layers stay in high precision
     model: Model
     infer: Infer  # the images that are made, whose guidance scale calibration takes too
-    part_presets: Mapping[str, str]  # of other parts than the denoiser that are quantized by ``quantize.parts``
-    part_recipes: Mapping[str, Recipe]  # of the same parts
+    part_presets: Mapping[str, str]  # of other parts than the denoiser that are quantized, but by ``fit``
+    part_recipes: Mapping[str, Recipe]  # of the same parts without denoisers
     offered: Mapping[str, Offered]  # presets that layers may have, by name
     labels: Mapping[str, str] | None  # what ``assignment`` gives layers, presets or fp16; None without that file
     alphas: Mapping[str, float | str]  # what the same file gives layers in place of their preset's alpha
+    # the pipeline's other denoisers that are quantized, by part, each in the denoiser's place
+    others: Mapping[str, "Loaded"] = field(default_factory=dict)
+
+    @property
+    def denoisers(self) -> list[str]:
+        """The parts that are quantized by the recipe."""
+        return [self.denoiser, *self.others]
 
     @cached_property
     def base(self) -> Checkpoint:
         """The checkpoint that is calibrated and quantized: without LoRAs where these are beside quantized weights."""
-        return without_loras(self.checkpoint) if self.recipe.loras == BESIDE else self.checkpoint
+        if self.recipe.loras != BESIDE:
+            return self.checkpoint
+        if isinstance(self.checkpoint, InPlace):
+            return in_place(without_loras(self.checkpoint.checkpoint), self.denoiser)
+        return without_loras(self.checkpoint)
 
     @property
     def guidance_scale(self) -> float:
@@ -111,6 +123,35 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
     Raises ConfigError for knobs or a recipe that do not fit.
     """
     session.check(model, infer, recipe)
+    loaded, others = with_denoiser(session, model, infer, recipe), dict[str, Loaded]()
+    for part in other_denoisers(session, model, recipe):
+        check_together(session, infer, recipe)
+        own = recipe.with_preset(recipe.parts[part]) if part in (recipe.parts or {}) else recipe  # type: ignore[index]
+        others[part] = with_denoiser(Session(in_place(session.checkpoint, part)), model, infer, own)
+    presets = {part: other.recipe.format for part, other in others.items()} | dict(loaded.part_presets)
+    return replace(loaded, others=others, part_presets=presets)
+
+
+def other_denoisers(session: Session, model: Model, recipe: Quantize) -> list[str]:
+    """The pipeline's denoisers that are quantized beside the first; none where ``model.denoiser`` names one."""
+    every = session.checkpoint.family.DENOISERS if model.denoiser is None else ()
+    return [part for part in every if part != session.denoiser and (recipe.parts or {}).get(part) != FP16]
+
+
+def check_together(session: Session, infer: Infer, recipe: Quantize) -> None:
+    """Raises ConfigError for knobs that are about one denoiser where several are quantized."""
+    every = session.checkpoint.family.DENOISERS
+    knobs = {f"quantize.{name}": getattr(recipe, name) for name in ("budget", "fit", "assignment", "calibration")}
+    for knob, value in (knobs | {f"infer.{name}": getattr(infer, name) for name in LEVERS}).items():
+        expected = (
+            f"null, because {' and '.join(every)} are both quantized and this is about one of them; "
+            f"model.denoiser={every[0]} quantizes that one alone"
+        )
+        check(value is None, knob, value, expected)
+
+
+def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
+    """What ``with_recipe`` finds of the denoiser alone."""
     checkpoint, network, family = session.checkpoint, empty_denoiser(session.checkpoint), model.family
     roles, attentions = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
@@ -133,10 +174,10 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
         check_layers(roles, shapes, recipe, attentions, exclude, dict.fromkeys(alone, inputs_left_alone(recipe)))
     selected = sum(reason_kept(role, recipe.quant_level) is None for role in roles.values())
     kept = layers_to_keep(recipe.keep, selected)
-    presets = presets_of_parts(session, recipe.parts or {})
-    others = recipes_of_parts(session, presets)
+    presets = presets_of_parts(session, recipe.parts or {}, model.denoiser)
+    recipes = recipes_of_parts(session, presets)
     loaded = Loaded(
-        checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, others, offered,
+        checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, recipes, offered,
         *((None, {}) if recipe.assignment is None else entries_in(recipe.assignment)),
     )  # fmt: skip
     if recipe.loras == BESIDE and not recipe.mixes:
@@ -192,17 +233,23 @@ def check_offered(
             )
 
 
-def presets_of_parts(session: Session, given: Mapping[str, str]) -> dict[str, str]:
-    """The presets of other parts than the denoiser, with text encoders by name. Raises ConfigError for a wrong part."""
-    denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}  # of which a run quantizes one
+def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | None = None) -> dict[str, str]:
+    """The presets of other parts than denoisers, with text encoders by name. Raises ConfigError for a wrong part.
+
+    ``alone`` is the only denoiser that is quantized, where ``model.denoiser`` names one.
+    """
+    denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
     plain = [part for part in others if session.parts[part].component != "vae" and not session.parts[part].in_steps]
     named = {TEXT_ENCODERS: plain}
+    beside = [part for part in session.checkpoint.family.DENOISERS[1:] if alone is None]
     for part in given:
-        expected = f"parts of this model that are exported beside its denoiser: {', '.join(others)}"
-        check(part in others or bool(named.get(part)), "quantize.parts", part, expected)
+        of = "its denoiser" if alone is None else f"{alone}, which model.denoiser quantizes alone"
+        expected = f"parts of this model that are exported beside {of}: {', '.join([*beside, *others])}"
+        check(part in [*beside, *others] or bool(named.get(part)), "quantize.parts", part, expected)
     together = {part: given[name] for name, parts in named.items() if name in given for part in parts}
-    return together | {part: preset for part, preset in given.items() if part in others}
+    together |= {part: preset for part, preset in given.items() if part in others}
+    return {part: preset for part, preset in together.items() if preset != FP16}
 
 
 def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, Recipe]:

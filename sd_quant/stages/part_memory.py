@@ -28,12 +28,12 @@ def memory_of_parts(
 
     Closes all engines. ``restart`` resets the process's peak.
     """
-    checkpoint, denoiser = variants.loaded.checkpoint, variants.loaded.denoiser
+    checkpoint = variants.loaded.checkpoint
     contracts, sampling = contracts_of(checkpoint), sampling_of(infer)
     on_gpu = torch.cuda.is_available() and RUNTIMES[infer.engine].device != "cpu"
 
     def of(name: str, part: str) -> PartMemory:
-        if part == denoiser and name == QUANTIZED and variants.simulated is not None:
+        if part in variants.loaded.denoisers and name == QUANTIZED and variants.simulated is not None:
             return {"reason": f"simulated: {variants.simulated}"}
 
         def opened() -> Callable[[], object]:

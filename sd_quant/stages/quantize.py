@@ -56,7 +56,7 @@ from sd_quant.stages.open_parts import check_cuda_graph, say_choice
 from sd_quant.stages.part_memory import memory_of_parts
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.results import Results, record_of
-from sd_quant.stages.session import Session, cache_of, write_observed
+from sd_quant.stages.session import cache_of, write_observed
 from sd_quant.stages.variants import FRAMEWORK, variants_of
 from sd_quant.stages.verify import executed_layers, verify
 from sd_quant.trackers import track
@@ -110,7 +110,7 @@ def check_runtimes(job: QuantizeJob) -> None:
         check_gpu(set().union(*job.formats().values()))
     if runtime.file is None:
         check_device(job.formats()["inputs"])
-    for part, preset in (job.quantize.parts or {}).items():
+    for part, preset in job.quantize.quantized_parts.items():
         recipe = part_recipe(preset)
         reason = None if recipe is None else why_not(job.infer.engine, formats_used(recipe.enable, recipe.quant_level))
         if reason is not None:
@@ -122,12 +122,12 @@ def check_runtimes(job: QuantizeJob) -> None:
     check_request(job.model, job.infer)
 
 
-def why_not_exported(session: Session, infer: Infer) -> str | None:
-    """Why an engine that loads files has none of the denoiser; None where it has one or loads none."""
-    refused = session.parts[session.denoiser].refused
-    if refused is None or RUNTIMES[infer.engine].file is None:
+def why_not_exported(loaded: Loaded, infer: Infer) -> str | None:
+    """Why an engine that loads files has none of a denoiser; None where it has all or loads none."""
+    refused = {part: because for part in loaded.denoisers if (because := loaded.parts[part].refused) is not None}
+    if not refused or RUNTIMES[infer.engine].file is None:
         return None
-    return f"the {session.denoiser} is not exported, because {refused}"
+    return "; ".join(f"the {part} is not exported, because {because}" for part, because in refused.items())
 
 
 def why_not_measured(job: QuantizeJob, step: StageTimer, directory: Path) -> str | None:
@@ -151,11 +151,11 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
     keep_prompts(job.infer, directory)
 
     def needs(loaded: Loaded) -> Needs:
-        plans = job.trt.library != "none"
+        plans, others = job.trt.library != "none", 3 * sum(loaded.stored_bytes[part] for part in loaded.others)
         return run_needs(
             loaded.parameters, loaded.stored_bytes, job.model, job.infer, job.quantize, plans, len(job.hand_over),
-            bytes_of_hessians(loaded),
-        )  # fmt: skip
+            sum(map(bytes_of_hessians, (loaded, *loaded.others.values()))),
+        ) | Needs(disk={"other denoisers": others} if others else {})  # fmt: skip
 
     with step("load"):
         loaded = load(job.model, job.infer, job.quantize, needs, directory)
@@ -169,7 +169,7 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
     if simulated:
         LOG.info("%s: images come from the simulation in torch, and nothing is timed", simulated)
     with step("calibrate"):
-        statistics = statistics_of(loaded.base, loaded.roles, job, calibrated, part_recipes=loaded.part_recipes)
+        statistics = statistics_of(loaded, job, calibrated)
     kept = KeptOutputs(facts, directory, cache)
     chosen, peaks = choose(loaded, statistics, directory, step, kept), statistics.peaks
     calls = replace(statistics, layers={}, parts={})
@@ -204,14 +204,16 @@ def run(job: QuantizeJob, directory: Path, facts: dict, fingerprint: str) -> Rec
     with step("parity"):
         executed = executed_layers(variants)
         parity = verify(variants, comparison)
-    timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None  # together with other jobs'
+    several = len(loaded.checkpoint.family.DENOISERS) > 1  # of which a sweep times none
+    timed_later = in_sweep(directory) and RUNTIMES[job.infer.engine].file is not None and not several
     timing = replace(job.timing, budget_s=0) if timed_later else job.timing
     with step("latency"):
         latency = compare_latency(
             loaded.checkpoint, variants.engines, prompts, infer, timing, variants.together, variants.simulated,
-            chosen.parts, comparison.of_an_image if infer.pulls_levers else None,
+            chosen.parts, comparison.of_an_image,
         )  # fmt: skip
-        count_run(latency, loaded.denoiser, job, facts, fingerprint, directory)
+        if not several:
+            count_run(latency, loaded.denoiser, job, facts, fingerprint, directory)
     with step("levers") if infer.pulls_levers else nullcontext():
         levers = compared(loaded, comparison, variants, infer, kept, latency, chosen_steps)
     memory: dict = {"reason": why_not_measured(job, step, directory)}

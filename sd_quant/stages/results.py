@@ -68,11 +68,12 @@ class Results:
 
 def shared_entries(
     session: Session, infer: Infer, metrics: Metrics, facts: dict, step: StageTimer, full: Generated,
-    quantized: Generated,
+    quantized: Generated, calls: Mapping[str, int] = {},
 ) -> dict[str, Any]:  # fmt: skip
     """The entries that the record of a run and that of a judged checkpoint share.
 
-    ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages.
+    ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages,
+    ``calls`` those of each of several denoisers in an image.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
@@ -83,7 +84,11 @@ def shared_entries(
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
-        "denoiser": {"part": session.denoiser, "samples_per_image": samples_per_image(session.checkpoint, infer.scale)},
+        "denoiser": {
+            "part": session.denoiser,
+            "samples_per_image": samples_per_image(session.checkpoint, infer.scale),
+            "calls": dict(calls) or None,
+        },
         "prompts": prompts,
         "categories": categories,
         "by_category": by_category(prompts, categories, values),
@@ -121,7 +126,12 @@ def record_of(
     framework, unquantized, quantized = (
         results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
     )
-    shared = shared_entries(loaded, job.infer, job.metrics, facts, step, framework, quantized)
+    chosen = {loaded.denoiser: assignment} | results.chosen.parts
+    of_denoisers = {(part, name): row for part in loaded.denoisers for name, row in chosen[part].items()}
+    calls = results.comparison.of_an_image
+    shared = shared_entries(
+        loaded, job.infer, job.metrics, facts, step, framework, quantized, calls.by_denoiser if calls else {}
+    )
     by_engine = fidelity(framework.images, unquantized.images, framework.latents, unquantized.latents)
     return cast(Record, shared | {
         "fingerprint": fingerprint,
@@ -138,7 +148,7 @@ def record_of(
         },
         "parity": results.parity,
         "executed": results.executed,
-        "layers": count_layers(assignment),
+        "layers": count_layers(of_denoisers),
         "parts": {
             part: part_entry(results, part, preset)
             for part, preset in (loaded.part_presets or dict.fromkeys(results.chosen.parts, "fit")).items()
@@ -197,7 +207,7 @@ def bytes_of(onnx_path: Path) -> int:
     return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
 
 
-def count_layers(assignment: dict[str, LayerAssignment]) -> Layers:
+def count_layers(assignment: Mapping[Any, LayerAssignment]) -> Layers:
     """The number of convolutions and linears that are quantized, and of those that are not."""
     layers = [layer for layer in assignment.values() if layer.role not in WITHOUT_WEIGHTS]
     quantized = sum(layer.format is not None for layer in layers)

@@ -28,10 +28,10 @@ from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
 from sd_quant.interchange.folding import plain_weight, unfolded
-from sd_quant.interchange.other_parts import in_place, read_parts
+from sd_quant.interchange.other_parts import read_parts
 from sd_quant.interchange.sampling import check_marks
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser, in_place
 from sd_quant.models.roles import roles_of
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
@@ -163,7 +163,9 @@ def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> OtherPart:
     """A part of a third-party checkpoint, which ``checkpoint`` has in the denoiser's place."""
-    weights, rows = denoiser_weights(checkpoint), rows_of(read, roles_of(empty_denoiser(checkpoint), ()))
+    weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
+    denoises = part in checkpoint.family.DENOISERS
+    rows = rows_of(read, checkpoint.family.layer_roles(network) if denoises else roles_of(network, ()))
     if adapted_of(checkpoint) and not holds_loras(read, read.layers, checkpoint):
         read = with_loras(read, read.layers, checkpoint)
 
@@ -254,7 +256,7 @@ def run_subject(name: str, run: Path, session: Session, sha256: str | None, runs
             f"the candidate {run} was calibrated on {job.quantize.calib_size} prompts in {job.quantize.n_steps} steps, "
             f"expected at most {MOST_CALIBRATED} of these together; give its statistics with the run"
         )
-    job.model = replace(runs.model, **{name: getattr(job.model, name) for name in OF_CALIBRATION})
+    job.model = replace(runs.model, **{name: getattr(job.model, name) for name in (*OF_CALIBRATION, "denoiser")})
     if without:
         job.model = replace(job.model, loras=[])
     guided = {name: getattr(job.infer, name) for name in OF_GUIDANCE}

@@ -117,6 +117,8 @@ def why_left_out(job: Job, here: dict) -> str | None:
     there = at(job.record, "environment", "machine") or {}
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
+    if at(job.record, "denoiser", "calls"):
+        return "its images call several denoisers, so it has the figures of its own run"
     engine = at(job.record, "knobs", "infer", "engine")
     if engine not in RUNTIMES or RUNTIMES[engine].file is None:
         return f"{engine} leaves no file of an engine, so it has the figures of its own run"

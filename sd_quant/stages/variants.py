@@ -107,9 +107,10 @@ def variants_of(
     Where memory does not hold all of them, one part is open at a time.
     """
     work, parameters = workload_of(infer), loaded.parameters
-    all_of_them = Needs(*memory_of_variants(parameters, work, 1 + (WEIGHTS_ALONE in infer.precise_letters)))
+    copies = len(loaded.denoisers) + (WEIGHTS_ALONE in infer.precise_letters)
+    all_of_them = Needs(*memory_of_variants(parameters, work, copies))
     if compiled_baseline:
-        weights = parameters[loaded.denoiser]
+        weights = sum(parameters[part] for part in loaded.denoisers)
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
     together = loaded.together(work, all_of_them, "all variants of the model")
     most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)[0]
@@ -123,7 +124,8 @@ def variants_of(
 
     pool = loaded.engines(opened, together)
     if compiled_baseline:
-        keys[COMPILED_FRAMEWORK] = {loaded.denoiser: Native(loaded.denoiser, quantized=False, compiled=True)}
+        native = {part: Native(part, quantized=False, compiled=True) for part in loaded.denoisers}
+        keys[COMPILED_FRAMEWORK] = native  # type: ignore[assignment]
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
     keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
@@ -157,7 +159,7 @@ def keys_of(
         twins = {part: artifact(directory / "full_precision", kind, part) for part in assigned if part in files}
         full_precision, quantized = framework | files | twins, {part: files[part] for part in twins}
     if simulated:
-        quantized[loaded.denoiser] = Simulated(loaded.denoiser)
+        quantized |= {part: Simulated(part) for part in loaded.denoisers}
     return {FRAMEWORK: framework, FULL_PRECISION: full_precision, QUANTIZED: full_precision | quantized}
 
 

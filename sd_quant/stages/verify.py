@@ -1,5 +1,7 @@
 """Parity of the engines with torch: of every unquantized part, every quantized layer, and the quantized network."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sd_quant.config import artifact
@@ -16,8 +18,9 @@ from sd_quant.inference.parity import (
     rounded_inputs,
     run_simulation,
 )
-from sd_quant.models.checkpoint import contracts_of, denoiser_of
+from sd_quant.models.checkpoint import contracts_of
 from sd_quant.models.parts import network_in
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import products_of_layers
 from sd_quant.stages.compare import VariantOutputs
@@ -35,7 +38,7 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
     contracts = contracts_of(loaded.checkpoint)
     parity = part_parity(outputs[FRAMEWORK], outputs[FULL_PRECISION], contracts)
     for part, assignment in variants.assignments.items():
-        if part != loaded.denoiser or any(layer.format for layer in assignment.values()):
+        if part not in loaded.denoisers or any(layer.format for layer in assignment.values()):
             parity |= parity_of(variants, comparison, part)
         else:  # the levers alone
             part_parity(outputs[FRAMEWORK], {**outputs[FULL_PRECISION], **outputs[QUANTIZED]}, contracts)
@@ -47,12 +50,12 @@ def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict
     """The record's entries for a quantized part and its layers, as ``verify``."""
     variants.make_room()
     loaded, assignment, simulated = variants.loaded, variants.assignments[part], variants.simulation(part)
-    described, denoises = loaded.parts[part], part == loaded.denoiser
+    described, denoises = loaded.parts[part], part in loaded.denoisers
     network, simulation = network_in(described, simulated.module), None
     if variants.simulated is None or not denoises:
         simulation = run_simulation(simulated, network, comparison.inputs[part], assignment)
     if denoises and restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
-        save_quantized(network.cpu(), variants.directory / f"quantized_{loaded.component}.pt")
+        save_quantized(network.cpu(), variants.directory / f"quantized_{described.component}.pt")
     if simulation is None:
         return {}
     engine, stored, attentions = variants.engine, described.contract.weights, dict[str, Tensor]()
@@ -67,21 +70,26 @@ def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict
         layers = native_outputs(network_in(described, module), simulation)
     full, quantized = (comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
     found = layer_parity(simulation, full, quantized, assignment, layers, attentions, part)
-    return found if denoises else {f"{part}_layers": found.pop("quantized_layers"), **found}
+    return found if part == loaded.denoiser else {f"{part}_layers": found.pop("quantized_layers"), **found}
 
 
 def executed_layers(variants: Variants) -> dict:
     """The record's ``executed``: the types in which the quantized engine multiplies. Closes no engine."""
-    loaded, assignment = variants.loaded, variants.assignment
+    loaded, types, every = variants.loaded, dict[str, str](), dict[str, LayerAssignment]()
     if variants.simulated is not None:
         unknown: dict = {"count": None, "of": None, "weights_only": None, "fell_back": [], "unknown": []}
         return unknown | {"reason": f"simulated: {variants.simulated}"}
-    quantized, kind = variants.engines[QUANTIZED][loaded.denoiser], RUNTIMES[variants.engine].file
-    if kind is None:
-        types = products_of_layers(denoiser_of(loaded.checkpoint, module_of(quantized)), assignment)
-    else:
-        opened = quantized.engine if isinstance(quantized, Replayed) else quantized
-        products = products_of(opened, artifact(variants.directory, kind, loaded.denoiser))
-        path, prefix = artifact(variants.directory, "onnx", loaded.denoiser), loaded.parts[loaded.denoiser].prefix
-        types = types_of_layers(products, names_of_products(path, assignment, prefix))
-    return executed_entry(variants.engine, types, assignment)
+    for part in loaded.denoisers:
+        quantized, kind = variants.engines[QUANTIZED][part], RUNTIMES[variants.engine].file
+        assignment, described = variants.assignments[part], loaded.parts[part]
+        begin = "" if part == loaded.denoiser else f"{part}:"
+        if kind is None:
+            found = products_of_layers(network_in(described, module_of(quantized)), assignment)
+        else:
+            opened = quantized.engine if isinstance(quantized, Replayed) else quantized
+            products = products_of(opened, artifact(variants.directory, kind, part))
+            path = artifact(variants.directory, "onnx", part)
+            found = types_of_layers(products, names_of_products(path, assignment, described.prefix))
+        types |= {begin + name: each for name, each in found.items()}
+        every |= {begin + name: replace(row, name=begin + row.name) for name, row in assignment.items()}
+    return executed_entry(variants.engine, types, every)

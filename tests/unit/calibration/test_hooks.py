@@ -491,3 +491,26 @@ def test_calls_whose_texts_differ_in_length_merge_to_those_of_one_length():
         assert merged.calls["text"].values.shape == (4, 7, 8) and merged.calls["x"].values.shape == (4, 4)
         assert sorted(merged.calls["text"].priority.tolist()) == [0, 1, 20, 21]
     assert merge([Statistics({}, {})]).calls == {}
+
+
+@pytest.mark.parametrize("called", [(0,), (5, 6)])
+def test_a_network_that_is_called_in_few_of_many_steps_has_as_many_rows(called):
+    """And the first token of the first prompt, which it sees in whichever step it is called, once."""
+    layer, steps = nn.Linear(1, 1), 8
+    x = torch.arange(64.0).reshape(1, 64, 1)
+
+    def rows(**more) -> Sample:
+        wanted, now = draw(["layer"], range(16), steps, 7, ["layer"], **more), SimpleNamespace()
+        position = lambda: (now.step, now.batch)  # noqa: E731
+        with collect(layer, {"layer": layer}, range(16), steps, position, wanted) as statistics:
+            for prompt, now.step in ((prompt, step) for prompt in range(16) for step in called):
+                now.batch = [prompt]
+                layer(input=x)
+        return statistics.layers["layer"].rows
+
+    assert len(rows().priority) < ROWS / 2 and len(rows(some_steps=True).priority) == ROWS
+    found = rows(some_steps=True)
+    assert found.priority.tolist().count(-1.0) == 1 and found.values[0].item() == 0
+    drawn = draw(["layer"], range(16), steps, 7, ["layer"], some_steps=True).items()
+    seen = {priority for (_, step), rows in drawn if step in called for priority, _ in rows.get("layer", ())}
+    assert found.priority.tolist() == sorted(seen)[:ROWS]

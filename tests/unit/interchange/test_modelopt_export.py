@@ -234,7 +234,7 @@ UNQUANTIZED = "it takes {} quantized layers for unquantized ({}); quantize.exclu
     "pipeline, networks, layers, changes, refusals",
     [
         ("Krea2Pipeline", 1, (), [], dict.fromkeys(SERVERS[1:], "it loads no quantized Krea2Pipeline")),
-        (WAN, 2, (), [], {"TensorRT-LLM": "it takes transformer_2 for quantized too"}),
+        (WAN, 2, (), [], {"TensorRT-LLM": "it takes transformer_2 for quantized too, as the transformer is"}),
         # SGLang's FLUX.1 has diffusers' own feed-forwards, vLLM-Omni's has no quantized double block
         (FLUX, 1, (FEED_FORWARD, OUTPUT, *SINGLE), [{}] * 4, {
             "SGLang": UNQUANTIZED.format(1, FEED_FORWARD, "transformer_blocks.*.ff.*"),

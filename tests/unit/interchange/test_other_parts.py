@@ -13,10 +13,10 @@ import transformers
 from sd_quant.config.recipe import part_recipe
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.other_parts import adapted_part, in_place, read_part, read_parts
+from sd_quant.interchange.other_parts import adapted_part, read_part, read_parts
 from sd_quant.interchange.stored import CONFIG
 from sd_quant.interchange.weights import codes_and_scales
-from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser
+from sd_quant.models.checkpoint import denoiser_part, denoiser_weights, empty_denoiser, in_place
 from sd_quant.models.parts import network_in
 from sd_quant.models.roles import roles_of
 from sd_quant.quantization.assignment import LayerAssignment

@@ -76,7 +76,7 @@ def test_a_controlnet_is_a_part_that_is_called_in_each_step_and_denoises_nothing
         assert np.array_equal((theirs * 255).round().astype(np.uint8), made.images[number])
     per_image = observed.samples_per_image
     assert samples_per_call(checkpoint, "controlnet", sampling) == per_image == (1 if name == "Flux" else 2)
-    times = image_of_parts(checkpoint, dict.fromkeys(parts, 1.0), 7)
+    times = image_of_parts(checkpoint, dict.fromkeys(parts, 1.0), {checkpoint.family.DENOISER: 7})
     assert times.totals == [7 + 7 + len(parts) - 2], "both are called in each step"
 
 

@@ -72,6 +72,7 @@ def network(answering) -> nn.ModuleDict:
 
 CHECKPOINT = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
 ROLES = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
+LOADED = SimpleNamespace(base=CHECKPOINT, roles=ROLES, others={}, part_recipes={})
 
 
 def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
@@ -81,7 +82,7 @@ def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_im
     collect = Mock(return_value=NONE)
     monkeypatch.setattr(calibrate, "calibrate", collect)
     asked = job("infer.prompts=[a cat, a dog]", "infer.negative_prompt=[rain, nude]", "infer.num_samples=2")
-    calibrate.statistics_of(CHECKPOINT, ROLES, asked, "ab")
+    calibrate.statistics_of(LOADED, asked, "ab")
     _, names, _, sampling = collect.call_args.args
     assert names == ["time", "to_q"] and sampling.negative_prompts == ["rain", "nude"]
 
@@ -89,7 +90,7 @@ def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_im
 def test_linears_that_a_recipe_may_include_are_asked_of_no_statistics_from_elsewhere(network, monkeypatch, tmp_path):
     read = Mock()
     monkeypatch.setattr(calibrate, "read_statistics", read)
-    calibrate.statistics_of(CHECKPOINT, ROLES, job(f"calibration={tmp_path}"), "ab")
+    calibrate.statistics_of(LOADED, job(f"calibration={tmp_path}"), "ab")
     _, needed, *_, besides, _ = read.call_args.args
     assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})
 

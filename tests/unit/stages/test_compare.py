@@ -46,7 +46,9 @@ def faked(monkeypatch):
     monkeypatch.setattr(compare, "generate", generate)
     monkeypatch.setattr(compare, "sampling_of", lambda infer: SimpleNamespace(steps_taken=infer.steps, batches=list))
     monkeypatch.setattr(compare, "pipeline_of", lambda checkpoint, engines: engines)
-    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"), parts=lambda: {"unet": None, "vae": None})
+    checkpoint = SimpleNamespace(
+        family=SimpleNamespace(DENOISER="unet", DENOISERS=()), parts=lambda: {"unet": None, "vae": None}
+    )
     return checkpoint, {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
 
 

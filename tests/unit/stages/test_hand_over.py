@@ -104,7 +104,8 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
     family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
     contract = SimpleNamespace(weights=torch.float16)
     parts = lambda: {"unet_xl": SimpleNamespace(component="unet", contract=contract)}  # noqa: E731
-    loaded = SimpleNamespace(checkpoint=SimpleNamespace(path=tmp_path, family=family, parts=parts), denoiser="unet_xl")
+    checkpoint = SimpleNamespace(path=tmp_path, family=family, parts=parts)
+    loaded = SimpleNamespace(checkpoint=checkpoint, denoiser="unet_xl", parts=parts())
     model = SimpleNamespace(adapters=lambda: [], family="sdxl")
     job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
     rows = {"unet_xl": {"a": row("a", 32, 32)}}
@@ -136,7 +137,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     said, run = [], tmp_path / AWKWARD
     monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
     knobs = SimpleNamespace(model=None, infer=composed_job().infer)
-    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
+    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet", DENOISERS=()))
     loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
     answering(
         hand_over, measured_by=None, images_of_run=None, recipe_of_run=knobs, handed_over_table=None, as_text=[],

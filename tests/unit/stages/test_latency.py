@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sd_quant.config import PART_NAMES, Infer, Timing
+from sd_quant.inference.timed_calls import ImageTimes
 from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
+from sd_quant.models.parts import Contract
 from sd_quant.report import occasions
 from sd_quant.report.summary import timed_alone
 from sd_quant.report.timing import Timed
@@ -134,8 +137,46 @@ def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clocked, together)
     if together:
         assert image["whole_images"]["speedup"] == pytest.approx(20 / 13), "made with that schedule"
     halves = CallsOfAnImage(1, 1)  # here half of a batch takes as long as all of it
-    found = compare_latency(checkpoint, variants, ["a rocket"], INFER, TIMING, together, calls=halves)["openvino"]
+    found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, calls=halves)["openvino"]
     assert found["image"]["1"]["quantized"]["calls_share"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("others", "image"), [(["low"], 1 + 3 + 5), ([], 1 + 6 + 5)])
+def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, together, others, image):
+    """Unquantized, an image takes one call of 4 s and three of 2 s, and a decoder's 5 s; quantized, calls of 1 s."""
+    contract = Contract({"x": ("batch", 4)}, ("out",), {"x": torch.float32}, torch.float32)
+    parts = {name: SimpleNamespace(component=name, contract=contract) for name in ("high", "low", "vae")}
+    family = SimpleNamespace(DENOISER="high", DENOISERS=("high", "low"), GUIDES=False)
+    checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
+
+    def engine(seconds: float):
+        def call(x):
+            clocked.seconds += seconds
+            return {"out": x}
+
+        call.inputs, call.device, call.reopen = contract.dtypes, torch.device("cpu"), lambda: False
+        return call
+
+    full = {"high": engine(4.0), "low": engine(2.0), "vae": engine(5.0)}
+    engines = dict.fromkeys(["framework", "full_precision"], full)
+    engines["quantized"] = full | dict.fromkeys(["high", *others], engine(1.0))
+    images = ImageTimes([15e3], 0.5)
+    monkeypatch.setattr(timing, "part_parameters", lambda _: dict.fromkeys(parts, 1))
+    monkeypatch.setattr(timing, "image_times", lambda _, variants, *more: dict.fromkeys(variants, images))
+    calls, infer = {"high": 1, "low": 3}, replace(INFER, steps=4, num_timed_runs=5)
+    of_an_image = CallsOfAnImage(1, by_denoiser=calls)
+    found = compared(checkpoint, engines, together, infer, others=others, calls=of_an_image)["openvino"]
+    assert found["high"]["1"]["speedup"] == pytest.approx(4)
+    assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
+    assert found["image"]["1"]["full_precision"]["rest"] == 0.5
+    assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(1000 * image)
+    read = timed_alone("a", {
+        "latency": {"openvino": found}, "denoiser": {"part": "high", "samples_per_image": 1, "calls": calls},
+        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
+    })  # fmt: skip
+    assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
+    assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -9,12 +9,13 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_part, roles_of_part
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.load import presets_of_parts, read_the_text
+from sd_quant.stages.load import other_denoisers, presets_of_parts, read_the_text
 from tests.layers import drawn, statistics_of
 
 from .sdxl import loaded, opened
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
+FP16_ALONE = {"transformer_2": "fp16"}
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
@@ -81,14 +82,22 @@ def test_all_text_encoders_can_be_named_together():
     assert made.part_recipes.keys() == {"clip1", "clip2"} and made.part_recipes["clip2"].per_token
 
 
-def test_a_second_denoiser_is_no_part_beside_the_first():
+def test_a_second_denoiser_has_the_first_ones_recipe_a_preset_of_its_own_or_none():
+    """And it is no part beside one that ``model.denoiser`` names."""
     names = ("transformer", "transformer_2", "text_encoder", "vae")
     parts = {name: SimpleNamespace(refused=None, component=name, in_steps=False) for name in names}
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
     session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
     assert presets_of_parts(session, {"text_encoders": "int8"}) == {"text_encoder": "int8"}
-    with pytest.raises(ConfigError, match="^quantize.parts is transformer_2, expected parts .*: text_encoder, vae"):
-        presets_of_parts(session, {"transformer_2": "int8"})
+    for given, others in ({}, ["transformer_2"]), ({"transformer_2": "fp8"}, ["transformer_2"]), (FP16_ALONE, []):
+        model = SimpleNamespace(denoiser=None)
+        assert other_denoisers(session, model, SimpleNamespace(parts=given)) == others
+        assert presets_of_parts(session, given) == {}
+    alone = SimpleNamespace(denoiser="transformer")
+    assert other_denoisers(session, alone, SimpleNamespace(parts=None)) == []
+    for part, named in ("transformer_2", "transformer"), ("transformer", None), ("transformer_3", None):
+        with pytest.raises(ConfigError, match=f"^quantize.parts is {part}, expected parts .*: .*text_encoder, vae"):
+            presets_of_parts(session, {part: "int8"}, named)
 
 
 def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():

@@ -36,7 +36,7 @@ def measured(monkeypatch, simulated: str | None = None, **beside: str):
     monkeypatch.setattr(part_memory, "samples_per_call", lambda *call: 1)
     monkeypatch.setattr(part_memory, "memory_taken", taken)
     variants = SimpleNamespace(
-        loaded=SimpleNamespace(checkpoint=None, denoiser="unet_xl"), assignments={"unet_xl": {}, "clip1": {}},
+        loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"]), assignments={"unet_xl": {}, "clip1": {}},
         engines={"full_precision": Variant(pool, full), "quantized": quantized}, pool=pool, simulated=simulated,
         together=True,
     )  # fmt: skip

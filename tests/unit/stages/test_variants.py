@@ -26,6 +26,7 @@ SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
 
 class Opened(Session):
     parts, parameters, denoiser = dict.fromkeys(PARTS, EXPORTED), {"unet": 10**9, "vae": 10**8}, "unet"
+    denoisers = ["unet"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_each_variant_has_its_own_file_of_what_is_quantized(
 ):
     """What no engine executes is simulated, and what is not exported computed by torch."""
     parts = {part: EXPORTED if part in exported else REFUSED for part in PARTS}
-    found = keys_of(SimpleNamespace(parts=parts, denoiser="unet"), assigned, engine, RUN, simulated)
+    found = keys_of(SimpleNamespace(parts=parts, denoisers=["unet"]), assigned, engine, RUN, simulated)
     assert found == {
         "framework": {part: part for part in PARTS}, "full_precision": full_precision, "quantized": quantized
     }  # fmt: skip
@@ -64,6 +65,11 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     (memory, gpu), (memory_without, gpu_without) = asked
     assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
+
+
+def test_all_quantized_denoisers_are_simulated_where_one_has_no_engine():
+    loaded = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoisers=PARTS)
+    assert keys_of(loaded, PARTS, "openvino", RUN, True)["quantized"] == {part: Simulated(part) for part in PARTS}
 
 
 @pytest.mark.parametrize(
