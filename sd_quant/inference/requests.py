@@ -23,6 +23,7 @@ DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs 
     "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
     "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
 }  # fmt: skip
+PROMPT = re.compile(r"(negative_)?prompt(_\d)?")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def request(
         for name, value in arguments.items()
     }
     for name, value in arguments.items():
-        of_each = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d)?", name)
-        if style.batched and (of_each or (isinstance(value, Image.Image) and len(run.prompts) > 1)):
+        alone = isinstance(value, Image.Image) and len(run.prompts) == 1
+        if style.batched and is_of_each(name, value) and not alone:
             arguments[name] = [value] * len(run.prompts)
         elif isinstance(value, list) and name in known and re.search(r"(?i)\btuple", str(known[name].annotation)):
             arguments[name] = tuple(value)
@@ -76,6 +77,11 @@ def request(
             "column of that name, model.calibration_table and infer.table"
         )
     return taken
+
+
+def is_of_each(name: str, value: Any) -> bool:
+    """Whether the value of an argument is an image or a prompt, of which a call of several images takes a list."""
+    return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
 
 
 def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
