@@ -404,10 +404,7 @@ def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
     """The arguments of a pipeline for these images: source images, texts to be led away from, and further ones."""
     negative, source = sampling.negatives_of(numbers), sampling.source
     given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
-    if source is not None:
-        given |= {"image": source.images_of(numbers), "strength": source.strength}
-        given |= {} if source.masks is None else {"mask_image": source.masks_of(numbers)}
-    return given | sampling.arguments_of(numbers)
+    return given | ({} if source is None else source.arguments_of(numbers)) | sampling.arguments_of(numbers)
 
 
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
