@@ -20,19 +20,10 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.files.given_images import identities
+from sd_quant.files.given_images import identities, is_of_each
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
-from sd_quant.inference.requests import (
-    DrawsByImage,
-    Run,
-    is_of_each,
-    latents_of,
-    refusing_steps,
-    request,
-    seeded,
-    told_steps,
-)
+from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
 from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors

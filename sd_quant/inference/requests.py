@@ -16,14 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
-from sd_quant.files.given_images import fitted
+from sd_quant.files.given_images import fitted, is_of_each
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
     "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
     "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
 }  # fmt: skip
-PROMPT = re.compile(r"(negative_)?prompt(_\d)?")
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,6 @@ def request(
             "column of that name, model.calibration_table and infer.table"
         )
     return taken
-
-
-def is_of_each(name: str, value: Any) -> bool:
-    """Whether the value of an argument is an image or a prompt, of which a call of several images takes a list."""
-    return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
 
 
 def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
