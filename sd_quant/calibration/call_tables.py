@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sd_quant.calibration.prompt_layouts import ADVICE, SEPARATORS, lines, split
-from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES
+from sd_quant.calibration.prompt_layouts import SEPARATORS, cells_of, lines, split
+from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, check_readable
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import check_downloaded, refusing
+from sd_quant.files import refusing
 from sd_quant.files.image_files import files_of, named_files
 from sd_quant.text import one_line
 
@@ -41,12 +41,9 @@ def read_rows(knob: str, path: Path) -> list[Row]:
     where = f"{knob}: {path}"
     if path.suffix.lower() not in KINDS or not path.is_file():
         raise ConfigError(f"{knob} is {path}, expected a file that ends with {', '.join(KINDS)}")
-    if path.stat().st_size > MOST_BYTES:
-        raise ArtifactError(f"{where} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
-    with refusing(f"{where} cannot be read", OSError, advice="name a table with a row an image"):
-        check_downloaded(path)
+    check_readable(where, path, "name a table with a row an image")
     rows, columns = list[Row](), None
-    for place, cells in cells_of(where, path):
+    for place, cells in rows_in(where, path):
         if len(rows) == MOST_ROWS:
             raise ConfigError(f"{where} has more than {MOST_ROWS} rows, which is the most; draw some of them")
         if columns is not None and cells.keys() != columns:
@@ -82,7 +79,7 @@ def files_by_row(knob: str, path: Path) -> dict[str, Path]:
     return files
 
 
-def cells_of(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_in(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The cells of each row by column, and its place in the file, for people. Raises as ``read_rows``."""
     kind = path.suffix.lower()
     if kind in SEPARATORS:
@@ -100,21 +97,16 @@ def cells_of(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a table whose header names its columns. A column is one of numbers where each of its cells is one."""
-    rows = [(number, split(line.rstrip("\r"), separator)) for number, line in lines(path) if line.strip()]
-    names = [name.strip() for name in (rows[0][1] if rows else None) or [""]]
+    (_, header), *rows = [(number, line.rstrip("\r")) for number, line in lines(path) if line.strip()] or [(1, "")]
+    names = [name.strip() for name in split(header, separator) or [""]]
     if len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
         raise ConfigError(
             f"{where} begins with {listed(names)}, expected the names of its columns, such as prompt and image; write "
             "them into its first line"
         )
-    for number, cells in rows:
-        if cells is None or len(cells) != len(names):
-            raise ConfigError(
-                f"{where} has {len(cells or ())} columns in line {number}, expected {len(names)} as in its header; "
-                f"{ADVICE[separator]}"
-            )
-    columns = [numbers(name, [cells[place] for _, cells in rows[1:]]) for place, name in enumerate(names)]
-    for (number, _), *values in zip(rows[1:], *columns, strict=True):
+    cells = [cells_of(where, number, row, separator, len(names)) for number, row in rows]
+    columns = [numbers(name, [row[place] for row in cells]) for place, name in enumerate(names)]
+    for (number, _), *values in zip(rows, *columns, strict=True):
         yield f"line {number}", dict(zip(names, values, strict=True))
 
 

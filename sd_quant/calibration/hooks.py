@@ -71,8 +71,8 @@ def draw(
         priority, place = np.reshape(drawn, (-1, 2)).T
         if name in text and 0 in among:  # its first row in the first step
             first = list(among).index(0) * steps * candidates
-            for each in range(first, first + candidates * (steps if some_steps else 1), candidates):
-                priority[each], place[each] = FIRST_OF_ALL, 0.0
+            firsts = slice(first, first + candidates * (steps if some_steps else 1), candidates)
+            priority[firsts], place[firsts] = FIRST_OF_ALL, 0.0
         for index in priority.argsort()[: times * limit]:
             prompt, step = divmod(int(index) // candidates, steps)
             kept = wanted.setdefault((among[prompt], step), {}).setdefault(name, [])

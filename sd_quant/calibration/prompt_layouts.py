@@ -81,20 +81,27 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
     for number, row in rows:
         if not row:
             continue
-        columns = split(row, separator)
-        if columns is None:
-            raise ConfigError(f"prompt file {path} has a quotation mark in line {number} that does not end there, or a "
-                              f"cell of over {csv.field_size_limit()} characters; double quotation marks inside of a "
-                              "text, and keep a row on one line")  # fmt: skip
-        if len(columns) != len(names):
-            raise ConfigError(
-                f"prompt file {path} has {len(columns)} columns in line {number}, expected {len(names)} as in its "
-                f"header; {ADVICE[separator]}"
-            )
+        columns = cells_of(f"prompt file {path}", number, row, separator, len(names))
         text, of = columns[names.index(found[0])].strip(), None
         if text and wanted in names:
             of = stated(path, f"line {number}", columns[names.index(wanted)])
         yield Row(f"line {number}", text, of)
+
+
+def cells_of(where: str, number: int, row: str, separator: str, count: int) -> list[str]:
+    """The columns of the row in this line. Raises ConfigError unless there are as many as the header's ``count``."""
+    columns = split(row, separator)
+    if columns is None:
+        raise ConfigError(
+            f"{where} has a quotation mark in line {number} that does not end there, or a cell of over "
+            f"{csv.field_size_limit()} characters; double quotation marks inside of a text, and keep a row on one line"
+        )
+    if len(columns) != count:
+        raise ConfigError(
+            f"{where} has {len(columns)} columns in line {number}, expected {count} as in its header; "
+            f"{ADVICE[separator]}"
+        )
+    return columns
 
 
 def split(row: str, separator: str) -> list[str] | None:

@@ -36,10 +36,7 @@ def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
-    if path.stat().st_size > MOST_BYTES:
-        raise ArtifactError(f"prompt file {path} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
-    with refusing(f"prompt file {path} cannot be read", OSError, advice="name a text file with one prompt a line"):
-        check_downloaded(path)
+    check_readable(f"prompt file {path}", path, "name a text file with one prompt a line")
     prompts = []
     for place, text, of in rows_of(path, category):
         prompt = text.strip()
@@ -52,6 +49,14 @@ def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
     if not prompts:
         raise ConfigError(f"prompt file {path} holds no prompt; write one a line")
     return prompts
+
+
+def check_readable(what: str, path: Path, advice: str) -> None:
+    """Raises ArtifactError for a file that is too large, or is not to be read here."""
+    if path.stat().st_size > MOST_BYTES:
+        raise ArtifactError(f"{what} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
+    with refusing(f"{what} cannot be read", OSError, advice=advice):
+        check_downloaded(path)
 
 
 def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:

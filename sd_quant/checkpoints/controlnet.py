@@ -8,21 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from sd_quant.checkpoints.diffusers_pipeline import (
-    AGAIN,
     DiffusersCheckpoint,
+    check_entries_of,
+    entries_in,
     full_config,
-    network,
-    network_config,
-    weights_of,
+    open_network,
 )
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.errors import ConfigError
-from sd_quant.files import refusing
-from sd_quant.files.checks import bounded_modules
-from sd_quant.files.folders import read_json
 from sd_quant.models import controlnet_names
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.models.controlnet import KIND, ControlNet
@@ -51,28 +44,12 @@ def with_controlnets(checkpoint: Opened, stated: Sequence[tuple[Path, float]]) -
     """
     denoiser, component = full_config(empty_denoiser(checkpoint)), denoiser_part(checkpoint).component
     controlnets, components = list[ControlNet](), dict(checkpoint.components)
+    advice = f"as of the {component} that it adds to; give one that was trained for this base"
     for name, (folder, scale) in zip(controlnet_names(len(stated)), stated, strict=True):
-        found = read_json(folder, "config.json").get("_class_name")
-        if found != KIND:
-            raise ConfigError(
-                f"model.controlnets names {folder}, which is of {str(found)[:100]}, expected {KIND}; give one of "
-                "it, or use model=diffusers with the pipeline that has it"
-            )
-        config = network_config(folder, KIND)
-        with refusing(f"{folder} describes no {KIND} that can be built", advice=AGAIN):
-            with torch.device("meta"), bounded_modules():
-                built = network(KIND, config)
+        built, components[name] = open_network("model.controlnets", folder, name, KIND)
         config = full_config(built)
-        for entry in SHARED:
-            own, expected = (
-                list(each) if isinstance(each, tuple) else each for each in (config[entry], denoiser[entry])
-            )
-            if own != expected:
-                raise ConfigError(
-                    f"model.controlnets names {folder}, whose {entry} is {str(own)[:100]}, expected "
-                    f"{str(expected)[:100]}, as of the {component} that it adds to; give one that was trained for this "
-                    "base"
-                )
+        check_entries_of(
+            f"model.controlnets names {folder}", entries_in(config, SHARED), entries_in(denoiser, SHARED), advice
+        )
         controlnets.append(ControlNet(name, config, scale))
-        components[name] = weights_of(folder, name, "diffusers", built)
     return replace(checkpoint, components=components, controlnets=tuple(controlnets))

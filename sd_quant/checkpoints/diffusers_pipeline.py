@@ -336,6 +336,37 @@ def open_pipeline(
     return checkpoint
 
 
+def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
+    """Opens a network of diffusers' class ``kind`` that is in no pipeline's folder; reads no weight.
+
+    Raises ConfigError for another class, or an entry that is not served, ArtifactError for a damaged or incomplete one.
+    """
+    if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
+        raise ConfigError(
+            f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
+            "model=diffusers with the pipeline that has it"
+        )
+    config = network_config(folder, kind)
+    with refusing(f"{folder} describes no {kind} that can be built", advice=AGAIN):
+        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
+            built = network(kind, config)
+    return built, weights_of(folder, component, "diffusers", built)
+
+
+def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns these entries, tuples as lists, as they are after a passage through JSON."""
+    return {name: list(each) if isinstance(each := config[name], tuple) else each for name in names}
+
+
+def check_entries_of(what: str, own: Mapping[str, Any], expected: Mapping[str, Any], advice: str) -> None:
+    """Raises ConfigError for the first of a network's ``own`` entries that is not the ``expected`` one."""
+    for name, found in own.items():
+        if found != expected[name]:
+            raise ConfigError(
+                f"{what}, whose {name} is {str(found)[:100]}, expected {str(expected[name])[:100]}, {advice}"
+            )
+
+
 def network_config(folder: Path, kind: str, *rows: str) -> dict:
     """Returns the config of a network of this class; ``rows`` are further ones of ``entries.SERVED``.
 

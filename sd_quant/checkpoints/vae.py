@@ -9,32 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import (
-    AGAIN,
     DiffusersCheckpoint,
+    check_entries_of,
+    entries_in,
     full_config,
-    network,
-    network_config,
+    open_network,
     weights_of,
 )
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
 from sd_quant.checkpoints.nemo_state import from_nemo
 from sd_quant.errors import ConfigError
-from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
-from sd_quant.files.checks import bounded_modules
-from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.files.tensors import Readable
 from sd_quant.models.checkpoint import empty_modules
 from sd_quant.names.nemo import PREFIX, locations
 
 Opened = DiffusersCheckpoint | NemoCheckpoint
-COMPONENT, LIBRARY, KIND = "vae", "diffusers", "AutoencoderKL"
+COMPONENT = "vae"
 LATENTS = (  # entries of its config that say what latents are; with these the denoiser was trained
     "in_channels", "out_channels", "latent_channels", "scaling_factor", "shift_factor", "latents_mean", "latents_std"
 )  # fmt: skip
@@ -51,26 +47,11 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     own = empty_modules(checkpoint)[COMPONENT]
     folder = path / COMPONENT if (path / INDEX).is_file() else path
     if (folder / "config.json").is_file():
-        kind = read_json(folder, "config.json").get("_class_name", KIND)
-        if kind != KIND:
-            raise ConfigError(
-                f"model.vae names {path}, which is of {str(kind)[:100]}, expected {KIND}; give one of it, or use "
-                "model=diffusers with its pipeline"
-            )
-        config = network_config(folder, KIND)
-        with refusing(f"{folder} describes no {KIND} that can be built", advice=AGAIN):
-            with torch.device("meta"), bounded_modules():
-                built = network(KIND, config)
-        weights = weights_of(folder, COMPONENT, LIBRARY, built)
+        built, weights = open_network("model.vae", folder, COMPONENT, "AutoencoderKL")
     else:
-        built, weights = own, weights_of(path, COMPONENT, LIBRARY, own, tensors=stored_vae(path, own))
-    config, usual = full_config(built), latents(full_config(own))
-    for entry, found in latents(config).items():
-        if found != usual[entry]:
-            raise ConfigError(
-                f"model.vae names {path}, whose {entry} is {str(found)[:100]}, expected {usual[entry]}, with which the "
-                "denoiser was trained; give an autoencoder of the same latents"
-            )
+        built, weights = own, weights_of(path, COMPONENT, "diffusers", own, tensors=stored_vae(path, own))
+    config, advice = full_config(built), "with which the denoiser was trained; give an autoencoder of the same latents"
+    check_entries_of(f"model.vae names {path}", latents(config), latents(full_config(own)), advice)
     components = checkpoint.components | {COMPONENT: weights}
     if isinstance(checkpoint, NemoCheckpoint):
         return replace(checkpoint, vae=config, components=components)
@@ -79,8 +60,7 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
 
 def latents(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what an autoencoder's config says of its latents: their scale, and levels for pixels of each."""
-    stated = {name: list(each) if isinstance(each := config[name], tuple) else each for name in LATENTS}
-    return stated | {"number of block_out_channels": len(config["block_out_channels"])}
+    return entries_in(config, LATENTS) | {"number of block_out_channels": len(config["block_out_channels"])}
 
 
 def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:

@@ -6,12 +6,14 @@ they are (``Style.keeps``). The road not taken is diffusers' own resizing, which
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
+PROMPT = re.compile(r"(negative_)?prompt(_\d)?")  # names of arguments that are one text an image
 DRAWN = 64  # pixels of a side of the images with which a pipeline is observed, before they are resized
 
 
@@ -25,6 +27,11 @@ def with_images(value: Any, change: Callable[[Image.Image], Any]) -> Any:
 def has_images(value: Any) -> bool:
     """Whether the value of an argument is an image, or a list with one."""
     return any(map(has_images, value)) if isinstance(value, list) else isinstance(value, Image.Image)
+
+
+def is_of_each(name: str, value: Any) -> bool:
+    """Whether the value of an argument is an image or a prompt, of which a call of several images takes a list."""
+    return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
 
 
 def fitted(value: Any, width: int, height: int) -> Any:

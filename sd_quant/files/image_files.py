@@ -17,6 +17,7 @@ IMAGE_FORMATS = {
 
 OF_IMAGES = re.compile("image|mask|video|frames")  # names of arguments of a pipeline's call that are images
 NUMBERS = re.compile("num_|.*_per_")  # though these are none
+PLAIN = (bool, int, str, type(None))  # and finite floats: values that are no images
 MOST_OF_ONE = 1000  # images in the list of one argument, such as a video's frames
 
 
@@ -35,13 +36,12 @@ def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) 
     if texts and "prompt" not in name and (says_so or all(is_image(text) for text in texts)):
         if "" in texts:
             raise ConfigError(f"{where} has no image for {name}, expected the path of a file or a folder; name one")
-        found = [file for text in texts for file in one_or_all(where, name, resolve(text))]
+        found = [file for text in texts for file in image_files(f"{where}: {name}", resolve(text))]
         if len(found) > MOST_OF_ONE:
             raise ConfigError(f"{where} has {len(found)} images for {name}, expected at most {MOST_OF_ONE}")
         alone = isinstance(value, str) and len(texts) == 1 and not resolve(texts[0]).is_dir()
         return found[0] if alone else found
-    plain = [each for each in given if each is None or isinstance(each, bool | str | int) or is_finite(each)]
-    if len(plain) < len(given):
+    if any(not math.isfinite(each) if isinstance(each, float) else not isinstance(each, PLAIN) for each in given):
         raise ConfigError(f"{where} has {value!r:.80} for {name}, expected a number, a text, an image or a list")
     return value
 
@@ -57,32 +57,14 @@ def named_files(what: str, arguments: Mapping[str, Any]) -> dict[str, Path]:
     }
 
 
-def is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def is_image(text: str) -> bool:
-    return Path(text).suffix.lower() in IMAGE_FORMATS
-
-
-def one_or_all(where: str, name: str, path: Path) -> list[Path]:
-    """Returns the file, or the images of a folder by name. Raises ConfigError when there is none."""
-    files = image_files(name, path) if path.is_dir() else [path]
-    if not (is_image(files[0].name) and files[0].is_file()):
-        raise ConfigError(
-            f"{where} names {path} for {name}, which is no file of an image, expected one that ends with "
-            f"{', '.join(IMAGE_FORMATS)}, or a folder of them, as of a video's frames"
-        )
-    return files
+def is_image(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in IMAGE_FORMATS
 
 
 def image_files(knob: str, path: Path) -> list[Path]:
     """Returns the file, or the images of a folder by name. Raises ConfigError, naming ``knob``, when there is none."""
-    if not path.is_dir():
-        files = [path]
-    else:
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_FORMATS and file.is_file())
-    if not files or files[0].suffix.lower() not in IMAGE_FORMATS or not files[0].is_file():
+    files = sorted(each for each in (path.iterdir() if path.is_dir() else [path]) if is_image(each) and each.is_file())
+    if not files:
         raise ConfigError(
             f"{knob} is {path}, expected an image or a folder with images, whose names end with "
             f"{', '.join(IMAGE_FORMATS)}"

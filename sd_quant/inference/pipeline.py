@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.files.given_images import has_images, identities
+from sd_quant.files.given_images import identities, is_of_each
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
@@ -110,24 +110,21 @@ class Sampling:
         return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
 
     def of_one_call(self, number: int) -> Any:
-        """What images of one call share: numbers, and a list of images is for one image alone."""
+        """What images of one call share: all but prompts and images. A list is for one image alone."""
         if self.arguments is None:
             return None
         own = self.arguments[number % len(self.arguments)]
         if any(isinstance(value, list) for value in own.values()):
             return number
-        listed = {name for name, value in own.items() if isinstance(value, str) or has_images(value)}
-        return repr({name: value for name, value in own.items() if name not in listed})
+        return repr({name: value for name, value in own.items() if not is_of_each(name, value)})
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The further arguments of a call for the images with these ``numbers``: texts and images in lists."""
+        """The further arguments of a call for the images with these ``numbers``: prompts and images in lists."""
         if self.arguments is None:
             return {}
         rows = [self.arguments[number % len(self.arguments)] for number in numbers]
-        if len(rows) == 1:
-            return rows[0]
         return {
-            name: [row[name] for row in rows] if isinstance(value, str) or has_images(value) else value
+            name: [row[name] for row in rows] if len(rows) > 1 and is_of_each(name, value) else value
             for name, value in rows[0].items()
         }
 
@@ -398,10 +395,7 @@ def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
     """The arguments of a pipeline for these images: source images, texts to be led away from, and further ones."""
     negative, source = sampling.negatives_of(numbers), sampling.source
     given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
-    if source is not None:
-        given |= {"image": source.images_of(numbers), "strength": source.strength}
-        given |= {} if source.masks is None else {"mask_image": source.masks_of(numbers)}
-    return given | sampling.arguments_of(numbers)
+    return given | ({} if source is None else source.arguments_of(numbers)) | sampling.arguments_of(numbers)
 
 
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:

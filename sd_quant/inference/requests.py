@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
-from sd_quant.files.given_images import fitted
+from sd_quant.files.given_images import fitted, is_of_each
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
@@ -56,8 +56,8 @@ def request(
         for name, value in arguments.items()
     }
     for name, value in arguments.items():
-        of_each = isinstance(value, str) and re.fullmatch(r"(negative_)?prompt(_\d)?", name)
-        if style.batched and (of_each or (isinstance(value, Image.Image) and len(run.prompts) > 1)):
+        alone = isinstance(value, Image.Image) and len(run.prompts) == 1
+        if style.batched and is_of_each(name, value) and not alone:
             arguments[name] = [value] * len(run.prompts)
         elif isinstance(value, list) and name in known and re.search(r"(?i)\btuple", str(known[name].annotation)):
             arguments[name] = tuple(value)

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,14 +36,12 @@ class SourceImages:
         masks = None if self.masks is None else self.masks.repeat(times, axis=0)
         return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
 
-    def images_of(self, numbers: Sequence[int]) -> list[Image.Image]:
-        """Returns the images for the prompts with these ``numbers``."""
-        return [Image.fromarray(self.images[number % len(self.images)]) for number in numbers]
-
-    def masks_of(self, numbers: Sequence[int]) -> list[Image.Image]:
-        """Returns the masks of the same images."""
-        assert self.masks is not None
-        return [Image.fromarray(self.masks[number % len(self.masks)]) for number in numbers]
+    def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Returns the arguments of a pipeline's call for the prompts with these ``numbers``."""
+        given = {"image": self.images} | ({} if self.masks is None else {"mask_image": self.masks})
+        return {"strength": self.strength} | {
+            name: [Image.fromarray(each[number % len(each)]) for number in numbers] for name, each in given.items()
+        }
 
 
 def read_source(

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sd_quant.addons import loaded
+from sd_quant.addons import at_work, loaded
 from sd_quant.devices import full_precision
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import open_regular, refusing
@@ -80,8 +80,9 @@ def fid(images: np.ndarray, references: Path) -> dict:
     try:
         _check_number(len(images), "were made")
         check_references(references)
-        inception = loaded("scores", "inception", "FID")
-        network, entry["network"] = inception.inception(), inception.NETWORK_NAME
+        with at_work("scores"):
+            inception = loaded("scores", "inception", "FID")
+            network, entry["network"] = inception.inception(), inception.NETWORK_NAME
         of_references = _reference_moments(references, network)
         of_images = moments(_features(network, len(images), lambda index: images[index]))
     except SdQuantError as error:

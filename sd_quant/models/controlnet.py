@@ -91,12 +91,13 @@ class ControlNetPart(nn.Module):
 
 
 class ControlledPart(nn.Module):
-    """A denoiser's part whose UNet, ``unet`` by name, gets residuals too: inputs of the names ``residuals``."""
+    """A denoiser's ``part`` whose UNet gets residuals too: inputs of the names ``residuals``."""
 
-    def __init__(self, part: nn.Module, unet: str, inputs: Sequence[str], residuals: Sequence[str]):
+    def __init__(self, part: Part, inputs: Sequence[str], residuals: Sequence[str], network: nn.Module):
         super().__init__()
-        self.part, self.residuals, self.given = part, list(residuals), list[Tensor]()
-        part.get_submodule(unet).register_forward_pre_hook(self.with_residuals, with_kwargs=True)
+        self.part, self.residuals, self.given = part.wrap(network), list(residuals), list[Tensor]()
+        unet = self.part.get_submodule(part.prefix.removesuffix("."))
+        unet.register_forward_pre_hook(self.with_residuals, with_kwargs=True)
         self.forward = NamedForward(self, inputs)
 
     def called(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -114,13 +115,9 @@ def controlled_part(part: Part, residuals: Mapping[str, tuple]) -> Part:
     contract = replace(
         plain, inputs={**plain.inputs, **residuals}, dtypes={**plain.dtypes, **dict.fromkeys(residuals, plain.weights)}
     )
-    wrap = partial(controlled_network, part, tuple(contract.inputs), tuple(residuals))
+    wrap = partial(ControlledPart, part, tuple(contract.inputs), tuple(residuals))
     arguments = partial(controlled_arguments, part, tuple(residuals))
     return replace(part, prefix=WRAPPED + part.prefix, contract=contract, wrap=wrap, arguments=arguments)
-
-
-def controlled_network(part: Part, inputs: Sequence[str], residuals: Sequence[str], network: nn.Module) -> nn.Module:
-    return ControlledPart(part.wrap(network), part.prefix.removesuffix("."), inputs, residuals)
 
 
 def controlled_arguments(

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
-from sd_quant.files.tensors import Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, PipelineCall, StandIn
@@ -21,7 +18,7 @@ from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature, restored
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.layers import ObservedLayers
-from sd_quant.observed.opening import Component, network_of, open_other
+from sd_quant.observed.opening import Folder, network_of
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import MOVING, Facts
 
@@ -114,15 +111,9 @@ def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: 
 
 
 @dataclass(frozen=True)
-class ObservedCheckpoint:
-    """An opened folder of any pipeline, whose weights are complete and of the right shapes."""
+class ObservedCheckpoint(Folder):
+    """An opened folder of any pipeline that was observed."""
 
-    path: Path
-    kind: type  # the pipeline's class
-    index: dict[str, Any]
-    described: dict[str, Component]
-    configs: dict[str, dict]  # of the networks, by component
-    components: dict[str, Weights]  # of the networks
     arguments: dict[str, Any]  # further ones of the pipeline's call
     excluded: tuple[str, ...]  # patterns of layers
     denoiser: str  # the part that is quantized
@@ -141,10 +132,9 @@ class ObservedCheckpoint:
         for name, observed in {self.denoiser: parts[self.denoiser], **parts}.items():
             build = partial(self.build_one, observed.component)
             part = part_of(observed.component, observed.signature, observed.rung, build)
-            contract, identity = replace(part.contract, axes=tuple(observed.axes.items())), asdict(observed.rung)
-            refused = why_refused(observed.rung)
             found[name] = replace(
-                part, contract=contract, identity=json.dumps(identity), refused=refused,
+                part, contract=replace(part.contract, axes=tuple(observed.axes.items())),
+                identity=json.dumps(asdict(observed.rung)), refused=why_refused(observed.rung),
                 in_steps=name in self.observation.conditioners,
             )  # fmt: skip
         return with_dtypes(found, self.dtypes, self.components)
@@ -163,9 +153,7 @@ class ObservedCheckpoint:
         called = {part.component for part in parts.values()}
         for name, network in networks.items():  # a pipeline may call a layer of one, or read a small table
             with_small_weights(network, self.components[name], math.inf if name not in called else SMALL_WEIGHT)
-        components = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
-        components |= {name: stand_in(name, network) for name, network in networks.items()}
-        pipe = pipeline_of_components(self.kind, self.index, components)
+        pipe = self.pipeline({name: stand_in(name, network) for name, network in networks.items()})
         return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
 
     def __reduce__(self):

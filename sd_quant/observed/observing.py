@@ -10,35 +10,31 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.cache import Cache
 from sd_quant.calibration.store import content_digest
-from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import write_json
 from sd_quant.files.given_images import drawn, has_images, kinds
 from sd_quant.files.tensors import Weights
-from sd_quant.models import OBSERVED, Dtypes
+from sd_quant.models import Dtypes
 from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
 from sd_quant.observed.ladder import LARGE, climb
 from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.opening import Component, components_of, network_of, open_networks, open_other, read_index
+from sd_quant.observed.opening import Folder, network_of, open_folder
 from sd_quant.observed.part import Rung, part_of
-from sd_quant.observed.watching import Facts, Watched, runs_of, watch
+from sd_quant.observed.watching import Asked, Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions
 from sd_quant.source import source_digest
 
@@ -52,67 +48,56 @@ GRAINS = (1, 4, 8, 16, 32, 64)  # pixels along a side of a latent, or of a token
 
 
 def open_observed(
-    path: Path, width: int, height: int, scale: float, arguments: Mapping[str, Any], excluded: tuple[str, ...],
-    denoiser: str | None, cache: Cache, dtypes: Dtypes = None, examples: Mapping[str, Any] = MappingProxyType({}),
-) -> ObservedCheckpoint:  # fmt: skip
+    path: Path, asked: Asked, excluded: tuple[str, ...], denoiser: str | None, cache: Cache, dtypes: Dtypes = None
+) -> ObservedCheckpoint:
     """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
 
-    ``width`` and ``height`` are those of the images, ``scale`` is the guidance scale and ``arguments`` are further ones
-    of the pipeline's call, ``dtypes`` those of exported weights. ``examples`` are arguments of the call that each image
-    has of its own (``Sampling.arguments``); noise stands for what images among both show. Raises ConfigError for a
-    pipeline that is not opened here, ArtifactError for a folder that is damaged or incomplete, and for a pipeline that
-    fails, with the cause.
+    It is observed as it is ``asked``, but with noise for what images show. ``excluded`` are patterns of layers,
+    ``denoiser`` is the part that is quantized, None for the first, ``dtypes`` are those of exported weights. Raises
+    ConfigError for a pipeline that is not opened here, ArtifactError for a folder that is damaged or incomplete, and
+    for a pipeline that fails, with the cause.
     """
-    check_kind(path, OBSERVED)
-    kind, index = read_index(path)
-    called = {**arguments, **examples}
-    described = components_of(path, kind, index, images=any(map(has_images, called.values())))
-    configs, weights = open_networks(path, described)
+    folder = open_folder(path, images=any(map(has_images, asked.called.values())))
+    weights, kind = folder.components, folder.kind.__name__
     origin = {
-        "index": index, "configs": configs, "request": [width, height, scale, kinds(called)],
+        "index": folder.index, "configs": folder.configs,
+        "request": [asked.width, asked.height, asked.scale, kinds(asked.called)],
         "weights": {name: content_digest("", "", each) for name, each in weights.items() if is_small(each)},
-        "others": {name: hash_of(path / name) for name in described.keys() - configs.keys()},
+        "others": {name: hash_of(path / name) for name in folder.described.keys() - weights.keys()},
         "versions": versions(*PACKAGES, *(runtime.package for runtime in RUNTIMES.values() if runtime.package)),
         "source": source_digest("observed.observing"),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        target = Path(temporary)
 
         def make(made: Path) -> None:
-            LOG.info("observing %s: how it calls its networks, and which of them can be exported", kind.__name__)
-            found = observe(path, kind, index, described, configs, weights, width, height, scale, drawn(called))
-            write_json(made / OBSERVED_JSON, found.to_json())
+            LOG.info("observing %s: how it calls its networks, and which of them can be exported", kind)
+            write_json(made / OBSERVED_JSON, observe(folder, asked).to_json())
 
         cache.provide("observed", origin, target, make)
         observation = Observation.from_json(json.loads((target / OBSERVED_JSON).read_text(encoding="utf-8")))
     if denoiser is not None and denoiser not in observation.denoisers:
         raise ConfigError(
             f"model.denoiser is {denoiser}, expected one of {', '.join(observation.denoisers)}, the networks that "
-            f"{kind.__name__} calls in its denoising steps"
+            f"{kind} calls in its denoising steps"
         )
-    reopen = partial(open_observed, path, width, height, scale, arguments, excluded, denoiser, cache, dtypes, examples)
+    reopen = partial(open_observed, path, asked, excluded, denoiser, cache, dtypes)
     return ObservedCheckpoint(
-        path, kind, index, described, configs, weights, dict(arguments), excluded,
-        denoiser or observation.denoisers[0], observation, reopen, dtypes,
+        **vars(folder), arguments=dict(asked.arguments), excluded=excluded,
+        denoiser=denoiser or observation.denoisers[0], observation=observation, reopen=reopen, dtypes=dtypes,
     )  # fmt: skip
 
 
-def observe(
-    path: Path, kind: type, index: Mapping[str, Any], described: Mapping[str, Component], configs: Mapping[str, dict],
-    weights: Mapping[str, Weights], width: int, height: int, scale: float, arguments: Mapping[str, Any],
-) -> Observation:  # fmt: skip
+def observe(folder: Folder, asked: Asked) -> Observation:
     """Returns what was observed. Raises what ``watch`` raises."""
-    started = time.perf_counter()
+    started, described, configs, weights = time.perf_counter(), folder.described, folder.configs, folder.components
     networks = {
         name: filled(network_of(described[name].kind, config), weights[name]) for name, config in configs.items()
     }
-    if not all(map(is_small, weights.values())):
-        width, height = smaller(width), smaller(height)  # verifying a graph calls it a dozen times
-    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
-    watched = watch(
-        lambda stands: pipeline_of_components(kind, index, {**others, **stands}),
-        networks, width, height, scale, arguments,
-    )  # fmt: skip
+    asked = replace(asked, arguments=drawn(asked.called), examples={})
+    if not all(map(is_small, weights.values())):  # verifying a graph calls it a dozen times
+        asked = replace(asked, width=smaller(asked.width), height=smaller(asked.height))
+    watched = watch(folder.pipeline, networks, asked)
     called = [*watched.denoisers, *watched.conditioners]
     names = [*called, *(name for name in watched.calls if name not in called)]
     parts = {}
@@ -132,7 +117,7 @@ def observe(
         calls = [watched.calls[name][number] for number in one_structure(watched.calls[name])]
         signature = rung.signature or with_outputs(signature_of(calls), watched.answers[name])
         part = part_of(component, signature, rung, build)
-        axes = axes_of(part, watched, calls, name, width, height)
+        axes = axes_of(part, watched, calls, asked, watched.samples_per_image if name in called else 1)
         served = tuple(dict.fromkeys(recorded[number].run for number in rung.serves))
         parts[name] = ObservedPart(component, signature, rung, axes, served)
     layers = {
@@ -142,8 +127,10 @@ def observe(
         for name in watched.denoisers
     }
     facts = {each.name: getattr(watched, each.name) for each in fields(Facts)}
-    own: dict[str, Any] = {"pipeline": kind.__name__, "size": (width, height), "parts": parts, "layers": layers}
-    return Observation(**facts, **own, seconds=time.perf_counter() - started)
+    return Observation(
+        **facts, pipeline=folder.kind.__name__, size=(asked.width, asked.height), parts=parts, layers=layers,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
@@ -204,12 +191,14 @@ def text_of(calls: Sequence[Call]) -> set[str]:
     }  # fmt: skip
 
 
-def axes_of(part: Part, watched: Watched, calls: Sequence[Call], name: str, width: int, height: int) -> dict[str, Axis]:
-    """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size."""
-    samples = watched.samples_per_image if name in (*watched.denoisers, *watched.conditioners) else 1
+def axes_of(part: Part, watched: Watched, calls: Sequence[Call], asked: Asked, samples: int) -> dict[str, Axis]:
+    """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size.
+
+    ``samples`` are those of one image in a call.
+    """
     found: dict[str, list[int]] = {}
     runs = []
-    for run, requests in runs_of(width, height, watched.style).items():
+    for run, requests in runs_of(asked.width, asked.height, watched.style).items():
         call = next((call for call in calls if call.run == run and run != "prompt"), None)
         if call is None:
             continue

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sd_quant.checkpoints.accepted import INDEX
+from sd_quant.checkpoints.accepted import INDEX, check_kind
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
     MOST_SECONDS,
@@ -31,6 +31,7 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     check_depths,
     check_packages,
     is_pipeline,
+    pipeline_of_components,
     read_tokenizer,
     weights_of,
 )
@@ -42,6 +43,7 @@ from sd_quant.files.folders import files_in, read_json
 from sd_quant.files.schema import numbers_in
 from sd_quant.files.tensors import Weights
 from sd_quant.files.tokenizer_steps import check_file
+from sd_quant.models import OBSERVED
 from sd_quant.models.empty import without_weights
 from sd_quant.observed.calls import children
 from sd_quant.process import confined
@@ -299,6 +301,31 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
         configs[name] = config
         weights[name] = weights_of(folder, name, component.library, built)
     return configs, weights
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The opened folder of a pipeline, whose weights are complete and of the right shapes."""
+
+    path: Path
+    kind: type  # the pipeline's class
+    index: dict[str, Any]
+    described: dict[str, Component]
+    configs: dict[str, dict]  # of the networks, by component
+    components: dict[str, Weights]  # of the networks
+
+    def pipeline(self, networks: Mapping[str, Any]) -> Any:
+        """Returns diffusers' pipeline with these networks by component."""
+        others = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
+        return pipeline_of_components(self.kind, self.index, {**others, **networks})
+
+
+def open_folder(path: Path, images: bool = False) -> Folder:
+    """Opens the folder of a pipeline, which is given ``images`` or not; reads no weight. Raises SdQuantError."""
+    check_kind(path, OBSERVED)
+    kind, index = read_index(path)
+    described = components_of(path, kind, index, images)
+    return Folder(path, kind, index, described, *open_networks(path, described))
 
 
 def open_other(path: Path, component: Component) -> Any:

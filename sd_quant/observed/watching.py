@@ -93,6 +93,22 @@ class Watched(Facts):
     sizes: dict[str, tuple[int, int]]  # width and height of each run
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a pipeline is asked for while it is watched."""
+
+    width: int  # in pixels
+    height: int
+    scale: float  # of guidance
+    arguments: Mapping[str, Any]  # further ones of the pipeline's call, which all images have
+    examples: Mapping[str, Any] = field(default_factory=dict)  # likewise, of which each image has its own
+
+    @property
+    def called(self) -> dict[str, Any]:
+        """All arguments of one call."""
+        return {**self.arguments, **self.examples}
+
+
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
     """Returns the five runs around images of this size by name, each as requests of which the first that works counts.
 
@@ -187,14 +203,7 @@ def on_meta(network: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
-def watch(
-    make: Callable[[Mapping[str, nn.Module]], Any],
-    networks: Mapping[str, nn.Module],
-    width: int,
-    height: int,
-    scale: float,
-    arguments: Mapping[str, Any],
-) -> Watched:
+def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str, nn.Module], asked: Asked) -> Watched:
     """Runs the pipeline that ``make`` builds of watched networks, five times for two steps.
 
     Raises ArtifactError for a pipeline that no network denoises for, or that fails, with the cause.
@@ -204,12 +213,13 @@ def watch(
         for name, network in networks.items()
     }
     stands = {name: Stand(name, network, methods[name]) for name, network in networks.items()}
+    width, height, called = asked.width, asked.height, asked.called
     pipe = make(stands)
     pipe.set_progress_bar_config(disable=True)
     logs, failures, sizes, outputs = dict[str, Log](), dict[str, str](), {}, "images"
     prepared = dict[str, list[str]]()
 
-    def tried(run: Run, style: Style, arguments: Mapping[str, Any] = arguments) -> bool:
+    def tried(run: Run, style: Style, arguments: Mapping[str, Any] = called) -> bool:
         """Makes the images of a run, and notes what happened. Returns whether the pipeline has not failed."""
         nonlocal outputs
         log = Log(run.name)
@@ -219,7 +229,8 @@ def watch(
             with told_steps(pipe, log.next_step):
                 torch.manual_seed(0)
                 steps = steps_for(pipe, arguments)
-                result = pipe(**request(pipe, run, scale, steps, arguments, range(len(run.prompts)), style))
+                seeds = range(len(run.prompts))
+                result = pipe(**request(pipe, run, asked.scale, steps, arguments, seeds, style))
         except SdQuantError:
             raise
         except BaseException as error:
@@ -255,12 +266,12 @@ def watch(
     denoisers = denoisers_of(logs["base"])
     if not denoisers:
         raise ArtifactError(f"{type(pipe).__name__} calls no network in its denoising steps, expected a denoiser")
-    images = [name for name, value in arguments.items() if has_images(value)]
+    images = [name for name, value in called.items() if has_images(value)]
     if images and "batch" in logs and rows_of(logs["base"], denoisers[0]) != rows_of(logs["batch"], denoisers[0]):
         failures |= dict.fromkeys(("batch", "mixed"), "it takes several images for those of one prompt")
         del logs["batch"]
     for name in images if sizes_are_asked_for(pipe) else ():
-        of_its_own = {**arguments, name: fitted(arguments[name], width, 2 * height)}
+        of_its_own = {**called, name: fitted(called[name], width, 2 * height)}
         if tried(Run(name, [SHORT], width, height), replace(style, keeps=(name,)), of_its_own):
             kept = rows_of(logs.pop(name), denoisers[0]) != rows_of(logs["base"], denoisers[0])
             style = replace(style, keeps=(*style.keeps, name)) if kept else style

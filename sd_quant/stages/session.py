@@ -32,6 +32,7 @@ from sd_quant.models.parts import Part
 from sd_quant.observed.checkpoint import OBSERVED_JSON, ObservedCheckpoint
 from sd_quant.observed.loras import with_loras
 from sd_quant.observed.observing import open_observed
+from sd_quant.observed.watching import Asked
 from sd_quant.places import input_path, output_path
 from sd_quant.stages.checks import (
     check_batch,
@@ -190,12 +191,14 @@ def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
     example = None if model.calibration_table is None else first_row(model)
     check_table(input_path(model.path), model.given_arguments(), example)
-    opened = open_observed(
-        input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
-        pixels_of(model.given_arguments()), tuple(model.excluded), model.denoiser,
-        cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
-        examples={} if example is None else pixels_of(example.arguments),
+    asked = Asked(
+        model.width, model.height, float(model.recommended.get("scale", SCALE)), pixels_of(model.given_arguments()),
+        {} if example is None else pixels_of(example.arguments),
     )  # fmt: skip
+    cache = Cache(output_path(model.observed) if model.observed else None, math.inf)
+    opened = open_observed(
+        input_path(model.path), asked, tuple(model.excluded), model.denoiser, cache, dtypes=model.dtype
+    )
     check_parts_named(model.dtype, opened.parts())
     return with_loras(opened, model.adapters())
 

@@ -72,8 +72,8 @@ def test_large_images_are_read_smaller_in_their_own_shape(folder):
 
 
 @pytest.mark.parametrize("change, sentence", [
-    ({"image": "c.png"}, "line 2 names .*c.png for image, which is no file of an image"),
-    ({"image": "a.gif"}, "line 2 names .*a.gif for image, which is no file of an image, expected one that ends with"),
+    ({"image": "c.png"}, "line 2: image is .*c.png, expected an image or a folder with images"),
+    ({"image": "a.gif"}, "line 2: image is .*a.gif, expected an image or a folder with images, whose names end with"),
     ({"image": ""}, "line 2 has no image for image, expected the path of a file or a folder"),
     ({"prompt": " "}, "line 2 has no prompt, expected a text of up to 2000 characters; write one"),
     ({"strength": float("nan")}, "line 2 has nan for strength, expected a number, a text, an image or a list"),

@@ -107,7 +107,7 @@ def test_images_of_nemo_have_its_text_and_a_condition(tmp_path):
     convert(SHIPPED, tmp_path / "folder")
     save_controlnet(tmp_path / "net", tmp_path / "folder/unet")
     nets = [(tmp_path / "net", 1.0)]
-    checkpoint = open_checkpoint(SHIPPED, "sdxl", io=None, max_sequence_length=None, controlnets=nets)
+    checkpoint = open_checkpoint(SHIPPED, "sdxl", controlnets=nets)
     assert checkpoint.parts()["controlnet"].contract.inputs["encoder_hidden_states"][1] == 80
     one, other = (made_by(checkpoint, sampling(image), PROMPTS[:1]) for image in pictures(2))
     assert not np.array_equal(one, other)
@@ -168,7 +168,7 @@ def test_another_network_is_refused(folders, tmp_path, change, sentence):
         config = json.loads((net / "config.json").read_text())
         (net / "config.json").write_text(json.dumps(config | change))
     with pytest.raises((ConfigError, ArtifactError), match=sentence):
-        open_checkpoint(base, "sd15", io=None, max_sequence_length=None, controlnets=[(net, 1.0)])
+        open_checkpoint(base, "sd15", controlnets=[(net, 1.0)])
 
 
 def test_missing_weights_are_refused(folders, tmp_path):
@@ -178,6 +178,4 @@ def test_missing_weights_are_refused(folders, tmp_path):
     file = tmp_path / "net/diffusion_pytorch_model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if name != "controlnet_mid_block.bias"}, file)
     with pytest.raises(ArtifactError, match="controlnet_mid_block.bias"):
-        open_checkpoint(
-            folders / "sd15/base", "sd15", io=None, max_sequence_length=None, controlnets=[(tmp_path / "net", 1.0)]
-        )
+        open_checkpoint(folders / "sd15/base", "sd15", controlnets=[(tmp_path / "net", 1.0)])

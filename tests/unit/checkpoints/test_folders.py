@@ -31,13 +31,7 @@ from transformers.models.t5 import modeling_t5
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints import diffusers_pipeline, entries
-from sd_quant.checkpoints.diffusers_pipeline import (
-    DiffusersCheckpoint,
-    network_class,
-    open_pipeline,
-    pipeline_of_components,
-    read_tokenizer,
-)
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, network_class, open_pipeline, read_tokenizer
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import refusing
 from sd_quant.files.archive import Member
@@ -47,16 +41,8 @@ from sd_quant.models import FAMILIES, OBSERVED
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.family import family_named
 from sd_quant.observed import observing, opening
-from sd_quant.observed.opening import (
-    Component,
-    check_numbers,
-    check_tables,
-    components_of,
-    network_of,
-    open_networks,
-    open_other,
-    read_index,
-)
+from sd_quant.observed.opening import Component, check_numbers, check_tables, network_of, open_folder, open_other
+from sd_quant.observed.watching import Asked
 
 from ...zoo.families import TINY
 
@@ -81,12 +67,9 @@ def by_family(path: Path) -> DiffusersCheckpoint:
 
 def by_observation(path: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The pipeline with everything that is opened before it is watched, and its weights by component."""
-    kind, index = read_index(path)
-    described = components_of(path, kind, index)
-    configs, weights = open_networks(path, described)
-    networks = {name: network_of(described[name].kind, config) for name, config in configs.items()}
-    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
-    return pipeline_of_components(kind, index, {**others, **networks}), weights
+    folder = open_folder(path)
+    networks = {name: network_of(folder.described[name].kind, config) for name, config in folder.configs.items()}
+    return folder.pipeline(networks), folder.components
 
 
 OPENERS = {"family": by_family, "observed": by_observation}
@@ -395,7 +378,7 @@ def test_an_index_that_is_damaged_is_refused(folder, text, said):
 
 def test_a_folder_that_is_none_is_refused_before_anything_is_imported(tmp_path):
     with pytest.raises(ConfigError, match="expected for diffusers the folder of a diffusers pipeline"):
-        observing.open_observed(tmp_path, 64, 64, 5.0, {}, (), None, Cache(None))
+        observing.open_observed(tmp_path, Asked(64, 64, 5.0, {}), (), None, Cache(None))
 
 
 # -------------------------------------------------------------------------------------------------- components' classes

@@ -56,7 +56,7 @@ def drawn_factors(module: nn.Module, wanted: str) -> Factors:
 
 
 def opened(folder: Path, family: str, *loras: tuple[Path, float]) -> Checkpoint:
-    return open_checkpoint(folder, family, io=None, max_sequence_length=None, loras=loras)
+    return open_checkpoint(folder, family, loras=loras)
 
 
 def dotted(prefix: str, down: str, up: str) -> Callable[[Factors], dict[str, Tensor]]:

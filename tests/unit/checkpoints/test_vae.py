@@ -45,7 +45,7 @@ def checkpoints(tiny_nemo, tmp_path_factory):
 
 
 def opened(path, vae):
-    return open_checkpoint(path, "sdxl", io=None, max_sequence_length=None, vae=vae)
+    return open_checkpoint(path, "sdxl", vae=vae)
 
 
 def authors(state):

@@ -69,7 +69,7 @@ def folder_of(tmp_path_factory) -> Callable[[str, bool], Path]:
 
 
 def opened(folder: Path, family: str) -> Checkpoint:
-    return open_checkpoint(folder, family, io=None, max_sequence_length=None, encodes=True)
+    return open_checkpoint(folder, family, encodes=True)
 
 
 def sampling_of(given: SourceImages | None, batch_size: int = 1) -> Sampling:

@@ -50,8 +50,9 @@ def test_images_and_masks_take_turns_and_samples_share_theirs(saved):
     images = [saved(f"{name}.png", color=(value, 0, 0)) for name, value in (("a", 10), ("b", 20))]
     masks = [saved(f"{value}.png", color=value, mode="L") for value in (0, 255)]
     source = read_source(images, masks, 64, 64, 0.5)
-    assert [np.asarray(image)[0, 0, 0] for image in source.images_of([0, 1, 2])] == [10, 20, 10]
-    assert [np.asarray(mask)[0, 0] for mask in source.masks_of([1, 2])] == [255, 0]
+    given = source.arguments_of([0, 1, 2])
+    assert [np.asarray(image)[0, 0, 0] for image in given["image"]] == [10, 20, 10]
+    assert [np.asarray(mask)[0, 0] for mask in given["mask_image"]] == [0, 255, 0]
     twice = source.repeated(2)
     assert [image[0, 0, 0] for image in twice.images] == [10, 10, 20, 20] and len(twice.masks) == 4
 

@@ -138,6 +138,11 @@ def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, 
     assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz")["reason"]
 
 
+def test_an_add_on_that_fails_gives_a_reason(small_inception, folder, monkeypatch):
+    monkeypatch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
+    assert "the add-on scores failed (ZeroDivisionError" in fid(random_images(24), folder)["reason"]
+
+
 def test_too_few_images_give_a_reason(small_inception, folder):
     assert "19 images were made" in fid(random_images(19), folder)["reason"]
     for path in list(folder.glob("1*.png")) + list(folder.glob("2*.png")):

@@ -11,6 +11,7 @@ from sd_quant.cache import Cache
 from sd_quant.observed import observing
 from sd_quant.observed.checkpoint import ObservedCheckpoint
 from sd_quant.observed.part import Rung
+from sd_quant.observed.watching import Asked
 from tests.zoo import CASES, write
 
 
@@ -54,9 +55,11 @@ def observe(tiny_folder, tmp_path_factory) -> Callable[..., ObservedCheckpoint]:
             "arguments": {**known.arguments, **known.drawn(known.width, known.height)},
             "excluded": (), "denoiser": None, "cache": once,
         }  # fmt: skip
+        given |= changes
+        asked = Asked(*(given.pop(name) for name in ("width", "height", "scale", "arguments")))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(observing, "climb", refused)
-            return observing.open_observed(**given | changes)
+            return observing.open_observed(asked=asked, **given)
 
     unchanged = cache(opened)
     return lambda case, **changes: opened(case, **changes) if changes else unchanged(case)

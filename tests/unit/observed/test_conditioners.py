@@ -16,7 +16,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.timed_calls import image_of_parts, samples_per_call
 from sd_quant.observed import observing
 from sd_quant.observed.part import Rung
-from sd_quant.observed.watching import Log, denoisers_of, memory_of
+from sd_quant.observed.watching import Asked, Log, denoisers_of, memory_of
 from tests.zoo import images
 from tests.zoo.cases import enliven
 
@@ -54,10 +54,8 @@ def test_a_controlnet_is_a_part_that_is_called_in_each_step_and_denoises_nothing
     pipe, drawn = built(name), np.random.default_rng(3).integers(0, 256, (2, HEIGHT, WIDTH, 3), np.uint8)
     pipe.save_pretrained(tmp_path)
     given = list(map(Image.fromarray, drawn))
-    examples = {"control_image": given[0]}
-    checkpoint = observing.open_observed(
-        tmp_path, WIDTH, HEIGHT, 3.0, SCALE, (), None, Cache(None), examples=examples
-    )  # fmt: skip
+    asked = Asked(WIDTH, HEIGHT, 3.0, SCALE, {"control_image": given[0]})
+    checkpoint = observing.open_observed(tmp_path, asked, (), None, Cache(None))
     observed, parts = checkpoint.observation, checkpoint.parts()
     assert (observed.denoisers, observed.conditioners) == (("transformer",), ("controlnet",))
     assert [each for each, part in parts.items() if part.in_steps] == ["controlnet"]

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.diffusers_pipeline import pipeline_of_components
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.requests import Run, request
 from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
-from sd_quant.observed.opening import components_of, network_of, open_networks, open_other, read_index
+from sd_quant.observed.opening import network_of, open_folder
 from sd_quant.observed.watching import (
     BATCH,
     STYLES,
+    Asked,
     Log,
     Watched,
     batch_of,
@@ -41,15 +41,11 @@ RUNS = ("base", "larger", "prompt", "batch", "mixed")
 
 def watched(path, width: int, height: int, scale: float = 5.0, arguments=None, empty: bool = False) -> Watched:
     """The pipeline in a folder; of networks that are ``empty`` no weight is read."""
-    kind, index = read_index(path)
-    described = components_of(path, kind, index)
-    configs, weights = open_networks(path, described)
-    networks = {name: network_of(described[name].kind, config) for name, config in configs.items()}
+    folder = open_folder(path)
+    networks = {name: network_of(folder.described[name].kind, config) for name, config in folder.configs.items()}
     if not empty:
-        networks = {name: filled(network, weights[name]) for name, network in networks.items()}
-    others = {name: open_other(path, each) for name, each in described.items() if not each.is_network}
-    make = lambda stands: pipeline_of_components(kind, index, {**others, **stands})  # noqa: E731
-    return watch(make, networks, width, height, scale, arguments or {})
+        networks = {name: filled(network, folder.components[name]) for name, network in networks.items()}
+    return watch(folder.pipeline, networks, Asked(width, height, scale, arguments or {}))
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +256,7 @@ class Net(nn.Module):
 
 def watch_own(call: Callable) -> Watched:
     networks = {"denoiser": Net(), "encoder": Net()}
-    return watch(partial(Own, call), networks, 64, 64, 5.0, {})
+    return watch(partial(Own, call), networks, Asked(64, 64, 5.0, {}))
 
 
 def usual(self, prompts, width, height):
