@@ -146,7 +146,9 @@ def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clocked, together)
 def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, together, others, image):
     """Unquantized, an image takes one call of 4 s and three of 2 s, and a decoder's 5 s; quantized, calls of 1 s."""
     contract = Contract({"x": ("batch", 4)}, ("out",), {"x": torch.float32}, torch.float32)
-    parts = {name: SimpleNamespace(component=name, contract=contract, in_steps=False) for name in ("high", "low", "vae")}
+    parts = {
+        name: SimpleNamespace(component=name, contract=contract, in_steps=False) for name in ("high", "low", "vae")
+    }
     family = SimpleNamespace(DENOISER="high", DENOISERS=("high", "low"), GUIDES=False)
     checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
 
