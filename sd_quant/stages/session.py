@@ -43,7 +43,6 @@ from sd_quant.stages.checks import (
     check_steps,
     check_table,
     check_tile,
-    first_row,
     sides_of,
 )
 from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
@@ -103,7 +102,8 @@ class Session:
         check_sizes(self.checkpoint, "infer", infer)
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
-            if quantize.calibration is None:
+            chooses = quantize.fit is not None or infer.reuse is not None or infer.chooses_precise
+            if chooses or quantize.calibration is None:  # by images of calibration
                 lacking = len(model.controlnets) - len(model.calibration_control)
                 expected = "condition images for each of model.controlnets, because calibration sees what they compute"
                 check(not lacking, "model.calibration_control", model.calibration_control, expected)
@@ -188,13 +188,15 @@ def open_unchecked(model: Model) -> Session:
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
-    example = None if model.calibration_table is None else first_row(model)
-    check_table(input_path(model.path), model.given_arguments(), example)
+    path, given, example = input_path(model.path), model.given_arguments(), dict[str, Any]()
+    if model.calibration_table is not None:
+        row = model.calibration_rows()[0]
+        check_table(path, given, row)
+        example = row.arguments
     opened = open_observed(
-        input_path(model.path), model.width, model.height, float(model.recommended.get("scale", SCALE)),
-        pixels_of(model.given_arguments()), tuple(model.excluded), model.denoiser,
-        cache=Cache(output_path(model.observed) if model.observed else None, math.inf), dtypes=model.dtype,
-        examples={} if example is None else pixels_of(example.arguments),
+        path, model.width, model.height, float(model.recommended.get("scale", SCALE)), pixels_of(given),
+        tuple(model.excluded), model.denoiser, examples=pixels_of(example), dtypes=model.dtype,
+        cache=Cache(output_path(model.observed) if model.observed else None, math.inf),
     )  # fmt: skip
     check_parts_named(model.dtype, opened.parts())
     return with_loras(opened, model.adapters())
