@@ -250,13 +250,14 @@ class Quantized:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the denoiser's weights with their scales, where weights that are not quantized count in fp16."""
-        return assigned_bytes(self.loaded.parameters[self.loaded.denoiser], self.assignment)
+        """Bytes of the denoisers' weights with their scales, where weights that are not quantized count in fp16."""
+        parameters, assignments = self.loaded.parameters, self.assignments
+        return sum(assigned_bytes(parameters[part], assignments[part]) for part in self.loaded.denoisers)
 
     @property
     def share(self) -> float:
         """``weight_bytes`` as a share of the bytes of all weights in fp16."""
-        return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
+        return self.weight_bytes / (HALF * sum(self.loaded.parameters[part] for part in self.loaded.denoisers))
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""

@@ -171,9 +171,9 @@ class QuantizeJob(RecipeJob):
     def check_files(self) -> None:
         """Raises SdQuantError for files and packages that are missing or unusable, without loading any."""
         self.model.check_files()
-        if self.quantize.calibration is None:
+        if makes_calibration_images(self.quantize, self.infer):
             self.calibration_rows()
-        else:
+        if self.quantize.calibration is not None:
             expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
             existing("calibration", self.quantize.calibration, expected)
         self.infer.check_files()
@@ -186,6 +186,12 @@ class QuantizeJob(RecipeJob):
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
         check_consumers(self.hand_over)
+
+
+def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
+    """Whether a job makes images as calibration does: for statistics, or to choose formats or steps by."""
+    chooses = quantize.fit is not None or infer.reuse is not None or infer.chooses_precise
+    return chooses or quantize.calibration is None
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:

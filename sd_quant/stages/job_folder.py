@@ -16,7 +16,7 @@ import yaml
 
 from sd_quant import report, stages
 from sd_quant.addons import code_of
-from sd_quant.config import Model, QuantizeJob, deciding, lora_of, weighted
+from sd_quant.config import Model, QuantizeJob, deciding, lora_of, makes_calibration_images, weighted
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -40,9 +40,9 @@ BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # left by Hydra, and
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     """The files and folders that the job reads."""
     inputs = job.model.inputs()
-    if job.quantize.calibration is None:
+    if makes_calibration_images(job.quantize, job.infer):
         inputs |= job.model.calibration_inputs()
-    else:
+    if job.quantize.calibration is not None:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
         inputs["assignment"] = input_path(job.quantize.assignment)

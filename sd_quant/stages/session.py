@@ -15,7 +15,7 @@ from typing import Any, cast
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
-from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
+from sd_quant.config import CacheFolder, Infer, Model, Quantize, makes_calibration_images, sizes_of
 from sd_quant.config.model import check_parts_named
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
@@ -102,8 +102,7 @@ class Session:
         check_sizes(self.checkpoint, "infer", infer)
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
-            chooses = quantize.fit is not None or infer.reuse is not None or infer.chooses_precise
-            if chooses or quantize.calibration is None:  # by images of calibration
+            if makes_calibration_images(quantize, infer):
                 lacking = len(model.controlnets) - len(model.calibration_control)
                 expected = "condition images for each of model.controlnets, because calibration sees what they compute"
                 check(not lacking, "model.calibration_control", model.calibration_control, expected)

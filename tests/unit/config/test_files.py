@@ -178,6 +178,8 @@ def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from
     assert prompts_of(job("quantize", knobs | {"quantize.calib_size": 2}).calibration_rows()) == ["one", "two"]
     elsewhere = {"model.calibration_prompts": "no/such.txt", "quantize.calibration": places["here"]}
     job("quantize", knobs | elsewhere).check_files()
+    with pytest.raises(ConfigError, match="no/such.txt"):  # by whose images steps are chosen
+        job("quantize", knobs | elsewhere | {"infer.reuse": 0.25}).check_files()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")
