@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant.cache import Cache
+from sd_quant.calibration.call_tables import Row
 from sd_quant.composition import composing, job_of, knobs_of
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact
 from sd_quant.config.targets import check_consumers, check_targets
@@ -155,10 +156,11 @@ class Model:
             expected = "None, because calibration_table has the prompts of calibration"
             check("model.calibration_table" not in self.knobs, "prompts", f"{prompts!r:.100}", expected)
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
-        job, texts = self.job(preset, knobs), None if prompts is None else texts_of(prompts)
+        job = self.job(preset, knobs)
+        rows = None if prompts is None else [Row(text, {}) for text in texts_of(prompts)]
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
         sha256 = calibrated_sha256(job, made_of(job.model.inputs()))
-        return statistics_of(loaded, job, sha256, texts)
+        return statistics_of(loaded, job, sha256, rows)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
         """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.
@@ -248,13 +250,14 @@ class Quantized:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the denoiser's weights with their scales, where weights that are not quantized count in fp16."""
-        return assigned_bytes(self.loaded.parameters[self.loaded.denoiser], self.assignment)
+        """Bytes of the denoisers' weights with their scales, where weights that are not quantized count in fp16."""
+        parameters, assignments = self.loaded.parameters, self.assignments
+        return sum(assigned_bytes(parameters[part], assignments[part]) for part in self.loaded.denoisers)
 
     @property
     def share(self) -> float:
         """``weight_bytes`` as a share of the bytes of all weights in fp16."""
-        return self.weight_bytes / (HALF * self.loaded.parameters[self.loaded.denoiser])
+        return self.weight_bytes / (HALF * sum(self.loaded.parameters[part] for part in self.loaded.denoisers))
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
@@ -304,8 +307,7 @@ class Quantized:
             ResourceError: a package that writes it is missing, or the disk is full.
         """
         one_of(TARGETS).check("target", target)
-        job = self.job
-        check_targets("target", [target], job.model.family, job.formats()["weights"], job.quantize, job.mixed())
+        check_targets("target", [target], self.job.model, self.job.quantize, self.job.formats()["weights"])
         check_consumers([target])
         check_servers([target], self.loaded.checkpoint)
         checkpoint, directory = self.loaded.checkpoint, output_path(folder)
@@ -451,8 +453,7 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None,
     for each in quantized:
         made = model.generate(prompts, knobs, each.assignments)
         results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
-    of_images = {**texts_or_table(prompts, knobs), **knobs}
-    texts = model.job(None, {}, of_images).infer.prompt_list()  # one for each image
+    texts = model.job(None, {}, with_prompts(prompts, knobs)).infer.prompt_list()  # one for each image
     return Comparison(texts, full.images, results)
 
 
@@ -460,7 +461,7 @@ def to_generate(
     model: Model, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
 ) -> tuple[Session, Infer]:
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
-    job = model.job(None, {}, {**texts_or_table(prompts, knobs), **knobs})
+    job = model.job(None, {}, with_prompts(prompts, knobs))
     because = "quantize.py chooses the steps; its record has them, for infer.schedule"
     check_unused(job.infer, "infer.", [("reuse", None, because)])
     check(not job.infer.chooses_precise, "infer.precise_steps", job.infer.precise_steps, f"places, because {because}")
@@ -470,12 +471,12 @@ def to_generate(
     return session, job.infer
 
 
-def texts_or_table(prompts: str | Sequence[str] | None, knobs: Mapping[str, object]) -> dict[str, object]:
-    """The knob of prompts; none where ``table`` has them. Raises ConfigError for both, or neither."""
+def with_prompts(prompts: str | Sequence[str] | None, knobs: Mapping[str, object]) -> Mapping[str, object]:
+    """The ``knobs`` with the prompts, unless ``table`` has them. Raises ConfigError for both, or neither."""
     if "table" not in knobs:
-        return {"prompts": texts_of([] if prompts is None else prompts)}
+        return {"prompts": texts_of([] if prompts is None else prompts), **knobs}
     check(prompts is None, "prompts", f"{prompts!r:.100}", "None, because table has the prompts of the images")
-    return {}
+    return knobs
 
 
 def texts_of(prompts: str | Sequence[str]) -> list[str]:

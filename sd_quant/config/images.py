@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
+from sd_quant.calibration.call_tables import Row, read_rows
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
-from sd_quant.config.model import check_control_files, check_source_files, controls_by_name
+from sd_quant.config.model import check_source_files, inputs_of_images, prompts_of
 from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
@@ -241,10 +241,7 @@ class Infer:
 
     def inputs(self) -> dict[str, Path]:
         """Return the files and folders that images start from, by their names in a record."""
-        found = {name: path for name in ("latents", "image", "mask") if (path := getattr(self, name))}
-        found |= controls_by_name("control", self.control)
-        files = {name: input_path(path) for name, path in found.items()}
-        return files | (files_by_row(TABLE, input_path(self.table)) if self.table else {})
+        return inputs_of_images("infer.", self, "latents")
 
     def prompt_list(self) -> list[str]:
         """Return every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
@@ -273,8 +270,8 @@ class Infer:
 
     def distinct_prompts(self) -> list[Prompt]:
         """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
-        if (rows := self.rows()) is not None:
-            return [Prompt(row.prompt or "") for row in rows]
+        if rows := self.rows():
+            return list(map(Prompt, prompts_of(rows)))
         if not isinstance(self.prompts, str):
             expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
             check(bool(self.prompts), "infer.prompts", "an empty list", expected)
@@ -286,9 +283,9 @@ class Infer:
         check(self.num_prompts <= len(prompts), "infer.num_prompts", self.num_prompts, expected)
         return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
 
-    def rows(self) -> list[Row] | None:
-        """Return the rows of ``table``, one for each image of one sample; None without one. Raises ConfigError."""
-        return None if self.table is None else read_rows(TABLE, input_path(self.table))
+    def rows(self) -> list[Row]:
+        """Return the rows of ``table``, one for each image of one sample; none without it. Raises SdQuantError."""
+        return [] if self.table is None else read_rows(TABLE, input_path(self.table))
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
         """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""
@@ -299,8 +296,7 @@ class Infer:
         """Raises ConfigError for missing or unreadable files, and for negative prompts unlike the prompts in number."""
         if self.latents is not None:
             existing_file("infer.latents", self.latents)
-        check_source_files("infer.", self.image, self.mask)
-        check_control_files("infer.control", self.control)
+        check_source_files("infer.", self.image, self.mask, self.control)
         prompts, negative = self.distinct_prompts(), self.negative_prompt
         if isinstance(negative, list):
             expected = f"one for each of the {len(prompts)} prompts, or a single text for all"

@@ -1,7 +1,7 @@
 """The jobs of the other commands, which start from an earlier run, files or a checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
 from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
-from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
+from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.files import check_replaceable, check_writable
@@ -141,9 +141,7 @@ class HandOverJob:
 
     def check_files(self) -> None:
         job = recipe_of_run(self.run, self.cache)
-        check_targets("to", self.targets(), job.model.family, job.formats()["weights"], job.quantize, job.mixed())
-        check_fused("to", self.targets(), job.quantize)
-        check_uncontrolled("to", self.targets(), job.model.controlnets, job.quantize)
+        check_targets("to", self.targets(), job.model, job.quantize, job.formats()["weights"])
         self.cache.check_files()
         check_consumers(self.targets())
 
@@ -163,11 +161,10 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
     model = run_model(job.run) if job.run else None
     if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
-    if isinstance(job, InferJob):
-        return parts_of(job.model.parts, job.model.encoder, job.model.controlnets)
-    if model:
-        return parts_of(model["parts"], model["encoder"], model["controlnets"])
-    return list(dict.fromkeys((*PART_NAMES, *job.files)))
+    model = asdict(job.model) if isinstance(job, InferJob) else model
+    if model is None:
+        return list(dict.fromkeys((*PART_NAMES, *job.files)))
+    return parts_of(model["parts"], model["encoder"], model["controlnets"])
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:

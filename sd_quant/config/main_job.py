@@ -4,16 +4,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from sd_quant.calibration.call_tables import Row, read_rows
+from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompt_layouts import is_data_set
-from sd_quant.calibration.prompts import draw_prompts, read_prompts
+from sd_quant.calibration.prompts import draw_prompts
 from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
-from sd_quant.config.model import CALIBRATION_TABLE, Model
+from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
 from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
-from sd_quant.config.targets import check_consumers, check_fused, check_targets, check_uncontrolled
+from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.inference.samplers import WEIGHTS_ALONE
@@ -21,7 +21,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import Enable, Pair, Recipe, formats_used, unheeded_knobs
+from sd_quant.quantization.recipe import Enable, Pair, formats_used, unheeded_knobs
 from sd_quant.report.rule import Rule
 from sd_quant.trackers import TRACKERS
 
@@ -67,44 +67,24 @@ class RecipeJob:
         used = {where: set().union(*(each[where] for each in found)) for where in ("weights", "inputs")}
         return used | {"attention": attention}
 
-    def mixed(self) -> list[Recipe]:
-        """The recipes of the presets that layers may have beside the job's own."""
-        return [recipe for label, recipe in self.quantize.offered().items() if label != self.quantize.format]
-
-    def calibration_prompts(self) -> list[str]:
-        """Return the first ``calib_size`` prompts of a text file, or as many drawn with ``seed`` from a data set.
+    def calibration_rows(self) -> list[Row]:
+        """Return the first ``calib_size`` prompts or rows of a table, or as many drawn with ``seed`` from a data set.
 
         Raises ConfigError when the file holds fewer.
         """
-        if (rows := self.calibration_rows()) is not None:
-            return [row.prompt or "" for row in rows]
-        path = input_path(self.model.calibration_prompts)
-        prompts, size = read_prompts(path), self.quantize.calib_size
-        check(size <= len(prompts), "calib_size", size, f"at most the {len(prompts)} prompts of the prompt file")
-        return draw_prompts(prompts, size, self.quantize.seed) if is_data_set(path) else prompts[:size]
+        rows, size, table = self.model.calibration_rows(), self.quantize.calib_size, self.model.calibration_table
+        found = "prompts of the prompt file" if table is None else f"rows of {CALIBRATION_TABLE}"
+        check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} {found}")
+        drawn = table is None and is_data_set(input_path(self.model.calibration_prompts))
+        return draw_prompts(rows, size, self.quantize.seed) if drawn else rows[:size]
 
-    def calibration_rows(self) -> list[Row] | None:
-        """Return the first ``calib_size`` rows of ``model.calibration_table``; None without one. Raises ConfigError."""
-        if self.model.calibration_table is None:
-            return None
-        rows, size = read_rows(CALIBRATION_TABLE, input_path(self.model.calibration_table)), self.quantize.calib_size
-        check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} rows of {CALIBRATION_TABLE}")
-        return rows[:size]
-
-    def choosing_rows(self, count: int) -> list[Row] | None:
-        """Return up to ``count`` rows of that table, in the order of ``choosing_prompts``; None without one."""
-        if (seen := self.calibration_rows()) is None:
-            return None
-        rows = read_rows(CALIBRATION_TABLE, input_path(self.model.calibration_table or ""))
-        return [*rows[len(seen) :], *seen][:count]
-
-    def choosing_prompts(self, count: int) -> list[str]:
-        """Return up to ``count`` prompts of that file: those that calibration does not see, then those that it does."""
-        if (rows := self.choosing_rows(count)) is not None:
-            return [row.prompt or "" for row in rows]
-        seen = self.calibration_prompts()
-        others = dict.fromkeys(read_prompts(input_path(self.model.calibration_prompts))).keys() - set(seen)
-        return [*sorted(others), *seen][:count]
+    def choosing_rows(self, count: int) -> list[Row]:
+        """Return up to ``count`` of the same file: those that calibration does not see, then those that it does."""
+        seen, rows = self.calibration_rows(), self.model.calibration_rows()
+        if self.model.calibration_table is not None:
+            return [*rows[len(seen) :], *seen][:count]
+        others = set(prompts_of(rows)) - set(prompts_of(seen))
+        return [*(Row(prompt, {}) for prompt in sorted(others)), *seen][:count]
 
 
 @dataclass(slots=True)
@@ -148,11 +128,7 @@ class QuantizeJob(RecipeJob):
             )
             check(self.quantize.calib_size > 1, "calib_size", self.quantize.calib_size, expected)
         self.check_precise()
-        check_targets(
-            "hand_over", self.hand_over, self.model.family, self.formats()["weights"], self.quantize, self.mixed()
-        )
-        check_fused("hand_over", self.hand_over, self.quantize)
-        check_uncontrolled("hand_over", self.hand_over, self.model.controlnets, self.quantize)
+        check_targets("hand_over", self.hand_over, self.model, self.quantize, self.formats()["weights"])
         self.model.check_sides("trt", None, None, self.trt.sizes)
         check_dtype(self.model, self.infer.engine, self.trt)
         check_batch(self.trt, self.infer)
@@ -195,9 +171,9 @@ class QuantizeJob(RecipeJob):
     def check_files(self) -> None:
         """Raises SdQuantError for files and packages that are missing or unusable, without loading any."""
         self.model.check_files()
-        if self.quantize.calibration is None:
-            self.calibration_prompts()
-        else:
+        if makes_calibration_images(self.quantize, self.infer):
+            self.calibration_rows()
+        if self.quantize.calibration is not None:
             expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
             existing("calibration", self.quantize.calibration, expected)
         self.infer.check_files()
@@ -210,6 +186,12 @@ class QuantizeJob(RecipeJob):
         if self.trt.library in PLAN_BUILDERS:
             check_installed(self.trt.library)
         check_consumers(self.hand_over)
+
+
+def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
+    """Whether a job makes images as calibration does: for statistics, or to choose formats or steps by."""
+    chooses = quantize.fit is not None or infer.reuse is not None or infer.chooses_precise
+    return chooses or quantize.calibration is None
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:

@@ -2,12 +2,14 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
+from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
+from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
@@ -63,13 +65,13 @@ class Model:
     observed: Annotated[str | None, "folder that keeps what was observed of a pipeline; null: it is observed each time"]
     loras: Annotated[
         list[str],
-        Limit(lambda stated: is_lora(stated), "a file, or file:strength with a number", each=True),
+        Limit(lambda stated: is_weighted(stated, lora_of), "a file, or file:strength with a number", each=True),
         "LoRA files that are fused into the weights, each with its strength: [style.safetensors:0.8]; of a pipeline "
         "with several denoisers each with one: [transformer_2:style.safetensors:0.8]",
     ]
     controlnets: Annotated[
         list[str],
-        Limit(lambda stated: is_lora(stated), "a folder, or folder:scale with a number", each=True),
+        Limit(lambda stated: is_weighted(stated, weighted), "a folder, or folder:scale with a number", each=True),
         "folders of ControlNets, each with the scale of its outputs: [canny:0.8,depth:0.5]",
     ]
     vae: Annotated[str | None, "a folder or a file of another autoencoder; null: the checkpoint's own"]
@@ -145,6 +147,17 @@ class Model:
             others[f"{LORA}{index}{each.place} at {each.strength!r}"] = each.path
         return {"checkpoint": input_path(self.path), **others, **named_files("argument", self.given_arguments())}
 
+    def calibration_inputs(self) -> dict[str, Path]:
+        """Return the files that calibration images are made of, by their names in a record."""
+        prompts = ["calibration_prompts"] if self.calibration_table is None else []
+        return inputs_of_images("model.calibration_", self, *prompts)
+
+    def calibration_rows(self) -> list[Row]:
+        """Return the rows of ``calibration_table``, or ``calibration_prompts`` as such. Raises SdQuantError."""
+        if self.calibration_table is not None:
+            return read_rows(CALIBRATION_TABLE, input_path(self.calibration_table))
+        return [Row(prompt, {}) for prompt in read_prompts(input_path(self.calibration_prompts))]
+
     def given_arguments(self) -> dict[str, Any]:
         """Return ``arguments`` with files for images. Raises ConfigError for one that is missing."""
         return {
@@ -170,9 +183,15 @@ class Model:
             folder = existing("model.controlnets", path, "the path of a folder, or folder:scale")
             known = (folder / "config.json").is_file()
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
-        check_source_files("model.calibration_", self.calibration_image, self.calibration_mask)
-        check_control_files("model.calibration_control", self.calibration_control)
+        check_source_files(
+            "model.calibration_", self.calibration_image, self.calibration_mask, self.calibration_control
+        )
         self.given_arguments()
+
+
+def prompts_of(rows: Sequence[Row]) -> list[str]:
+    """Return the prompts of calls, empty for a pipeline that takes none."""
+    return [row.prompt or "" for row in rows]
 
 
 def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
@@ -206,16 +225,30 @@ def weighted(stated: str) -> tuple[str, float]:
     return (path, float(number)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
 
-def is_lora(stated: str) -> bool:
-    """Whether an entry of ``model.loras`` has a path and a finite strength."""
+def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
+    """Whether an entry that ``split`` divides has a path and a finite number."""
     with suppress(ValueError):
-        lora = lora_of(stated)
-        return bool(lora.path) and math.isfinite(lora.strength)
+        path, number, *_ = split(stated)
+        return bool(path) and math.isfinite(number)
     return False
 
 
-def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
-    """Raises ConfigError for missing images, and for images without masks; ``knobs`` begins the names of both."""
+def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Path]:
+    """Return the files that images start from, by their names in a record, with those of knobs of ``others``' names.
+
+    ``knobs`` begins the names of the ``section``'s knobs for them.
+    """
+    prefix = knobs.partition(".")[2]
+    given = {name: path for name in (*others, f"{prefix}image", f"{prefix}mask") if (path := getattr(section, name))}
+    given |= {f"{prefix}control {number}": path for number, path in enumerate(getattr(section, f"{prefix}control"), 1)}
+    files, table = {name: input_path(path) for name, path in given.items()}, getattr(section, f"{prefix}table")
+    return files | (files_by_row(f"{knobs}table", input_path(table)) if table else {})
+
+
+def check_source_files(knobs: str, image: str | None, mask: str | None, control: Sequence[str]) -> None:
+    """Raises ConfigError for missing images, and for images without masks; ``knobs`` begins the names of all."""
+    for path in control:
+        image_files(f"{knobs}control", existing(f"{knobs}control", path, "an existing image or a folder of images"))
     for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
         if path is not None:
             existing(knob, path, "an existing image or a folder of images, or null")
@@ -223,17 +256,6 @@ def check_source_files(knobs: str, image: str | None, mask: str | None) -> None:
         images = image_files(f"{knobs}image", input_path(image))
         if mask is not None:
             mask_files(f"{knobs}mask", input_path(mask), images)
-
-
-def controls_by_name(name: str, control: Sequence[str]) -> dict[str, str]:
-    """Return the paths of condition images by their names in a record: ``name`` and the number of the ControlNet."""
-    return {f"{name} {number}": path for number, path in enumerate(control, 1)}
-
-
-def check_control_files(knob: str, control: Sequence[str]) -> None:
-    """Raises ConfigError for a missing condition image, or a folder without any."""
-    for path in control:
-        image_files(knob, existing(knob, path, "an existing image or a folder of images"))
 
 
 def check_checkpoint(path: str, family: str) -> None:

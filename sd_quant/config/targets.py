@@ -3,7 +3,7 @@
 Which of its layers a target holds is decided with the assignment, in ``interchange.holding``.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from sd_quant.config.model import Model
 from sd_quant.config.recipe import FUSED, Quantize, recipe_of
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
@@ -41,51 +42,43 @@ def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping
     }
 
 
-def check_fused(knob: str, targets: Collection[str], quantize: Quantize) -> None:
-    """Raises ConfigError for an export of a run with LoRAs beside its weights: its consumer adds them itself."""
-    expected = (
-        "nothing with quantize.loras=beside, because a tool adds LoRAs itself at run time: export a run without "
-        "model.loras and give the tool these, or fuse them with quantize.loras=fused"
-    )
-    check(not targets or quantize.loras == FUSED, knob, list(targets), expected)
-
-
-def check_uncontrolled(knob: str, targets: Collection[str], controlnets: Sequence[str], quantize: Quantize) -> None:
-    """Raises ConfigError for ControlNets with a target whose graphs take none, or that are quantized themselves.
-
-    A target's folder has none: an application adds its own, as to any checkpoint of the base.
-    """
-    graphs = [name for name in targets if controlnets and TARGETS[name].runtime is not None]
-    expected = "targets without graphs with model.controlnets, because the pipelines that open these have none"
-    check(not graphs, knob, graphs, expected)
-    parts = [name for name in controlnet_names(len(controlnets)) if targets and name in (quantize.parts or {})]
-    check(not parts, "quantize.parts", parts, f"no ControlNet with {knob}: no target's folder has one")
-
-
 def check_targets(
-    knob: str, targets: list[str], family: str, weights: Collection[str], recipe: Recipe, mixed: Sequence[Recipe] = ()
+    knob: str, targets: Collection[str], model: Model, recipe: Quantize, weights: Collection[str]
 ) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
 
-    Where layers may have ``mixed`` recipes instead, the target has to hold one of all of them; the others' layers stay
-    in high precision there.
+    Where layers may have one of several recipes, the target has to hold one of all of them; the others' layers stay in
+    high precision there. None holds LoRAs beside weights, which its consumer adds itself, or a ControlNet, which an
+    application adds to any checkpoint of the base.
     """
-    conv = family in UNETS
+    family, conv = model.family, model.family in UNETS  # transformers have linears
+    mixed = [own for label, own in recipe.offered().items() if label != recipe.format]
 
     def holds_one(target: ForeignFormat) -> bool:
         of_family = target.families is None or family in target.families
         facts = [needs({own.enable.linear.weight}, own.enable.conv.weight if conv else None, own) for own in mixed]
         return of_family and any(all(holds(target) for holds in each.values()) for each in facts)
 
-    targets = [name for name in targets if not holds_one(TARGETS[name])]
     facts = {
         family: lambda target: target.families is None or family in target.families,
-        **needs(weights, recipe.enable.conv.weight if family in UNETS else None, recipe),  # transformers have linears
+        **needs(weights, recipe.enable.conv.weight if conv else None, recipe),
     }
     for what, holds in facts.items():
         able = ", ".join(name for name, target in TARGETS.items() if holds(target))
         for name in targets:
-            check(holds(TARGETS[name]), knob, name, f"a target that holds {what} ({able})")
+            fits = holds_one(TARGETS[name]) or holds(TARGETS[name])
+            check(fits, knob, name, f"a target that holds {what} ({able})")
+    expected = (
+        "nothing with quantize.loras=beside, because a tool adds LoRAs itself at run time: export a run without "
+        "model.loras and give the tool these, or fuse them with quantize.loras=fused"
+    )
+    check(not targets or recipe.loras == FUSED, knob, list(targets), expected)
+    nets = controlnet_names(len(model.controlnets))
+    graphs = [name for name in targets if nets and TARGETS[name].runtime is not None]
+    expected = "targets without graphs with model.controlnets, because the pipelines that open these have none"
+    check(not graphs, knob, graphs, expected)
+    parts = [name for name in nets if targets and name in (recipe.parts or {})]
+    check(not parts, "quantize.parts", parts, f"no ControlNet with {knob}: no target's folder has one")
 
 
 def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:

@@ -21,8 +21,10 @@ from sd_quant.models.checkpoint import empty_modules
 from sd_quant.models.parts import Contract, wrapped
 from sd_quant.text import one_line
 
-# Further arguments that knobs decide: infer.scale, model.max_sequence_length, infer.image, infer.mask, infer.strength.
+# Further arguments that knobs decide: infer.scale, model.max_sequence_length, infer.image, infer.mask, infer.strength,
+# and model.controlnets.
 BY_KNOBS = DECIDED | {"guidance_scale", "max_sequence_length", "image", "mask_image", "strength"}
+BY_KNOBS |= {"controlnet_conditioning_scale"}
 TEXTS = {"clip_skip", "prompt_2", "negative_prompt_2"}  # which an author's own way to encode texts does not read
 
 

@@ -121,30 +121,23 @@ def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor
     return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
 
 
-def assign_others(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive how the layers of the pipeline's other denoisers are quantized; ``statistics`` are those of parts.
+def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
+    """Derive how the layers of each other part are quantized, by part, other denoisers first.
 
-    Raises ConfigError where there are none of one.
+    ``statistics`` are those of parts. Raises ConfigError where there are none and a part's recipe takes some.
     """
     if missing := loaded.others.keys() - statistics.keys():
         raise ConfigError(f"there are no statistics of {', '.join(missing)}; calibrate with the same quantize.parts")
-    return {part: assign(other, statistics[part]) for part, other in loaded.others.items()}
-
-
-def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive how the layers of each other part are quantized, by part; ``statistics`` are those of parts.
-
-    Raises ConfigError where there are none and a part's recipe takes some.
-    """
+    others = {part: assign(other, statistics[part]) for part, other in loaded.others.items()}
     made = {
         part: assign_calibrated(loaded, part, recipe, statistics.get(part))
         if recipe.needs_inputs
         else assign_nearest(loaded, part, dict.fromkeys(roles_of_part(loaded.checkpoint, part), recipe))
         for part, recipe in loaded.part_recipes.items()
     }
-    if loaded.base is loaded.checkpoint:
-        return made
-    return {part: with_loras_beside(loaded.checkpoint, part, rows) for part, rows in made.items()}
+    if loaded.base is not loaded.checkpoint:
+        made = {part: with_loras_beside(loaded.checkpoint, part, rows) for part, rows in made.items()}
+    return others | made
 
 
 def assign_calibrated(

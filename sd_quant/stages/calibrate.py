@@ -2,18 +2,19 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import calibrate, origin
 from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
-from sd_quant.config import BESIDE, Quantize, RecipeJob
+from sd_quant.config import BESIDE, Quantize, RecipeJob, prompts_of
 from sd_quant.inference.loading import load_model
 from sd_quant.models.checkpoint import (
     Checkpoint,
@@ -38,17 +39,19 @@ LONG = 600  # seconds above which a calibration is announced with a warning
 
 
 def statistics_of(
-    loaded: Loaded, job: RecipeJob, checkpoint_sha256: str, prompts: list[str] | None = None
+    loaded: Loaded, job: RecipeJob, checkpoint_sha256: str, rows: Sequence[Row] | None = None
 ) -> Statistics:
     """Collect or read the statistics of every layer that some recipe may quantize.
 
     One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
     Those of other denoisers are collected in the same pass, and those of other parts if their recipes take any.
-    ``prompts`` stand in for those that the job names. A warning names the parts whose activations fp16 might not hold.
+    ``rows`` stand in for those that the job names. A warning names the parts whose activations fp16 might not hold.
     """
     checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
-    sampling = calibration_sampling(job.model, job.infer, knobs, job.calibration_rows())
+    if rows is None:
+        rows = job.calibration_rows() if knobs.calibration is None else []
+    sampling = calibration_sampling(job.model, job.infer, knobs, rows)
     watched, hessians = watched_layers(checkpoint, roles), denoiser_hessians(checkpoint, roles, knobs)
     if knobs.calibration is not None:
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
@@ -62,7 +65,7 @@ def statistics_of(
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
     kept = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
-    prompts = job.calibration_prompts() if prompts is None else prompts
+    prompts = prompts_of(rows)
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
         watched += [f"{part}:{name}" for name in watched_layers(other.base, other.roles)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from sd_quant.calibration.call_tables import Row, read_rows
+from sd_quant.calibration.call_tables import Row
 from sd_quant.checkpoints.lora import bundled_words, open_lora
 from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
 from sd_quant.config.images import TABLE
@@ -22,8 +22,7 @@ from sd_quant.models import FAMILIES, LATENT_FACTOR, OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.observed.opening import read_index
-from sd_quant.places import input_path
-from sd_quant.stages.generate import calibration_source_of, calls_of, conditions_of, latents_of, source_of
+from sd_quant.stages.generate import arguments_of, calibration_source_of, latents_of, sampling_of
 
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
@@ -50,12 +49,10 @@ def check_request(model: Model, infer: Infer) -> None:
                  if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)]  # fmt: skip
         expected = f"prompts without {listing(words)}, because what it adds to networks is applied, and no embedding is"
         check(not words, "model.loras", path, expected)
-    latents_of(infer)
-    source_of(infer)
-    calibration_source_of(model, infer)
-    conditions_of("infer.control", infer.control)
-    conditions_of("model.calibration_control", model.calibration_control)
     check_calls(model, infer)
+    sampling_of(infer)
+    calibration_source_of(model, infer)
+    arguments_of("model.calibration_control", model.calibration_control, [])
 
 
 def check_controls(model: Model, infer: Infer) -> None:
@@ -78,35 +75,27 @@ def check_controls(model: Model, infer: Infer) -> None:
 
 
 def check_calls(model: Model, infer: Infer) -> None:
-    """Raises SdQuantError for a table without one for calibration or with other columns, and images that are broken."""
+    """Raises SdQuantError for a table without one for calibration or with other columns."""
     given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
     lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
     both = (given[lacking] is None) == (given[there] is None)
     check(both, lacking, "null", f"a table, because {there} is one: calibration and the images are of the same calls")
-    if (rows := infer.rows()) is None:
+    if not (rows := infer.rows()):
         return
     check(model.family == OBSERVED, TABLE, infer.table, "null, because tables of calls are for model=diffusers alone")
-    found, known = sorted(rows[0].arguments), sorted(first_row(model).arguments)
+    found, known = sorted(rows[0].arguments), sorted(model.calibration_rows()[0].arguments)
     expected = f"the columns {', '.join(known)} of {CALIBRATION_TABLE}, with which the pipeline is observed"
     check(found == known, TABLE, f"a table with {', '.join(found)}", expected)
     same = "negative_prompt" not in found or infer.negative_prompt is None
     expected = f"null, because {TABLE} has a column of this name"
     check(same, "infer.negative_prompt", infer.negative_prompt, expected)
-    calls_of(rows)
 
 
-def first_row(model: Model) -> Row:
-    """The first row of the table that calibration makes calls of. Raises what ``read_rows`` raises."""
-    return read_rows(CALIBRATION_TABLE, input_path(model.calibration_table or ""))[0]
-
-
-def check_table(path: Path, arguments: Collection[str], example: Row | None) -> None:
+def check_table(path: Path, arguments: Collection[str], example: Row) -> None:
     """Raises ConfigError for a table whose columns are not what the pipeline in the folder at ``path`` takes.
 
-    ``arguments`` are those of all calls, ``example`` is a row of the table; None: there is none.
+    ``arguments`` are those of all calls, ``example`` is a row of the table.
     """
-    if example is None:
-        return
     kind, _ = read_index(path)
     check_taken(kind, CALIBRATION_TABLE, example.arguments)
     both = sorted(example.arguments.keys() & set(arguments))

@@ -13,7 +13,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import AutoCompared
 from sd_quant.simulation.sensitivity import Sensitivity
-from sd_quant.stages.assign import assign, assign_others, assign_parts, auto_compared, most_sensitive
+from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.shared import Shared
@@ -64,8 +64,7 @@ def choose(
             measured = measure_presets(loaded, statistics, limited.offers, shared)
             fitted = fit(loaded, statistics, limited, measured, directory)
         assignment = fitted.assignment if fitted else assign(loaded, statistics)
-        parts = (fitted.parts if fitted else {}) | assign_others(loaded, statistics.parts)
-        parts |= assign_parts(loaded, statistics.parts)
+        parts = (fitted.parts if fitted else {}) | assign_parts(loaded, statistics.parts)
     if loaded.kept:
         with step("sensitivity"):
             sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)

@@ -10,15 +10,12 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from sd_quant.calibration.call_tables import read_rows
-from sd_quant.calibration.prompts import read_prompts
-from sd_quant.config import CALIBRATION_TABLE, Infer
+from sd_quant.config import Infer, prompts_of
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images
-from sd_quant.places import input_path
-from sd_quant.stages.generate import calls_of, generate, sampling_of
+from sd_quant.stages.generate import arguments_of, generate, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.variants import Assignments, torch_variant
 
@@ -32,15 +29,14 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
     And the inputs of the first calls of each part, in full precision. Images are of some calibration prompts, from
     noise.
     """
-    model = loaded.model
-    rows = read_rows(CALIBRATION_TABLE, input_path(model.calibration_table)) if model.calibration_table else None
-    prompts = [row.prompt or "" for row in rows] if rows else read_prompts(input_path(model.calibration_prompts))
+    model, rows = loaded.model, loaded.model.calibration_rows()[:PROMPTS]
     infer = replace(
-        loaded.infer, prompts=prompts[:PROMPTS], table=None, num_samples=1, num_prompts=None, prompts_seed=0,
+        loaded.infer, prompts=prompts_of(rows), table=None, num_samples=1, num_prompts=None, prompts_seed=0,
         prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None,
-        strength=None,
+        control=[], strength=None,
     )  # fmt: skip
-    sampling = replace(sampling_of(infer), arguments=calls_of(rows))
+    arguments = arguments_of("model.calibration_control", model.calibration_control, rows)
+    sampling = replace(sampling_of(infer), arguments=arguments)
     full, calls = images_of(loaded, infer, sampling, {}, "full precision")
     return lambda given, what: squared_error(full, images_of(loaded, infer, sampling, given, what)[0]), calls
 

@@ -163,7 +163,8 @@ def compare_images(
     watched, counts = WatchedVariant(variant, {}), list[Tensor]()
     letters = [COMPUTED, *sorted(infer.precise_letters)]
     engines = [engine_of_letter(checkpoint.family.DENOISER, letter) for letter in letters]
-    engines += denoisers_of(checkpoint)[1:]
+    denoisers = denoisers_of(checkpoint)
+    engines += denoisers[1:]
 
     def counting(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
@@ -184,11 +185,12 @@ def compare_images(
     images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
     outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in variants.assignments}
     totals = torch.stack(counts).sum(dim=0).tolist()
-    of_an_image = counted(checkpoint, dict(zip(letters, totals, strict=False)), prompts, infer)
-    if others := {part: calls // len(counts) for part, (calls, _) in zip(engines, totals, strict=True)
-                  if part in denoisers_of(checkpoint)[1:]}:  # fmt: skip
-        own = sum(calls for calls, _ in totals[: len(letters)]) // len(counts)
-        of_an_image = replace(of_an_image, by_denoiser={checkpoint.family.DENOISER: own, **others})
+    own, others = totals[: len(letters)], totals[len(letters) :]
+    of_an_image = counted(checkpoint, dict(zip(letters, own, strict=True)), prompts, infer)
+    if others:
+        calls = [sum(calls for calls, _ in own), *(calls for calls, _ in others)]
+        by_denoiser = {part: each // len(counts) for part, each in zip(denoisers, calls, strict=True)}
+        of_an_image = replace(of_an_image, by_denoiser=by_denoiser)
     return VariantOutputs(images, framework.inputs, outputs, framework.calls, of_an_image)
 
 

@@ -24,13 +24,12 @@ PIXELS = 1024**2  # of an image for a call, at most: as many as editing pipeline
 
 
 def sampling_of(infer: Infer) -> Sampling:
-    """The settings of sampling by the knobs. Raises what ``latents_of``, ``source_of`` and ``calls_of`` raise."""
+    """The settings of sampling by the knobs. Raises what ``latents_of``, ``source_of`` and ``arguments_of`` raise."""
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
         sizes_of(infer) if infer.sizes else None, infer.vae_tile,
-        arguments=conditions_of("infer.control", infer.control, infer.num_samples)
-        or calls_of(infer.rows(), infer.num_samples),
+        arguments=arguments_of("infer.control", infer.control, infer.rows(), infer.num_samples),
     )  # fmt: skip
 
 
@@ -42,16 +41,16 @@ def recipe_sampling(infer: Infer) -> Sampling:
     )  # fmt: skip
 
 
-def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] | None = None) -> Sampling:
-    """The settings of sampling for calibration, whose table has these ``rows``; None without one.
+def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] = ()) -> Sampling:
+    """The settings of sampling for calibration by these ``rows``.
 
-    Raises what ``calibration_source_of`` and ``calibration_calls`` raise.
+    Raises what ``calibration_source_of`` and ``arguments_of`` raise.
     """
     (width, height), *others = sizes = sizes_of(model)
     return Sampling(
         knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
         source=calibration_source_of(model, infer), sizes=sizes if others else None,
-        arguments=calibration_calls(model, rows),
+        arguments=arguments_of("model.calibration_control", model.calibration_control, rows),
     )  # fmt: skip
 
 
@@ -80,30 +79,23 @@ def images_of(
     return read_source(images, masks, width, height, strength)
 
 
-def conditions_of(knob: str, control: Sequence[str], samples: int = 1) -> list[dict[str, Any]] | None:
-    """The condition images in turn, each for ``samples`` images, as arguments of the pipeline's call; None without any.
+def arguments_of(
+    knob: str, control: Sequence[str], rows: Sequence[Row], samples: int = 1
+) -> list[dict[str, Any]] | None:
+    """Further arguments of the calls for images in turn, each for ``samples`` of them; None without any.
 
-    A ControlNet with one image has it for all. Raises ConfigError for different numbers of images, and what
-    ``read_whole`` raises.
+    They are the condition images that ``knob`` names, where a ControlNet with one image has it for all, or what
+    ``rows`` of a table state. Raises ConfigError for different numbers of condition images, and what ``read_whole``
+    raises.
     """
-    if not control:
-        return None
     each = [image_files(knob, input_path(path)) for path in control]
-    count = max(map(len, each))
+    count = max(map(len, each), default=0)
     for path, files in zip(control, each, strict=True):
         check(len(files) in (1, count), knob, f"{path} with {len(files)} images", f"{count}, as another has, or one")
-    rows = [[files[number % len(files)] for files in each] for number in range(count)]
-    return [call for row in rows for call in [pixels_of({"image": row if len(row) > 1 else row[0]})] * samples]
-
-
-def calibration_calls(model: Model, rows: Sequence[Row] | None) -> list[dict[str, Any]] | None:
-    """The arguments of calibration's calls: its condition images, or those that ``rows`` of its table state."""
-    return conditions_of("model.calibration_control", model.calibration_control) or calls_of(rows)
-
-
-def calls_of(rows: Sequence[Row] | None, times: int = 1) -> list[dict[str, Any]] | None:
-    """The arguments of the calls that ``rows`` state, each so many ``times``. Raises what ``pixels_of`` raises."""
-    return None if rows is None else [call for row in rows for call in [pixels_of(row.arguments)] * times]
+    conditions = [[files[number % len(files)] for files in each] for number in range(count)]
+    calls = [{"image": of_one if len(of_one) > 1 else of_one[0]} for of_one in conditions]
+    calls = calls or [row.arguments for row in rows]
+    return [call for files in calls for call in [pixels_of(files)] * samples] if any(calls) else None
 
 
 def pixels_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

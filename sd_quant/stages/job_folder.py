@@ -16,8 +16,7 @@ import yaml
 
 from sd_quant import report, stages
 from sd_quant.addons import code_of
-from sd_quant.calibration.call_tables import files_by_row
-from sd_quant.config import CALIBRATION_TABLE, Model, QuantizeJob, controls_by_name, deciding, lora_of, weighted
+from sd_quant.config import Model, QuantizeJob, deciding, lora_of, makes_calibration_images, weighted
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
@@ -41,15 +40,9 @@ BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # left by Hydra, and
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
     """The files and folders that the job reads."""
     inputs = job.model.inputs()
-    if job.quantize.calibration is None:
-        names = ("calibration_prompts", "calibration_image", "calibration_mask")
-        given = {name: path for name in names if (path := getattr(job.model, name))}
-        given |= controls_by_name("calibration_control", job.model.calibration_control)
-        inputs |= {name: input_path(path) for name, path in given.items()}
-        if job.model.calibration_table is not None:
-            inputs.pop("calibration_prompts")
-            inputs |= files_by_row(CALIBRATION_TABLE, input_path(job.model.calibration_table))
-    else:
+    if makes_calibration_images(job.quantize, job.infer):
+        inputs |= job.model.calibration_inputs()
+    if job.quantize.calibration is not None:
         inputs["calibration"] = input_path(job.quantize.calibration)
     if job.quantize.assignment is not None:
         inputs["assignment"] = input_path(job.quantize.assignment)
@@ -82,7 +75,7 @@ def kept_model(model: Model) -> dict:
     )  # fmt: skip
     knobs |= {name: lasting(knobs[name]) for name in names if knobs[name] is not None}
     if model.arguments is not None:
-        knobs["arguments"] = {name: lasting_files(value) for name, value in model.given_arguments().items()}
+        knobs["arguments"] = json.loads(json.dumps(model.given_arguments(), default=str))  # files by absolute paths
     knobs["loras"] = [
         f"{each.denoiser}:{lasting(each.path)}:{each.strength!r}".removeprefix("None:")
         for each in map(lora_of, model.loras)
@@ -90,13 +83,6 @@ def kept_model(model: Model) -> dict:
     knobs["controlnets"] = [f"{lasting(path)}:{scale!r}" for path, scale in map(weighted, model.controlnets)]
     knobs["calibration_control"] = list(map(lasting, model.calibration_control))
     return knobs
-
-
-def lasting_files(value: Any) -> Any:
-    """The value of an argument of a pipeline's call, its files as absolute paths."""
-    if isinstance(value, list):
-        return [lasting_files(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def fingerprint_of(job: QuantizeJob, facts: dict) -> str:

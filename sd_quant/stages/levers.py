@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sd_quant.config import Infer, QuantizeJob
+from sd_quant.config import Infer, QuantizeJob, prompts_of
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
@@ -24,7 +24,7 @@ from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest
 from sd_quant.stages.compare import HALF, KeptOutputs, VariantOutputs
-from sd_quant.stages.generate import calibration_calls, generate, recipe_sampling, sampling_of
+from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.precise_steps import SCHEDULES, choosing_sampling, with_precise_steps
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
@@ -73,8 +73,8 @@ def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: St
     if infer.reuse is None:
         return infer, Levers(chosen=None, precise=precise)
     checkpoint = variants.loaded.checkpoint
-    prompts, rows = job.calibration_prompts()[: 2 * CHOOSING], job.calibration_rows()
-    sampling = replace(choosing_sampling(job), arguments=calibration_calls(job.model, rows and rows[: 2 * CHOOSING]))
+    rows = job.calibration_rows()[: 2 * CHOOSING]
+    prompts, sampling = prompts_of(rows), choosing_sampling(job, rows)
     source = {"source": source_digest("inference.reuse")}
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))

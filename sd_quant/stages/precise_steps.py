@@ -15,7 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from sd_quant.config import Infer, QuantizeJob
+from sd_quant.calibration.call_tables import Row
+from sd_quant.config import Infer, QuantizeJob, prompts_of
 from sd_quant.config.precise_steps import KNOB, with_ends
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Sampling
@@ -30,7 +31,7 @@ from sd_quant.simulation.sensitivity import Switched
 from sd_quant.source import source_digest
 from sd_quant.stages.assign import measure_sensitivity
 from sd_quant.stages.compare import CallsOfAnImage, KeptOutputs
-from sd_quant.stages.generate import calibration_calls, calibration_source_of, recipe_sampling
+from sd_quant.stages.generate import calibration_sampling, recipe_sampling
 from sd_quant.stages.latency import costs_of
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
@@ -42,12 +43,12 @@ Latents = Callable[[Sequence[int]], Tensor]  # the final latents [N, ...] of the
 Control = Callable[[float], Latents | None]
 
 
-def choosing_sampling(job: QuantizeJob) -> Sampling:
-    """The recipe's sampling for the prompts by which a schedule is chosen."""
-    infer, recipe = job.infer, job.quantize
+def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
+    """The recipe's sampling for the ``rows`` by which a schedule is chosen."""
+    infer, own = job.infer, calibration_sampling(job.model, job.infer, job.quantize, rows)
     return replace(
-        recipe_sampling(infer), seed=recipe.seed, batch_size=recipe.batch_size, latents=None, sizes=None,
-        source=calibration_source_of(job.model, infer), negative_prompts=infer.negative_prompts(), arguments=None,
+        recipe_sampling(infer), seed=own.seed, batch_size=own.batch_size, latents=None, sizes=None, source=own.source,
+        negative_prompts=own.negative_prompts, arguments=own.arguments,
     )  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def with_precise_steps(
     checkpoint = variants.loaded.checkpoint
     if variants.simulated and wanted.by_time:
         raise ConfigError(f"{KNOB} is {infer.precise_steps}, and nothing is timed: {variants.simulated}; give a number")
-    prompts, rows = job.choosing_prompts(2 * CHOOSING), job.choosing_rows(2 * CHOOSING)
-    sampling = replace(choosing_sampling(job), arguments=calibration_calls(job.model, rows))
+    rows = job.choosing_rows(2 * CHOOSING)
+    prompts, sampling = prompts_of(rows), choosing_sampling(job, rows)
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
     origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {

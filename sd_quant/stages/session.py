@@ -15,7 +15,7 @@ from typing import Any, cast
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
-from sd_quant.config import CacheFolder, Infer, Model, Quantize, sizes_of
+from sd_quant.config import CacheFolder, Infer, Model, Quantize, makes_calibration_images, sizes_of
 from sd_quant.config.model import check_parts_named
 from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
@@ -44,7 +44,6 @@ from sd_quant.stages.checks import (
     check_steps,
     check_table,
     check_tile,
-    first_row,
     sides_of,
 )
 from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
@@ -104,7 +103,7 @@ class Session:
         check_sizes(self.checkpoint, "infer", infer)
         check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
-            if quantize.calibration is None:
+            if makes_calibration_images(quantize, infer):
                 lacking = len(model.controlnets) - len(model.calibration_control)
                 expected = "condition images for each of model.controlnets, because calibration sees what they compute"
                 check(not lacking, "model.calibration_control", model.calibration_control, expected)
@@ -189,16 +188,15 @@ def open_unchecked(model: Model) -> Session:
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     """The pipeline in the model's folder, of whichever family, opened by observation."""
-    example = None if model.calibration_table is None else first_row(model)
-    check_table(input_path(model.path), model.given_arguments(), example)
-    asked = Asked(
-        model.width, model.height, float(model.recommended.get("scale", SCALE)), pixels_of(model.given_arguments()),
-        {} if example is None else pixels_of(example.arguments),
-    )  # fmt: skip
+    path, given, example = input_path(model.path), model.given_arguments(), dict[str, Any]()
+    if model.calibration_table is not None:
+        row = model.calibration_rows()[0]
+        check_table(path, given, row)
+        example = row.arguments
+    scale = float(model.recommended.get("scale", SCALE))
+    asked = Asked(model.width, model.height, scale, pixels_of(given), pixels_of(example))
     cache = Cache(output_path(model.observed) if model.observed else None, math.inf)
-    opened = open_observed(
-        input_path(model.path), asked, tuple(model.excluded), model.denoiser, cache, dtypes=model.dtype
-    )
+    opened = open_observed(path, asked, tuple(model.excluded), model.denoiser, cache, dtypes=model.dtype)
     check_parts_named(model.dtype, opened.parts())
     return with_loras(opened, model.adapters())
 

@@ -174,6 +174,9 @@ def test_bytes_of_weights_are_those_of_their_formats(model):
     parameters = model.parameters["unet_xl"]
     assert made.weight_bytes == 2 * parameters - 2 * 640 + 640 + 10 * 2  # codes, and a scale in fp16 for each channel
     assert made.share == made.weight_bytes / (2 * parameters)
+    both = replace(made, loaded=replace(loaded, others={"clip1": loaded}), parts={"clip1": {}})  # as of two denoisers
+    assert both.weight_bytes == made.weight_bytes + 2 * model.parameters["clip1"]
+    assert both.share == both.weight_bytes / (2 * (parameters + model.parameters["clip1"]))
     unheld = replace(made, assignment={"a": replace(rows[0], format="int4", low_rank=None)})
     with pytest.raises(ConfigError, match="ModelOpt cannot hold one, expected INT8 or FP8"):
         unheld.save_modelopt("unwritten.pt")

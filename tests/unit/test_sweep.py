@@ -173,7 +173,7 @@ def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_p
 def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         *_, jobs = sweep.plan_of("quantize", [f"experiment={experiment}"], lambda config: job_of(QuantizeJob, config))
-    assert jobs and [len(job.calibration_prompts()) for job in jobs] == [job.quantize.calib_size for job in jobs]
+    assert jobs and [len(job.calibration_rows()) for job in jobs] == [job.quantize.calib_size for job in jobs]
     others = {"nvidia_article": ["nemo", "nemo", "fp8", "fp8"], "quark_guide": ["int8_weight_only", "int8_per_tensor"]}
     formats = [job.quantize.format for job in jobs]
     assert formats == others.get(experiment, ["nemo"] * len(jobs))

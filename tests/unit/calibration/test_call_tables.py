@@ -14,7 +14,7 @@ from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files.images import read_whole
 from sd_quant.inference.requests import check_taken
 from sd_quant.places import HOME
-from sd_quant.stages.generate import calls_of
+from sd_quant.stages.generate import arguments_of
 
 pytestmark = pytest.mark.commit
 
@@ -62,7 +62,7 @@ def test_columns_are_arguments_and_paths_images(folder, kind):
 def test_a_folder_is_a_video_and_a_mask_is_grey(folder):
     (row,) = read_rows(KNOB, written(folder, "csv", [{"video": "frames", "mask_image": "mask.png", "num_frames": 3}]))
     assert row.prompt is None and row.arguments["num_frames"] == 3
-    (call,) = calls_of([row])
+    (call,) = arguments_of(KNOB, [], [row])
     assert [each.getpixel((0, 0)) for each in call["video"]] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert call["mask_image"].mode == "L" and call["mask_image"].size == (40, 20)
 
@@ -108,7 +108,7 @@ def test_images_that_are_broken_huge_or_of_no_bytes_are_refused_before_a_call(fo
     ]:
         (folder / "a.png").write_bytes(content)
         with pytest.raises(kind, match=sentence):
-            calls_of(read_rows(KNOB, written(folder, "csv", ROWS[:1])))
+            arguments_of(KNOB, [], read_rows(KNOB, written(folder, "csv", ROWS[:1])))
 
 
 def test_images_of_other_modes_are_read_as_colours(folder):
@@ -135,5 +135,5 @@ def test_the_shipped_tables_are_those_that_are_drawn(tmp_path):
     shapes.main(tmp_path)
     for name in ("shapes.csv", "shapes_evaluation.csv"):
         shipped = HOME / "conf/model/prompts" / name
-        drawn, there = (calls_of(read_rows(KNOB, path)) for path in (tmp_path / name, shipped))
+        drawn, there = (arguments_of(KNOB, [], read_rows(KNOB, path)) for path in (tmp_path / name, shipped))
         assert drawn == there and (tmp_path / name).read_bytes() == shipped.read_bytes()

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from sd_quant.config import PART_NAMES, artifact, lora_of, part_paths
+from sd_quant.config import PART_NAMES, artifact, lora_of, part_paths, prompts_of
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import check_writable
 
@@ -52,6 +52,7 @@ STRENGTH = r"model.loras .* a file, or file:strength with a number"
          "the config.yaml of this command would replace .*, which is"),
         ("infer", GIVEN | {"infer.prompts": ["a"] * 101, "infer.num_samples": 10_000},
          "infer.num_samples is 10000, expected at most 9900: 1000000 images of 101 prompts"),
+        ("infer", {"model.controlnets": ["unet_canny:strong"]}, "model.controlnets .* a folder, or folder:scale with"),
         *(("infer", {"model.loras": [stated]}, STRENGTH)
           for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", "")),
         ("export_trt", {"model.path": "missing.nemo"}, "model.path names missing.nemo, which does not exist"),
@@ -174,9 +175,11 @@ def test_negative_prompts_are_repeated_as_the_prompts_are(job):
 
 def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from_elsewhere(job, archive, places):
     knobs = {"model.path": archive, "model.calibration_prompts": places["here"] / "prompts.txt"}
-    assert job("quantize", knobs | {"quantize.calib_size": 2}).calibration_prompts() == ["one", "two"]
+    assert prompts_of(job("quantize", knobs | {"quantize.calib_size": 2}).calibration_rows()) == ["one", "two"]
     elsewhere = {"model.calibration_prompts": "no/such.txt", "quantize.calibration": places["here"]}
     job("quantize", knobs | elsewhere).check_files()
+    with pytest.raises(ConfigError, match="no/such.txt"):  # by whose images steps are chosen
+        job("quantize", knobs | elsewhere | {"infer.reuse": 0.25}).check_files()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")

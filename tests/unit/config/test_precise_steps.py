@@ -3,6 +3,7 @@
 import pytest
 
 from sd_quant.composition import readable
+from sd_quant.config import prompts_of
 from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps
 from sd_quant.errors import ConfigError
 from tests.presets import infer_job, job
@@ -82,11 +83,10 @@ def test_engines_of_a_run_take_places_alone_and_the_files_of_precise_steps():
 
 
 def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
-    many, few = job("calib_size=100"), job("calib_size=126")
-    assert len(set(many.choosing_prompts(16))) == 16 and not set(many.choosing_prompts(16)) & {
-        *many.calibration_prompts()
-    }
-    assert len(set(few.choosing_prompts(16)) & {*few.calibration_prompts()}) == 14
+    for size, both in (100, 0), (126, 14):
+        asked = job(f"calib_size={size}")
+        choosing, seen = set(prompts_of(asked.choosing_rows(16))), set(prompts_of(asked.calibration_rows()))
+        assert len(choosing) == 16 and len(choosing & seen) == both
 
 
 @pytest.mark.parametrize(

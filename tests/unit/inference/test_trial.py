@@ -58,6 +58,7 @@ def test_images_are_diffusers_own_bit_for_bit(tiny, case):  # noqa: F811
 
 REFUSED = {
     "a knob's": ("sdxl", {"guidance_scale": 3.0}, "has guidance_scale, expected arguments of StableDiffusionXLPipel"),
+    "a ControlNet's": ("sd15", {"controlnet_conditioning_scale": 0.5}, "has controlnet_conditioning_scale, expected"),
     "a text's": ("sd15", {"negative_prompt": "a dog"}, "has negative_prompt, expected arguments"),
     "unknown": ("sd15", {"num_frames": 2}, "has num_frames, which StableDiffusionPipeline does not take"),
     "of another kind": ("sd15", {"guidance_rescale": "much"}, "'guidance_rescale': 'much'}, with which "),

@@ -120,7 +120,7 @@ def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(m
     loaded = SimpleNamespace(
         checkpoint=fused, base=SimpleNamespace(components={"text_encoder": "text"}), denoiser="unet", roles={},
         recipe=Recipe(3.0, None), shared_inputs=[], attentions={}, exclude=[], weights_alone=[],
-        parts={"clip1": SimpleNamespace(component="text_encoder")}, part_recipes={"clip1": own},
+        parts={"clip1": SimpleNamespace(component="text_encoder")}, part_recipes={"clip1": own}, others={},
     )  # fmt: skip
     assert stage.assign_parts(loaded, {}) == {"clip1": {"joined": (fused, "clip1", "text")}}
     loaded.base = base

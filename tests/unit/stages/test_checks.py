@@ -21,7 +21,7 @@ from sd_quant.stages.checks import (
     check_tile,
 )
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.session import Session, open_unchecked
 from tests import presets
 from tests.presets import infer_job
 from tests.refusals import refused
@@ -95,6 +95,15 @@ def test_a_request_is_refused_before_a_checkpoint_is_opened(here, knobs, sentenc
     asked = job(*(knob.format(here=here) for knob in knobs))
     with refused(sentence):
         check_request(asked.model, asked.infer)
+
+
+@pytest.mark.parametrize("chooses", ["infer.reuse=0.25", "infer.precise_steps=4", "quantize.fit=300MB", None])
+def test_what_is_chosen_by_images_of_calibration_needs_their_condition_images(here, checkpoint, chooses):
+    """Even where statistics come from elsewhere, for which none are made."""
+    knobs = PROMPTS, NET.format(here=here), EDGES.format(here=here), f"calibration={here}"
+    asked = presets.job(*knobs, *([chooses] if chooses else []))
+    with refused(chooses and r"model.calibration_control is \[\], expected condition images for each of"):
+        Session(checkpoint).check(asked.model, asked.infer, asked.quantize)
 
 
 def test_noise_of_another_autoencoder_is_refused_when_the_checkpoint_is_opened(here, checkpoint):
