@@ -1,13 +1,19 @@
-"""Tiny random denoisers of the six families and of others, and the arguments of a call, for two images."""
+"""Tiny random denoisers of the six families and of others, and the arguments of a call, for two images.
+
+Others are those of the pipelines, called as these call them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import diffusers
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from . import CASES, build, first_call
 from .families import redraw
 
 BATCH, TEXT, TEXT_WIDTH, POOLED = 2, 7, 48, 24
@@ -116,133 +122,30 @@ FAMILIES: dict[str, Watched] = {
 }  # fmt: skip
 
 
-def ids(text_axes: int) -> dict[str, Tensor]:
-    image = torch.nn.functional.pad(IMAGE_IDS, (0, text_axes - 3))
-    return {"img_ids": image, "txt_ids": torch.zeros(TEXT, text_axes, dtype=torch.float64)}
-
-
-def clip(*, frames: int = 3) -> Tensor:
-    """Latents of a video."""
-    return drawn(BATCH, 4, frames, 8, 8)
-
-
-PACKED = {"hidden_states": drawn(BATCH, 16, 16), "timestep": time() / 1000, **TOKENS, "return_dict": False}
-OF_VIDEO = {"hidden_states": clip(), "timestep": time(), **TOKENS, "return_dict": False}
-MASK = {"encoder_attention_mask": torch.ones(BATCH, TEXT, dtype=torch.int64)}
+OTHERS = {
+    "qwen_image": "QwenImagePipeline", "z_image": "ZImagePipeline", "flux2": "Flux2Pipeline",
+    "chroma": "ChromaPipeline", "sana": "SanaPipeline", "lumina2": "Lumina2Pipeline", "wan": "WanPipeline",
+    "ltx": "LTXPipeline", "cogvideox": "CogVideoXPipeline", "hunyuan_video": "HunyuanVideoPipeline",
+    "mochi": "MochiPipeline", "auraflow": "AuraFlowPipeline", "cogview4": "CogView4Pipeline",
+    "hidream": "HiDreamImagePipeline", "latte": "LattePipeline", "kandinsky5": "Kandinsky5T2VPipeline",
+}  # fmt: skip
 NAMES = (
     "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "pooled_projections",
     "cap_feats", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "pooled_embeds",
 )  # fmt: skip
 
 
-def watched(kind: str, arguments: Mapping[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Watched:
-    given = {
-        name: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each
-        for name, each in arguments.items()
-    }
-    return Watched(lambda: getattr(diffusers, kind)(**options), given, NAMES, dtype=dtype)
+@cache
+def watched(name: str) -> Watched:
+    """A row of ``FAMILIES`` or ``OTHERS``."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    dtype = torch.float32 if name == "kandinsky5" else torch.float64
+    pipeline = build(OTHERS[name])
+    denoiser = getattr(pipeline, CASES[OTHERS[name]].denoiser)
+    given = first_call(pipeline, OTHERS[name], ["a cat", "two boats"])
 
+    def cast(each: Any) -> Any:
+        return each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each
 
-CHANNELS = {"in_channels": 4, "out_channels": 4, "num_layers": 2} | HEADS
-TURNED = (4, 6, 6)  # channels of a head that turn by time, height and width
-TEXT_MASK = torch.ones(BATCH, TEXT).bool()
-OTHERS: dict[str, Watched] = {
-    "qwen_image": watched(
-        "QwenImageTransformer2DModel",
-        PACKED | {"encoder_hidden_states_mask": MASK["encoder_attention_mask"], "img_shapes": [[(1, 4, 4)]] * BATCH},
-        joint_attention_dim=TEXT_WIDTH, axes_dims_rope=TURNED, **CHANNELS | {"in_channels": 16},
-    ),
-    "z_image": watched(
-        "ZImageTransformer2DModel",
-        {
-            "x": [drawn(4, 1, 8, 8), drawn(4, 1, 8, 8)], "t": time() / 1000, "return_dict": False,
-            "cap_feats": [drawn(TEXT, TEXT_WIDTH), drawn(TEXT, TEXT_WIDTH)],
-        },
-        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=TEXT_WIDTH,
-        axes_dims=[*TURNED], axes_lens=[64, 16, 16],
-    ),
-    "flux2": watched(
-        "Flux2Transformer2DModel", PACKED | {"guidance": time() / 200} | ids(4),
-        in_channels=16, num_layers=2, num_single_layers=2, joint_attention_dim=TEXT_WIDTH,
-        timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), **HEADS,
-    ),
-    "chroma": watched(
-        "ChromaTransformer2DModel", PACKED | ids(3),
-        in_channels=16, num_layers=2, num_single_layers=2, joint_attention_dim=TEXT_WIDTH, axes_dims_rope=TURNED,
-        approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1, **HEADS,
-    ),
-    "sana": watched(
-        "SanaTransformer2DModel", PACKED | MASK | {"hidden_states": LATENTS},
-        num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=TEXT_WIDTH,
-        sample_size=8, **CHANNELS,
-    ),
-    "lumina2": watched(
-        "Lumina2Transformer2DModel", PACKED | {"hidden_states": LATENTS, "encoder_attention_mask": TEXT_MASK},
-        sample_size=8, in_channels=4, hidden_size=32, num_layers=2, num_refiner_layers=1, num_attention_heads=2,
-        num_kv_heads=1, multiple_of=16, axes_dim_rope=TURNED, axes_lens=(64, 16, 16), cap_feat_dim=TEXT_WIDTH,
-    ),
-    "wan": watched(
-        "WanTransformer3DModel", OF_VIDEO,
-        text_dim=TEXT_WIDTH, freq_dim=16, ffn_dim=64, rope_max_seq_len=32, **CHANNELS,
-    ),
-    "ltx": watched(
-        "LTXVideoTransformer3DModel",
-        OF_VIDEO | MASK | {"hidden_states": drawn(BATCH, 32, 8), "num_frames": 2, "height": 4, "width": 4},
-        in_channels=8, out_channels=8, num_layers=2, cross_attention_dim=32, caption_channels=TEXT_WIDTH, **HEADS,
-    ),
-    "cogvideox": watched(
-        "CogVideoXTransformer3DModel", OF_VIDEO | {"hidden_states": drawn(BATCH, 3, 4, 8, 8)},
-        time_embed_dim=16, text_embed_dim=TEXT_WIDTH, sample_width=8, sample_height=8, sample_frames=9,
-        max_text_seq_length=TEXT, **CHANNELS,
-    ),
-    "hunyuan_video": watched(
-        "HunyuanVideoTransformer3DModel", OF_VIDEO | MASK | POOL | {"guidance": time() / 200},
-        num_single_layers=2, num_refiner_layers=1, text_embed_dim=TEXT_WIDTH, pooled_projection_dim=POOLED,
-        rope_axes_dim=TURNED, **CHANNELS,
-    ),
-    "mochi": watched(
-        "MochiTransformer3DModel", OF_VIDEO | {"encoder_attention_mask": TEXT_MASK},
-        num_layers=2, pooled_projection_dim=16, in_channels=4, text_embed_dim=TEXT_WIDTH, time_embed_dim=16,
-        max_sequence_length=TEXT, **HEADS,
-    ),
-    "auraflow": watched(
-        "AuraFlowTransformer2DModel", PACKED | {"hidden_states": LATENTS},
-        sample_size=8, num_mmdit_layers=1, num_single_dit_layers=2, joint_attention_dim=TEXT_WIDTH,
-        caption_projection_dim=32, pos_embed_max_size=64, **HEADS,
-    ),
-    "cogview4": watched(
-        "CogView4Transformer2DModel",
-        PACKED
-        | {"hidden_states": LATENTS}
-        | {name: drawn(BATCH, 2).abs() for name in ("original_size", "target_size", "crop_coords")},
-        text_embed_dim=TEXT_WIDTH, time_embed_dim=16, condition_dim=8, pos_embed_max_size=8, sample_size=8,
-        rope_axes_dim=(8, 8), **CHANNELS,
-    ),
-    "hidream": watched(
-        "HiDreamImageTransformer2DModel",
-        {
-            "hidden_states": LATENTS, "timesteps": time(), "pooled_embeds": drawn(BATCH, POOLED),
-            "encoder_hidden_states_t5": drawn(BATCH, TEXT, TEXT_WIDTH),
-            "encoder_hidden_states_llama3": drawn(4, BATCH, TEXT, TEXT_WIDTH), "return_dict": False,
-        },
-        patch_size=2, num_single_layers=1, caption_channels=(TEXT_WIDTH, TEXT_WIDTH), text_emb_dim=POOLED,
-        axes_dims_rope=(8, 4, 4), max_resolution=(8, 8), llama_layers=(0, 1), force_inference_output=True,
-        **CHANNELS | {"num_layers": 1},
-    ),
-    "latte": watched(
-        "LatteTransformer3DModel", OF_VIDEO,
-        cross_attention_dim=32, attention_bias=True, sample_size=8, patch_size=2, activation_fn="gelu-approximate",
-        num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False,
-        caption_channels=TEXT_WIDTH, video_length=3, **CHANNELS | {"out_channels": 8},
-    ),
-    "kandinsky5": watched(
-        "Kandinsky5Transformer3DModel",
-        {
-            "hidden_states": drawn(BATCH, 3, 8, 8, 4), "encoder_hidden_states": drawn(BATCH, TEXT, TEXT_WIDTH),
-            "timestep": time(), "pooled_projections": drawn(BATCH, POOLED), "text_rope_pos": torch.arange(TEXT),
-            "visual_rope_pos": [torch.arange(3), torch.arange(4), torch.arange(4)], "return_dict": False,
-        },
-        dtype=torch.float32, in_visual_dim=4, in_text_dim=TEXT_WIDTH, in_text_dim2=POOLED, time_dim=16,
-        out_visual_dim=4, model_dim=32, ff_dim=64, num_text_blocks=1, num_visual_blocks=2, axes_dims=TURNED,
-    ),
-}  # fmt: skip
+    return Watched(lambda: type(denoiser).from_config(denoiser.config), tree_map(cast, given), NAMES, dtype=dtype)
