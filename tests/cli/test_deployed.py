@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import onnx
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 
 from sd_quant.engines.tensorrt.plan import describe_plan
 
-from ..zoo.families import TINY, redraw, sd15_of_one_level
+from ..zoo.families import TINY, controlnet, for_inpainting, sd15_of_one_level
 from .conftest import LEVEL_3
 from .shared import QUICK, onnx_path, pixels, record_of, rows_of
 
@@ -24,13 +23,8 @@ LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
 @pytest.fixture(scope="module")
 def inpainting(tmp_path_factory) -> Path:
-    """As a checkpoint for inpainting is stored: its UNet reads nine channels."""
     folder = tmp_path_factory.mktemp("inpainting") / "sd15"
-    sd15_of_one_level(folder)
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    pipe.unet = diffusers.UNet2DConditionModel.from_config(pipe.unet.config, in_channels=9)
-    redraw(pipe.unet)
-    diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False).save_pretrained(folder)
+    for_inpainting(sd15_of_one_level, folder)
     return folder
 
 
@@ -164,10 +158,7 @@ def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_wit
 def test_a_controlnet_goes_through_job_judge_and_export(done, command, pictures, tmp_path):
     """Of two levels, so that a residual has half the latents' sides; its own part, its graph and its plan."""
     TINY["sd15"](tmp_path / "base")
-    unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "base/unet")
-    net = diffusers.ControlNetModel.from_unet(unet)
-    redraw(net)
-    net.save_pretrained(tmp_path / "net")
+    controlnet(tmp_path / "net", tmp_path / "base/unet")
     model = ("model=sd15", f"model.path={tmp_path}/base", f"model.controlnets=[{tmp_path}/net:0.8]",
              f"infer.control=[{pictures}/a.png]", "model.width=64", "model.height=64", f"cache.dir={tmp_path}/cache",
              "infer.prompts=[a red cat]", "infer.steps=2")  # fmt: skip

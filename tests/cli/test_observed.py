@@ -1,14 +1,15 @@
-"""The commands on a pipeline that is opened by observation alone; Stable Diffusion 3 stands for any class."""
+"""The commands on pipelines that are opened by observation alone, of texts and of images; four stand for any class."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 from sd_quant.observed.checkpoint import Observation
 from sd_quant.report.candidates import HIGH_PRECISION
-from tests.zoo import write
+from tests.zoo import CASES, write
 
 from .shared import QUICK, pixels, record_of, rows_of
 
@@ -16,6 +17,35 @@ pytestmark = pytest.mark.nightly
 
 PARTS = ["text_encoder", "text_encoder_2", "transformer", "vae"]
 KNOBS = "model=diffusers", "model.path=checkpoints/sd3_mini", "model.width=64", "model.height=64"
+TWO, EDITS, VIDEO = "WanPipeline, two denoisers", "FluxKontextPipeline", "WanImageToVideoPipeline"
+QUICKLY = [knob for knob in QUICK if not knob.startswith("infer.prompts")]  # which the tables have
+TABLES = "model.calibration_table=conf/model/prompts/shapes.csv", "infer.table=conf/model/prompts/shapes_evaluation.csv"
+JOBS = {  # of tiny pipelines: what a run in INT8 is told beside the pipeline
+    TWO: (*QUICK, "infer.steps=4", "quantize.n_steps=4"),
+    EDITS: (*TABLES, *QUICKLY, "hand_over=[diffusers_torchao]"),
+    VIDEO: (*TABLES, *QUICKLY, "hand_over=[diffusers_torchao]"),
+}
+
+
+def model_of(folder: Path, case: str) -> list[str]:
+    """The pipeline in ``folder``, and its cache."""
+    arguments = ",".join(f"{name}:{json.dumps(value)}" for name, value in CASES[case].arguments.items())
+    size = "model.width=64", "model.height=64", f"cache.dir={folder}/cache"
+    return ["model=diffusers", f"model.path={folder}/model", f"model.arguments={{{arguments}}}", *size]
+
+
+@pytest.fixture(scope="module")
+def run_of(done, made_once):
+    """``run_of(case)``: a folder with a tiny ``model``, a ``run`` of it and its ``cache``."""
+
+    def made(case: str) -> Path:
+        def make(folder: Path) -> None:
+            write(case, folder / "model")
+            done("quantize.py", *model_of(folder, case), *JOBS[case], f"hydra.run.dir={folder}/run")
+
+        return made_once(case.replace(", ", "_"), make)
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +76,9 @@ def test_a_pipeline_that_no_file_describes_is_quantized_exported_and_executed(ob
     assert times["quantized"]["min_ms"] > 0 and times["full_precision"]["min_ms"] > 0
 
 
-@pytest.fixture(scope="module")
-def two(done, made_once) -> Path:
-    """A folder with a tiny Wan 2.2 and its ``run``: both denoisers in INT8."""
-
-    def make(folder: Path) -> None:
-        write("WanPipeline, two denoisers", folder / "model")
-        done("quantize.py", *of_two(folder), f"hydra.run.dir={folder}/run")
-
-    return made_once("two_denoisers", make)
-
-
-def of_two(folder: Path) -> tuple[str, ...]:
-    return (
-        "model=diffusers", f"model.path={folder}/model", "model.width=64", "model.height=64", *QUICK, "infer.steps=4",
-        "model.arguments={num_frames: 5, max_sequence_length: 128}", "quantize.n_steps=4", f"cache.dir={folder}/cache",
-    )  # fmt: skip
-
-
-def test_both_denoisers_of_a_pipeline_are_quantized_exported_and_timed_by_their_calls(two):
-    record, names = record_of(two / "run"), ["transformer", "transformer_2"]
+def test_both_denoisers_of_a_pipeline_are_quantized_exported_and_timed_by_their_calls(run_of):
+    two, names = run_of(TWO), ["transformer", "transformer_2"]
+    record = record_of(two / "run")
     assert record["denoiser"]["calls"] == {"transformer": 2, "transformer_2": 6}  # guided by a call of its own
     assert record["parts"]["transformer_2"]["preset"] == "int8"
     quantized = record["parts"]["transformer_2"]["layers"]["quantized"]
@@ -86,11 +99,12 @@ def test_both_denoisers_of_a_pipeline_are_quantized_exported_and_timed_by_their_
     assert int(row["denoiser_onnx_bytes"]) == sum(record["sizes_bytes"][part]["onnx_quantized"] for part in names)
 
 
-def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, two, tmp_path):
+def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, run_of, tmp_path):
     """The judge computes what ``modelopt_export`` has written of both, and says so of each."""
-    exported = "quantize=fp8", "hand_over=[modelopt_export]", f"hydra.run.dir={tmp_path}/fp8"
-    done("quantize.py", *of_two(two), *exported)
-    done("quantize.py", *of_two(two), "model.denoiser=transformer_2", f"hydra.run.dir={tmp_path}/alone")
+    two = run_of(TWO)
+    knobs = *model_of(two, TWO), *JOBS[TWO]
+    done("quantize.py", *knobs, "quantize=fp8", "hand_over=[modelopt_export]", f"hydra.run.dir={tmp_path}/fp8")
+    done("quantize.py", *knobs, "model.denoiser=transformer_2", f"hydra.run.dir={tmp_path}/alone")
     both, alone, fp8 = (record_of(folder) for folder in (two / "run", tmp_path / "alone", tmp_path / "fp8"))
     assert alone["denoiser"] | {"calls": None} == both["denoiser"] | {"part": "transformer_2", "calls": None}
     assert not alone["parts"] and "value" in alone["sizes_bytes"]["transformer"]["onnx_quantized"]
@@ -100,7 +114,7 @@ def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, two
         config = json.loads((folder / part / "config.json").read_text())
         assert config["quantization_config"]["quant_algo"] == "FP8"
     assert written["parts"]["transformer_2"]["quantized"] == written["quantized"] > 0
-    knobs = [each for each in of_two(two) if not each.startswith(("calib_size", "quant", "memory_of", "export_trt"))]
+    knobs = [each for each in knobs if not each.startswith(("calib_size", "quant", "memory_of", "export_trt"))]
     done("judge.py", *knobs, f"candidates=[{folder}]", f"hydra.run.dir={tmp_path}/judged")
     judged = record_of(tmp_path / "judged/modelopt_export")
     formats = dict(judged["judged"]["formats"])
@@ -122,9 +136,37 @@ def test_inspect_prints_what_the_run_observed(done, observed, tmp_path):
         assert word in result.stdout
 
 
-def test_a_runs_files_make_images(done, observed, tmp_path):
-    given = "steps=2", "prompts=[a cat]", "num_warmup_runs=0"
-    done("infer.py", f"run='{observed}/run'", *given, f"hydra.run.dir={tmp_path}/out")
-    (path,) = (tmp_path / "out").rglob("*.png")
-    image = pixels(path)
-    assert image.shape == (64, 64, 3) and image.std() > 5
+@pytest.mark.parametrize("case", [EDITS, VIDEO])
+def test_a_job_of_tables_reads_an_image_a_row_and_an_earlier_runs_files_make_the_same(done, run_of, case, tmp_path):
+    folder = run_of(case)
+    record = record_of(folder / "run")
+    assert record["simulated"] is False and record["prompts"][0] == "make it yellow"
+    named = {key for key in record["inputs"] if key.startswith(("infer.table", "model.calibration_table"))}
+    assert {"infer.table", "infer.table 1 image", "model.calibration_table 16 image"} <= named
+    parts = {path.name for path in (folder / "run/onnx").iterdir()}
+    assert {"transformer", "vae", "vae_encoder"} <= parts and ("image_encoder" in parts) == (case == VIDEO)
+    assert record["hand_over"]["diffusers_torchao"]["fidelity"]["psnr"]["mean"] > 20
+    done("infer.py", f"run='{folder}/run'", TABLES[1], "steps=2", "num_warmup_runs=0", f"hydra.run.dir={tmp_path}/out")
+    again, before = tmp_path / "out/images/0000.png", folder / "run/images/quantized/0000.png"
+    assert np.array_equal(pixels(again), pixels(before)) and pixels(again).std() > 5
+
+
+def test_a_candidate_is_judged_by_the_same_calls(done, run_of, tmp_path):
+    folder = run_of(EDITS)
+    candidates = f"candidates=['{folder}/run']", TABLES[1], "infer.steps=2"
+    done("judge.py", *model_of(folder, EDITS), *candidates, f"hydra.run.dir={tmp_path}/out")
+    assert record_of(tmp_path / "out/run")["fidelity"]["psnr"]["mean"] > 20
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sentence"),
+    [
+        (TABLES[:1], "infer.table is null, expected a table, because model.calibration_table is one"),
+        ((*TABLES, "infer.prompts=[a cat]"), "infer.prompts was given and changes nothing, because infer.table has"),
+        ((*TABLES, "infer.num_prompts=2"), "infer.num_prompts is 2, expected null, because infer.table has the calls"),
+    ],
+)
+def test_a_table_alone_and_prompts_beside_one_are_refused(run_of, command, tmp_path, knobs, sentence):
+    refused = ("quantize.py", *model_of(run_of(EDITS), EDITS), *knobs, *QUICKLY, f"hydra.run.dir={tmp_path}/out")
+    result = command(*refused)
+    assert result.returncode == 2 and sentence in result.stderr, result.stderr

@@ -11,6 +11,7 @@ the output (see `enliven`).
 `takes_a_prompt_alone` and `takes_images` find those classes, so a test can hold both against the installed diffusers.
 """
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from . import edits, images, videos
 from .cases import Case, enliven
 
 __all__ = [
-    "CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "makes_video", "takes_a_prompt_alone", "takes_images",
-    "write",
+    "CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
+    "takes_images", "write",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = images.CASES | videos.CASES | edits.CASES
@@ -72,6 +73,27 @@ def call(name: str, prompt: str | list[str], steps: int = 2, larger: bool = Fals
     given |= {"generator": torch.Generator().manual_seed(0)} | case.arguments | case.drawn(width, height)
     known = inspect.signature(getattr(diffusers, name.split(",")[0]).__call__).parameters
     return {argument: value for argument, value in given.items() if argument in known}
+
+
+class Seen(Exception):
+    """Ends a run of a pipeline at its first call of the denoiser."""
+
+
+def first_call(pipeline: Any, name: str, prompt: str | list[str]) -> dict[str, Any]:
+    """Returns the arguments with which a small run of the pipeline first calls its denoiser, by their names."""
+    pipeline.set_progress_bar_config(disable=True)
+    denoiser, seen = getattr(pipeline, CASES[name].denoiser), []
+
+    def see(_: Any, arguments: tuple, named: dict[str, Any]) -> None:
+        seen.append(inspect.signature(denoiser.forward).bind(*arguments, **named).arguments)
+        raise Seen
+
+    hook = denoiser.register_forward_pre_hook(see, with_kwargs=True)
+    with contextlib.suppress(Seen), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline(**call(name, prompt))
+    hook.remove()
+    return seen[0]
 
 
 def takes_a_prompt_alone(kind: Any) -> bool:

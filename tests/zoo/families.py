@@ -135,6 +135,29 @@ def sd15_of_one_level(folder: Path) -> None:
     small.save_pretrained(folder / "unet")
 
 
+def for_inpainting(make: Callable[[Path], None], folder: Path) -> None:
+    """As a checkpoint for inpainting is stored: its UNet reads nine channels."""
+    make(folder)
+    plain = diffusers.DiffusionPipeline.from_pretrained(folder)
+    nine = diffusers.UNet2DConditionModel.from_config(plain.unet.config, in_channels=9)
+    redraw(nine)
+    known = {**plain.config, **plain.components, "unet": nine}
+    kind = getattr(diffusers, type(plain).__name__.replace("Pipeline", "InpaintPipeline"))
+    names = [name for name in kind._get_signature_types() if name in known]
+    kind(**{name: known[name] for name in names}).save_pretrained(folder)
+
+
+def controlnet(folder: Path, unet: Path, seed: int = 1, **options: Any) -> None:
+    """A ControlNet of the sizes of a stored UNet."""
+    torch.manual_seed(seed)
+    made = diffusers.ControlNetModel.from_unet(
+        diffusers.UNet2DConditionModel.from_pretrained(unet), load_weights_from_unet=False
+    )
+    made = diffusers.ControlNetModel.from_config(made.config, **options)
+    redraw(made)
+    made.save_pretrained(folder)
+
+
 def sd21(folder: Path) -> None:
     denoiser = unet(
         block_out_channels=[128], attention_head_dim=[4], use_linear_projection=True, upcast_attention=True, **ONE_LEVEL

@@ -18,6 +18,7 @@ from tests.zoo import (
     build,
     call,
     edits,
+    first_call,
     images,
     makes_video,
     takes_a_prompt_alone,
@@ -92,30 +93,15 @@ UNREACHED = {
 }
 
 
-class Seen(Exception):
-    """Ends a run of a pipeline at its first call of the denoiser."""
-
-
 @pytest.mark.release
 @pytest.mark.parametrize("name", images.CASES)
 def test_every_weight_of_the_denoiser_reaches_its_output(name):
     if lacking(CASES[name]):
         pytest.skip(f"{name} needs {', '.join(lacking(CASES[name]))}")
     pipeline = PIPELINES[name]()
-    pipeline.set_progress_bar_config(disable=True)
-    denoiser, seen = getattr(pipeline, CASES[name].denoiser), []
-
-    def see(_, arguments, named):
-        seen.append((arguments, named))
-        raise Seen
-
-    hook = denoiser.register_forward_pre_hook(see, with_kwargs=True)
-    with pytest.raises(Seen):
-        image(pipeline, name, 'two small boats and the word "sunset"')  # some encode what is quoted by itself
-    hook.remove()
-    denoiser.requires_grad_(True)
-    arguments, named = seen[0]
-    output = denoiser(*arguments, **named)
+    denoiser = getattr(pipeline, CASES[name].denoiser)
+    given = first_call(pipeline, name, 'two small boats and the word "sunset"')  # some encode what is quoted by itself
+    output = denoiser.requires_grad_(True)(**given)
     sum((part * torch.randn_like(part)).sum() for part in tensors(output)).backward()
     unreached = {
         weight

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from pyarrow import Table, parquet
 
 from examples import shapes
 from sd_quant.calibration.call_tables import files_by_row, read_rows
-from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files.images import read_whole
 from sd_quant.inference.requests import check_taken
 from sd_quant.places import HOME
@@ -97,26 +96,6 @@ def test_a_table_of_another_form_is_refused(folder, name, content, sentence):
     (folder / name).write_text(content)
     with pytest.raises(SdQuantError, match=sentence):
         read_rows(KNOB, folder / name)
-
-
-def test_images_that_are_broken_huge_or_of_no_bytes_are_refused_before_a_call(folder):
-    whole = (folder / "a.png").read_bytes()
-    for content, kind, sentence in [
-        (whole[:60], ArtifactError, "cannot be read as an image"),
-        (b"GIF89a" + bytes(20), ArtifactError, "cannot be read as an image"),
-        (whole.replace((40).to_bytes(4, "big"), (2**20).to_bytes(4, "big"), 1), SdQuantError, "pixels|cannot be read"),
-    ]:
-        (folder / "a.png").write_bytes(content)
-        with pytest.raises(kind, match=sentence):
-            arguments_of(KNOB, [], read_rows(KNOB, written(folder, "csv", ROWS[:1])))
-
-
-def test_images_of_other_modes_are_read_as_colours(folder):
-    Image.fromarray(np.full((20, 40), 0xC000, np.uint16)).save(folder / "a.png")
-    Image.new("CMYK", (40, 20), (0, 255, 255, 0)).save(folder / "c.jpg")
-    sixteen, printed = (read_whole(folder / name, 800, "RGB") for name in ("a.png", "c.jpg"))
-    assert sixteen.getpixel((0, 0)) == (0xC0,) * 3 and printed.mode == "RGB"
-    assert printed.getpixel((0, 0))[0] > 200 > 60 > printed.getpixel((0, 0))[1]
 
 
 class Edits:

@@ -21,22 +21,12 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import Checkpoint, empty_call
 from sd_quant.models.controlnet import unguessed
 from sd_quant.places import HOME
-from tests.zoo.families import TINY, redraw, sd15_of_one_level
+from tests.zoo.families import TINY, controlnet, sd15_of_one_level
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 SHIPPED = HOME / "checkpoints/sdxl_mini.nemo"
 WIDTH, HEIGHT, PROMPTS = 128, 64, ["a red cat", "a blue door"]
-
-
-def save_controlnet(folder, unet, seed: int = 1, **options) -> None:
-    torch.manual_seed(seed)
-    made = diffusers.ControlNetModel.from_unet(
-        diffusers.UNet2DConditionModel.from_pretrained(unet), load_weights_from_unet=False
-    )
-    made = diffusers.ControlNetModel.from_config(made.config, **options)
-    redraw(made)
-    made.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +36,7 @@ def folders(tmp_path_factory):
     for family, make in {"sd15": sd15_of_one_level, "sdxl": TINY["sdxl"]}.items():
         make(place / family / "base")
         for number in (1, 2):
-            save_controlnet(place / family / f"net{number}", place / family / "base/unet", number)
+            controlnet(place / family / f"net{number}", place / family / "base/unet", number)
     return place
 
 
@@ -105,7 +95,7 @@ def test_images_are_those_of_diffusers_bit_for_bit(folders, opened, family, scal
 
 def test_images_of_nemo_have_its_text_and_a_condition(tmp_path):
     convert(SHIPPED, tmp_path / "folder")
-    save_controlnet(tmp_path / "net", tmp_path / "folder/unet")
+    controlnet(tmp_path / "net", tmp_path / "folder/unet")
     nets = [(tmp_path / "net", 1.0)]
     checkpoint = open_checkpoint(SHIPPED, "sdxl", controlnets=nets)
     assert checkpoint.parts()["controlnet"].contract.inputs["encoder_hidden_states"][1] == 80
@@ -162,7 +152,7 @@ def test_another_network_is_refused(folders, tmp_path, change, sentence):
     if callable(change):
         net = change(folders / "sd15")
     elif change.keys() <= {"cross_attention_dim", "block_out_channels", "in_channels"}:
-        save_controlnet(net, base / "unet", **change)
+        controlnet(net, base / "unet", **change)
     else:
         shutil.copytree(folders / "sd15/net1", net)
         config = json.loads((net / "config.json").read_text())

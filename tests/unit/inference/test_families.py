@@ -2,10 +2,11 @@
 
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import diffusers
 import numpy as np
@@ -17,8 +18,9 @@ from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
+from sd_quant.inference.trial import check_arguments
 from sd_quant.models import OBSERVED
-from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
+from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, key_of, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import Part
 from sd_quant.quantization.statistics import Statistics
@@ -65,7 +67,9 @@ def theirs(checkpoint: DiffusersCheckpoint) -> diffusers.DiffusionPipeline:
     return found
 
 
-def drawn_by_diffusers(ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling) -> tuple:
+def drawn_by_diffusers(
+    ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling, arguments: Mapping
+) -> tuple:
     """Latents after every step, and images, as ``Generated`` has them."""
     latents: list[torch.Tensor] = []
 
@@ -81,6 +85,7 @@ def drawn_by_diffusers(ours: Pipeline, theirs: diffusers.DiffusionPipeline, samp
         "latents": None if sampling.latents is None else ours.call.family.pack(theirs, repeated(sampling.latents)),
         "callback_on_step_end": remember,
         "callback": lambda step, timestep, values: remember(None, step, timestep, {"latents": values}),
+        **{name: tuple(each) if name.endswith(("size", "left")) else each for name, each in arguments.items()},
     }
     known = inspect.signature(type(theirs).__call__).parameters
     if "callback_on_step_end" in known:
@@ -102,9 +107,11 @@ def repeated(latents: torch.Tensor) -> torch.Tensor:
     return latents.expand(len(PROMPTS), -1, -1, -1)
 
 
-def assert_drawn_alike(ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling) -> torch.Tensor:
+def assert_drawn_alike(
+    ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling, arguments: Mapping = MappingProxyType({})
+) -> torch.Tensor:
     generated = ours(PROMPTS, sampling)
-    latents, images = drawn_by_diffusers(ours, theirs, sampling)
+    latents, images = drawn_by_diffusers(ours, theirs, sampling, arguments)
     assert generated.latents.shape == latents.shape
     for step in range(latents.shape[1]):
         difference = generated.latents[:, step] - latents[:, step]
@@ -141,6 +148,29 @@ def test_an_image_is_diffusers_own(opened, name):
     led_away = assert_drawn_alike(ours, diffusers_own, negative)
     without = ours(PROMPTS, given, decode=()).latents
     assert (led_away - without).norm() > 1e-3 * without.norm(), "the negative prompts would show nothing"
+
+
+TAKEN = [  # further arguments of a call
+    ("sdxl", {"original_size": [32, 512], "target_size": [64, 64]}),
+    ("sdxl", {"crops_coords_top_left": [8, 16]}),
+    ("sdxl", {"prompt_2": "in oil", "negative_prompt_2": "in ink"}),
+    ("sd15", {"guidance_rescale": 0.7}),
+    ("sdxl", {"timesteps": [901, 501, 1]}),
+    ("sd3", {"sigmas": [1.0, 0.9, 0.1]}),
+    ("flux", {"true_cfg_scale": 4.0, "negative_prompt": "a dog", "sigmas": [1.0, 0.9, 0.1]}),
+    ("pixart", {"timesteps": [901, 501, 1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), TAKEN, ids=str)
+def test_an_image_by_further_arguments_is_diffusers_own(opened, name, arguments):
+    plain, sampling = opened(name), replace(SAMPLING, steps=3)
+    checkpoint = replace(plain, arguments=arguments)
+    check_arguments(checkpoint, [sampling])
+    of_each = {name: [each] * len(PROMPTS) if isinstance(each, str) else each for name, each in arguments.items()}
+    latents = assert_drawn_alike(pipeline(checkpoint), theirs(checkpoint), sampling, of_each)
+    assert not torch.equal(latents, pipeline(plain)(PROMPTS, sampling, decode=()).latents)
+    assert key_of(checkpoint) != key_of(plain)
 
 
 def test_sdxl_by_nemos_names_draws_the_same(opened):

@@ -20,7 +20,7 @@ from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.stages.checks import check_mask
 
-from ...zoo.families import TINY, redraw
+from ...zoo.families import TINY, for_inpainting
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -43,18 +43,6 @@ def source(masked: bool, strength: float) -> SourceImages:
     return SourceImages(np.stack(smooth).astype(np.uint8), masks if masked else None, strength)
 
 
-def for_inpainting(family: str, folder: Path) -> None:
-    """As a checkpoint for inpainting is stored: its UNet reads nine channels."""
-    TINY[family](folder)
-    plain = diffusers.DiffusionPipeline.from_pretrained(folder)
-    unet = diffusers.UNet2DConditionModel.from_config(plain.unet.config, in_channels=9)
-    redraw(unet)
-    known = {**plain.config, **plain.components, "unet": unet}
-    kind = CLASSES[family][1]
-    names = [name for name in kind._get_signature_types() if name in known]
-    kind(**{name: known[name] for name in names}).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str, bool], Path]:
     root = tmp_path_factory.mktemp("from_images")
@@ -62,7 +50,7 @@ def folder_of(tmp_path_factory) -> Callable[[str, bool], Path]:
     @cache
     def folder_of(family: str, inpainting: bool = False) -> Path:
         folder = root / f"{family}_{inpainting}"
-        for_inpainting(family, folder) if inpainting else TINY[family](folder)
+        for_inpainting(TINY[family], folder) if inpainting else TINY[family](folder)
         return folder
 
     return folder_of

@@ -1,30 +1,25 @@
-"""Pipelines that take images: what is observed of them, and that their images are diffusers' own, bit for bit."""
+"""Images among the arguments of a call: each prompt has its own, in batches, in cropped shapes and in keys."""
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from sd_quant.cache import Cache
 from sd_quant.files.given_images import fitted, identities, kinds
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import key_of
-from sd_quant.observed import observing
-from sd_quant.observed.checkpoint import ObservedCheckpoint
-from sd_quant.observed.part import Rung
-from sd_quant.observed.watching import Asked
-
-from .given import BUILT, built
+from tests.zoo import CASES
 
 pytestmark = pytest.mark.commit
 
 PROMPTS = ["a red bicycle", "a blue door"]
 WIDTH, HEIGHT = 96, 64
+TOGETHER = {  # whether two prompts may share a batch
+    "FluxKontextPipeline": False, "FluxFillPipeline": True, "StableDiffusion3Img2ImgPipeline": True,
+    "WanImageToVideoPipeline": False,
+}  # fmt: skip
 
 
 def pictures(count: int, width: int = WIDTH, height: int = HEIGHT) -> list[Image.Image]:
@@ -32,59 +27,24 @@ def pictures(count: int, width: int = WIDTH, height: int = HEIGHT) -> list[Image
     return list(map(Image.fromarray, drawn))
 
 
-def call(name: str, image: Image.Image) -> dict[str, Image.Image]:
-    mask = Image.fromarray(np.repeat(np.uint8([[0, 255]]), WIDTH // 2, axis=1).repeat(HEIGHT, axis=0))
-    return {"image": image} | ({"mask_image": mask} if name == "fill" else {})
-
-
-@pytest.fixture(scope="module")
-def observe(tmp_path_factory) -> Callable[[str], ObservedCheckpoint]:
-    """``observe(name)``: the pipeline, watched with an image, with no network exported."""
-
-    def opened(name: str) -> ObservedCheckpoint:
-        folder = tmp_path_factory.mktemp("given") / name.replace(" ", "_")
-        built(name).save_pretrained(folder)
-        with pytest.MonkeyPatch.context() as patch:
-            refused = lambda *_, method="forward", **__: Rung("refused", method=method, cause="not tried")  # noqa: E731
-            patch.setattr(observing, "climb", refused)
-            asked = Asked(WIDTH, HEIGHT, 3.0, BUILT[name][1], call(name, *pictures(1)))
-            return observing.open_observed(folder, asked, (), None, Cache(None))
-
-    return opened
-
-
-def theirs(name: str, prompt: str, image: Image.Image, seed: int) -> np.ndarray:
-    pipe = built(name)
-    torch.manual_seed(seed)
-    given = {
-        "prompt": [prompt], **call(name, image), "width": WIDTH, "height": HEIGHT, "num_inference_steps": 2,
-        "guidance_scale": 3.0, "output_type": "np", "max_area": WIDTH * HEIGHT,
-        "generator": [torch.Generator().manual_seed(seed)], **BUILT[name][1],
-    }  # fmt: skip
-    known = inspect.signature(type(pipe).__call__).parameters
-    made = np.asarray(pipe(**{key: value for key, value in given.items() if key in known})[0])[0]
-    frames = (made if made.ndim == 4 else made[None]) * 255
-    return np.concatenate(list(frames.round().astype(np.uint8)), axis=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUILT)
-def test_images_of_images_are_those_of_diffusers_bit_for_bit(observe, name):
-    checkpoint, given = observe(name), pictures(2)
-    sampling = Sampling(2, 3.0, HEIGHT, WIDTH, 1, 5, arguments=[call(name, each) for each in given])
+@pytest.mark.parametrize("case", TOGETHER)
+def test_each_prompt_has_the_image_of_its_own_row(observe, case):
+    """Of one row they are diffusers', as `test_pipeline` finds."""
+    checkpoint, known = observe(case), CASES[case]
+    rows = [{"image": each} for each in pictures(2, known.width, known.height)]
+    sampling = Sampling(4, 3.0, known.height, known.width, 1, 5, arguments=rows)
     pipeline = pipeline_of(checkpoint, load_model(checkpoint).torch_engines())
     made = pipeline(PROMPTS, sampling)
-    for number, (prompt, image) in enumerate(zip(PROMPTS, given, strict=True)):
-        expected = theirs(name, prompt, image, 5 + number)
-        assert np.array_equal(made.images[number], expected)
-    exchanged = pipeline(PROMPTS, replace(sampling, arguments=sampling.arguments[::-1]))
+    for number, prompt in enumerate(PROMPTS):
+        alone = pipeline([prompt], replace(sampling, seed=5 + number, arguments=[rows[number]]))
+        assert np.array_equal(alone.images[0], made.images[number])
+    exchanged = pipeline(PROMPTS, replace(sampling, arguments=rows[::-1]))
     assert not np.array_equal(made.images[0], exchanged.images[0]), "the image is read"
     observed = checkpoint.observation
     assert observed.parts["vae_encoder"].component == "vae" and observed.parts["vae_encoder"].rung.method == "encode"
-    assert observed.style.keeps == (("image",) if name == "kontext" else ())
-    together = name in ("image to image", "fill")
-    assert (observed.unequal is None) == together
-    if together:
+    assert observed.style.keeps == (("image",) if case == "FluxKontextPipeline" else ())
+    assert (observed.unequal is None) == TOGETHER[case]
+    if TOGETHER[case]:
         of_both = pipeline(PROMPTS, replace(sampling, batch_size=2))
         assert np.abs(of_both.images.astype(int) - made.images).max() <= 1
 
@@ -116,8 +76,7 @@ def test_batches_share_numbers_and_lists_of_images_come_alone():
     assert sampling.texts_of(["a", "a"])[0] != sampling.texts_of(["a", "a"])[1], "statistics of both are kept apart"
 
 
-@pytest.mark.slow
 def test_key_of_a_checkpoint_has_its_images(observe):
-    checkpoint = observe("image to image")
+    checkpoint = observe("StableDiffusion3Img2ImgPipeline")
     first, second = (replace(checkpoint, arguments={"image": each}) for each in pictures(2))
     assert key_of(first) != key_of(second) and "0x" not in key_of(first)

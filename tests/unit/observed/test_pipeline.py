@@ -124,11 +124,14 @@ def test_images_and_latents_are_those_of_diffusers(observe, case):
 
 
 # What is edited, continued and controlled most: the rest are for releases.
-NIGHTLY = """
-FluxKontext FluxFill FluxControl FluxControlNet QwenImageEdit QwenImageEditPlus WanImageToVideo LTXImageToVideo
-CogVideoXImageToVideo SanaSprintImg2Img StableDiffusionXLImg2Img StableDiffusionXLInpaint StableDiffusionImg2Img
-StableDiffusionInpaint StableDiffusion3Img2Img StableDiffusion3ControlNet StableVideoDiffusion
+COMMIT = """
+FluxKontext FluxFill FluxControlNet WanImageToVideo StableDiffusion3Img2Img StableDiffusion3ControlNet
 """.split()
+NIGHTLY = """
+FluxControl QwenImageEdit QwenImageEditPlus LTXImageToVideo CogVideoXImageToVideo SanaSprintImg2Img
+StableDiffusionXLImg2Img StableDiffusionXLInpaint StableDiffusionImg2Img StableDiffusionInpaint StableVideoDiffusion
+""".split()
+CADENCE = dict.fromkeys(COMMIT, pytest.mark.slow) | dict.fromkeys(NIGHTLY, pytest.mark.nightly)
 NEARLY = {"AnimateDiffVideoToVideoPipeline"}  # latents within 1e-6 of their norm, images the same or a rounding off
 UNLIKE_STEPS = {"Flux2KleinKVPipeline"}  # its first step reads the image, and others what the first has kept of it
 
@@ -136,7 +139,7 @@ UNLIKE_STEPS = {"Flux2KleinKVPipeline"}  # its first step reads the image, and o
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.nightly if case.split("Pipeline")[0] in NIGHTLY else pytest.mark.release)
+        pytest.param(case, marks=CADENCE.get(case.removesuffix("Pipeline"), pytest.mark.release))
         for case in edits.CASES
         if case not in UNLIKE_STEPS
     ],

@@ -15,18 +15,18 @@ from sd_quant.observed.layers import observed_layers
 from sd_quant.observed.producers import _before
 from sd_quant.observed.tape import noted
 
-from ...zoo.denoisers import FAMILIES, OTHERS, Watched
+from ...zoo.denoisers import FAMILIES, OTHERS, Watched, watched
 
 pytestmark = [pytest.mark.commit, pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's positions, in fp64
 
-ALL = FAMILIES | OTHERS
+ALL = [*FAMILIES, *OTHERS]
 
 
 # Whole networks
 
 
-def answer(network: nn.Module, watched: Watched) -> Tensor:
-    found = network(**watched.arguments)
+def answer(network: nn.Module, known: Watched) -> Tensor:
+    found = network(**known.arguments)
     while not isinstance(found, Tensor):
         found = found[0]
     return found
@@ -56,34 +56,34 @@ def factor_for(network: nn.Module, shared: SharedInput, seed: int) -> Tensor:
 @torch.no_grad()
 def test_all_producers_absorb_at_once(name):
     """In the order of the list, in which a producer's own columns change before its rows."""
-    watched, network = ALL[name], ALL[name].real()
-    expected = answer(network, watched)
-    folded = [each for each in observed_layers(network, watched.arguments, watched.text).shared_inputs if each.producer]
+    known, network = watched(name), watched(name).real()
+    expected = answer(network, known)
+    folded = [each for each in observed_layers(network, known.arguments, known.text).shared_inputs if each.producer]
     changed = copy.deepcopy(network)
     for seed, shared in enumerate(folded):
-        factor = factor_for(network, shared, seed).to(watched.dtype)
+        factor = factor_for(network, shared, seed).to(known.dtype)
         fold(network, shared, factor)
         fold(changed, shared, factor, absorbed=False)
-    exact = 1e-9 if watched.dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(answer(network, watched), expected, rtol=0, atol=exact * float(expected.abs().max()))
+    exact = 1e-9 if known.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(answer(network, known), expected, rtol=0, atol=exact * float(expected.abs().max()))
     assert bool(folded) == (name != "flux2")  # whose modulations all blocks share
     if folded:
-        assert (answer(changed, watched) - expected).abs().max() > 0.05
+        assert (answer(changed, known) - expected).abs().max() > 0.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd35", "flux", "qwen_image", "hidream"])
 @torch.no_grad()
 def test_each_producer_absorbs_alone_and_without_it_the_output_is_another(name):
-    watched, network = ALL[name], ALL[name].real()
-    expected, observed = answer(network, watched), observed_layers(network, watched.arguments, watched.text)
+    known, network = watched(name), watched(name).real()
+    expected, observed = answer(network, known), observed_layers(network, known.arguments, known.text)
     dead = {layer for layer, reason in observed.reasons.items() if "does not reach" in reason}
     for seed, shared in enumerate(observed.shared_inputs):
         if shared.producer is not None and not dead & set(shared.readers):
             for absorbed in (True, False):
                 tried = copy.deepcopy(network)
                 fold(tried, shared, factor_for(network, shared, seed), absorbed)
-                off = float((answer(tried, watched) - expected).abs().max())
+                off = float((answer(tried, known) - expected).abs().max())
                 assert off < 1e-9 if absorbed else off > 1e-4, (shared, off)
 
 
