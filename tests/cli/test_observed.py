@@ -151,11 +151,13 @@ def test_a_job_of_tables_reads_an_image_a_row_and_an_earlier_runs_files_make_the
     assert np.array_equal(pixels(again), pixels(before)) and pixels(again).std() > 5
 
 
-def test_a_candidate_is_judged_by_the_same_calls(done, run_of, tmp_path):
-    folder = run_of(EDITS)
+@pytest.mark.parametrize("case", [EDITS, VIDEO])
+def test_a_candidate_is_judged_by_the_same_calls(done, run_of, case, tmp_path):
+    folder = run_of(case)
     candidates = f"candidates=['{folder}/run']", TABLES[1], "infer.steps=2"
-    done("judge.py", *model_of(folder, EDITS), *candidates, f"hydra.run.dir={tmp_path}/out")
-    assert record_of(tmp_path / "out/run")["fidelity"]["psnr"]["mean"] > 20
+    done("judge.py", *model_of(folder, case), *candidates, f"hydra.run.dir={tmp_path}/out")
+    own, judged = (record_of(each)["fidelity"]["psnr"]["mean"] for each in (folder / "run", tmp_path / "out/run"))
+    assert judged == pytest.approx(own, abs=1.0), "the same assignment, by another engine"
 
 
 @pytest.mark.parametrize(
