@@ -220,7 +220,7 @@ def collect_segment(
         network = networks[place.family.DENOISER]
         layers = {name: network.get_submodule(name) for name in own}
         linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
-        text, some_steps = text_readers(place.family.shared_inputs(linears)), len(checkpoint.family.DENOISERS) > 1
+        text, some_steps = text_readers(place.family.shared_inputs(linears)), checkpoint.family.SOME_STEPS
         wanted = draw(own, segment, sampling.steps_taken, sampling.seed, text, whole, some_steps=some_steps)
         return collect(
             model.parts[place.family.DENOISER], layers, mine, sampling.steps_taken,

@@ -29,6 +29,7 @@ class Family:
     OWN_NOISE: bool = False  # whether the pipeline alone knows the layout of its noise, so that none can be given
     MOVES: bool = False  # whether it makes videos, whose frames stand side by side in an image
     DENOISERS: Sequence[str] = ()  # parts that are called in the denoising steps, where there are several
+    SOME_STEPS: bool = False  # whether nobody knows in which steps a denoiser is called: several are, or images say it
     ONE_BATCH: str | None = None  # the part whose graph serves one batch alone; None where each serves all
     ONE_SIZE: tuple[str, int, int] | None = None  # likewise, with the only width and height
     UNEQUAL: str | None = None  # why prompts of unequal length cannot be in one batch; None where they can

@@ -1,5 +1,6 @@
 """A pipeline of diffusers that was opened and observed, as a checkpoint: what families state by hand was found out."""
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +70,12 @@ def why_refused(rung: Rung) -> str | None:
 class ObservedFamily(Observed):
     """The facts of one pipeline in the place of a family's."""
 
-    def __init__(self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...]):
+    def __init__(
+        self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...],
+        shares_steps: bool = False,
+    ):  # fmt: skip
+        """``shares_steps``: whether images may take a share of the steps, by their ``strength``."""
+        self.SOME_STEPS = shares_steps or len(observation.denoisers) > 1
         self.PIPELINES, self.NETWORKS = (observation.pipeline,), dict(networks)
         self.DENOISER, self.DENOISERS, self.GUIDES = denoiser, observation.denoisers, observation.samples_per_image > 1
         self.ONE_BATCH = next(iter(observation.that_miss("batch")), None)
@@ -124,7 +130,8 @@ class ObservedCheckpoint(Folder):
     @cached_property
     def family(self) -> Family:
         networks = {name: self.described[name].kind.__name__ for name in self.configs}
-        return ObservedFamily(self.observation, self.denoiser, networks, self.excluded)
+        shares_steps = "strength" in inspect.signature(self.kind.__call__).parameters
+        return ObservedFamily(self.observation, self.denoiser, networks, self.excluded, shares_steps)
 
     def parts(self) -> dict[str, Part]:
         found = {}

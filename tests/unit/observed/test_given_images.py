@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sd_quant.calibration import hooks
+from sd_quant.calibration.collection import calibrate
 from sd_quant.files.given_images import fitted, identities, kinds
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -47,6 +49,18 @@ def test_each_prompt_has_the_image_of_its_own_row(observe, case):
     if TOGETHER[case]:
         of_both = pipeline(PROMPTS, replace(sampling, batch_size=2))
         assert np.abs(of_both.images.astype(int) - made.images).max() <= 1
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.25])
+def test_a_share_of_the_steps_has_as_many_rows_and_its_own_ranges(observe, monkeypatch, strength):
+    monkeypatch.setattr(hooks, "ROWS", 8)
+    checkpoint = observe("StableDiffusion3Img2ImgPipeline")
+    rows = [{"image": each, "strength": strength} for each in pictures(2)]
+    sampling, layer = Sampling(8, 3.0, HEIGHT, WIDTH, 1, 5, arguments=rows), "transformer_blocks.0.attn.to_q"
+    found = calibrate(load_model(checkpoint), [layer], PROMPTS, sampling, checkpoint_sha256="", accelerator="cpu")
+    assert len(found.layers[layer].rows.priority) == 8
+    assert len(found.layers[layer].amax) == 8 * strength and found.layers[layer].amax.amax(1).all()
+    assert not observe("FluxKontextPipeline").family.SOME_STEPS, "it takes all of them"
 
 
 def test_images_of_an_own_shape_are_cropped_and_known_by_what_they_show():
