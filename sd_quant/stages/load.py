@@ -240,8 +240,7 @@ def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | No
     """
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
-    plain = [part for part in others if session.parts[part].component != "vae" and not session.parts[part].in_steps]
-    named = {TEXT_ENCODERS: plain}
+    named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component.startswith("text_encoder")]}
     beside = [part for part in session.checkpoint.family.DENOISERS[1:] if alone is None]
     for part in given:
         of = "its denoiser" if alone is None else f"{alone}, which model.denoiser quantizes alone"

@@ -84,7 +84,7 @@ def test_all_text_encoders_can_be_named_together():
 
 def test_a_second_denoiser_has_the_first_ones_recipe_a_preset_of_its_own_or_none():
     """And it is no part beside one that ``model.denoiser`` names."""
-    names = ("transformer", "transformer_2", "text_encoder", "vae")
+    names = ("transformer", "transformer_2", "text_encoder", "image_encoder", "vae")
     parts = {name: SimpleNamespace(refused=None, component=name, in_steps=False) for name in names}
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
     session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
@@ -96,7 +96,7 @@ def test_a_second_denoiser_has_the_first_ones_recipe_a_preset_of_its_own_or_none
     alone = SimpleNamespace(denoiser="transformer")
     assert other_denoisers(session, alone, SimpleNamespace(parts=None)) == []
     for part, named in ("transformer_2", "transformer"), ("transformer", None), ("transformer_3", None):
-        with pytest.raises(ConfigError, match=f"^quantize.parts is {part}, expected parts .*: .*text_encoder, vae"):
+        with pytest.raises(ConfigError, match=f"^quantize.parts is {part}, expected parts .*: .*text_encoder, .*vae"):
             presets_of_parts(session, {part: "int8"}, named)
 
 
