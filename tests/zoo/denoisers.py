@@ -68,6 +68,9 @@ def watched(name: str) -> Watched:
     denoiser = getattr(pipeline, CASES[case].denoiser)
     config = {entry: value for entry, value in denoiser.config.items() if entry != "_use_default_values"} | changes
     given = first_call(pipeline, case, ["a cat", "two boats"])
+    if name == "hidream":  # whose pipeline makes a million pixels, whatever is asked for
+        config |= {"max_resolution": (16, 16)}
+        given["hidden_states"] = given["hidden_states"][..., :8, :12].clone()
 
     def cast(each: Any) -> Any:
         return each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each
