@@ -71,6 +71,7 @@ from sd_quant.text import counted
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
 CALIBRATION = ("calib_size", "n_steps", "seed", "snapshots", "calibration", "accelerator", "devices")
+UNUSED = {"calib_size": 1}  # where nothing is calibrated, so that a short table of calls serves
 
 
 def open(
@@ -95,7 +96,7 @@ def open(
     given = {f"model.{name}": value for name, value in knobs.items()} | {"cache.dir": cache and str(cache)}
     if path is not None:
         given["model.path"] = str(path)
-    job = job_with({"model": model}, given)
+    job = job_with({"model": model}, {f"quantize.{name}": value for name, value in UNUSED.items()} | given)
     kept = Cache(output_path(cache) if cache else None, job.cache.limit_gb * 1e9)
     return Model(model, given, input_path(job.model.path), open_session(job.model), kept)
 
@@ -117,7 +118,7 @@ class Model:
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the checkpoint's file or folder; with LoRAs, of all files and strengths."""
-        return str(weights_sha256(made_of(self.job(None, {}).model.inputs())))
+        return str(weights_sha256(made_of(self.job(None, UNUSED).model.inputs())))
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -180,7 +181,7 @@ class Model:
         check_used(knobs, CALIBRATION, "quantize", "give it to calibrate")
         # where calibration begins with an image, statistics have a part of the steps
         told = {"n_steps": statistics.steps} if statistics.steps and "model.calibration_image" not in self.knobs else {}
-        job = self.job(preset, {**knobs, **told})
+        job = self.job(preset, {**UNUSED, **knobs, **told})
         seen: dict[str, Any] = {"calib_size": statistics.prompts}  # None where they do not say
         job.quantize = replace(job.quantize, **seen)
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
@@ -453,7 +454,7 @@ def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None,
     for each in quantized:
         made = model.generate(prompts, knobs, each.assignments)
         results.append(Result(each, made.images, fidelity(full.images, made.images, full.latents, made.latents)))
-    texts = model.job(None, {}, with_prompts(prompts, knobs)).infer.prompt_list()  # one for each image
+    texts = model.job(None, UNUSED, with_prompts(prompts, knobs)).infer.prompt_list()  # one for each image
     return Comparison(texts, full.images, results)
 
 
@@ -461,7 +462,7 @@ def to_generate(
     model: Model, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
 ) -> tuple[Session, Infer]:
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
-    job = model.job(None, {}, with_prompts(prompts, knobs))
+    job = model.job(None, UNUSED, with_prompts(prompts, knobs))
     because = "quantize.py chooses the steps; its record has them, for infer.schedule"
     check_unused(job.infer, "infer.", [("reuse", None, because)])
     check(not job.infer.chooses_precise, "infer.precise_steps", job.infer.precise_steps, f"places, because {because}")

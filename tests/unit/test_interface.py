@@ -36,6 +36,14 @@ def loaded_of(model: sd_quant.Model) -> Loaded:
     return with_recipe(model.session, job.model, job.infer, job.quantize)
 
 
+def test_a_short_file_of_prompts_is_too_short_for_calibration_alone(tmp_path):
+    (tmp_path / "two.txt").write_text("a red bicycle\na blue door\n")
+    short = sd_quant.open(calibration_prompts=str(tmp_path / "two.txt"))
+    assert short.sha256
+    with pytest.raises(ConfigError, match="^calib_size is [0-9]+, expected at most the 2 prompts"):
+        short.calibrate()
+
+
 def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
     code = """if True:
         import sys, sd_quant
