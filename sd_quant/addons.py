@@ -25,9 +25,9 @@ def points(addon: str, name: str) -> list[EntryPoint]:
 
 
 def loaded(addon: str, name: str, needing: str) -> Any:
-    """What an add-on has by this name. Raises ResourceError where it is not installed or not for this package.
+    """The object behind an add-on's entry point. Raises ResourceError where it is missing or of another interface.
 
-    ``needing`` is what needs it, for the sentence.
+    ``needing`` begins the sentence of the error: a knob or a command.
     """
     found, install = points(addon, name), f"pip install 'sd-quant[{addon}]'"
     if not found:

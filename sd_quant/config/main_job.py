@@ -189,7 +189,7 @@ class QuantizeJob(RecipeJob):
 
 
 def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
-    """Whether a job makes images as calibration does: for statistics, or to choose formats or steps by."""
+    """Whether a job makes images of the calibration prompts: for statistics, or to choose formats or steps."""
     chooses = quantize.fit is not None or infer.reuse is not None or infer.chooses_precise
     return chooses or quantize.calibration is None
 

@@ -226,7 +226,7 @@ def weighted(stated: str) -> tuple[str, float]:
 
 
 def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
-    """Whether an entry that ``split`` divides has a path and a finite number."""
+    """Whether ``split`` finds a path and a finite number in what a knob states."""
     with suppress(ValueError):
         path, number, *_ = split(stated)
         return bool(path) and math.isfinite(number)

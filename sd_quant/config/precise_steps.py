@@ -31,12 +31,12 @@ class PreciseSteps:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the steps have to beat what else takes as long."""
+        """Whether steps are taken only if they gain more than the controls, which take as long."""
         return self == PreciseSteps()
 
     @property
     def by_time(self) -> bool:
-        """Whether the choice takes timings."""
+        """Whether the choice needs latencies."""
         return self.is_auto or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:

@@ -120,7 +120,7 @@ class Site(NamedTuple):
         return insert(self.graph, self.node, op_type, inputs, f"{self.layer.name}.{name}", **attributes)
 
     def once(self, key: tuple, make: Callable[[], ir.Value]) -> ir.Value:
-        """What ``make`` inserts for the first layer with this ``key``."""
+        """The value that ``make`` inserts once for all layers with this ``key``."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]

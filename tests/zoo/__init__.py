@@ -23,7 +23,7 @@ from unittest import mock
 import diffusers
 import torch
 
-from . import edits, images, videos
+from . import from_images, images, videos
 from .cases import Case, enliven
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "takes_images", "write",
 ]  # fmt: skip
 
-CASES: dict[str, Case] = images.CASES | videos.CASES | edits.CASES
-LEFT_OUT: dict[str, str] = edits.LEFT_OUT | images.LEFT_OUT | videos.LEFT_OUT
+CASES: dict[str, Case] = images.CASES | videos.CASES | from_images.CASES
+LEFT_OUT: dict[str, str] = from_images.LEFT_OUT | images.LEFT_OUT | videos.LEFT_OUT
 MEDIUM = re.compile(r"(^|_)(image|images|video|audio|waveforms|pose|frame_size|keyframes_latents)(_|$)")
 IMAGE = re.compile(r"(^|_)(images?|video)(_reference)?$")
 NO_MEDIUM = re.compile(r"num_|(negative_)?ip_adapter_|video_length$")

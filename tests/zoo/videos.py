@@ -2,7 +2,7 @@
 
 Videos are of the fewest frames that leave more than one latent frame, so that no axis is one by accident. A class
 stands twice where its denoiser runs in two ways that differ in structure (`CASES` names the way after a comma).
-Classes that can take an image but also work without one are here; those that start from images are in `edits`.
+Classes that can take an image but also work without one are here; those that start from images are in `from_images`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What files of scores by their authors have in common: names of tensors, and the colours that CLIP was shown.
+"""What the weight files of several scores share: names of tensors, and how CLIP's inputs are normalized.
 
 The text tower of OpenCLIP's CLIP is the one that NeMo's SDXL holds; the vision tower has the same blocks behind
 ``visual.``. BLIP's text network has the same names as transformers'.

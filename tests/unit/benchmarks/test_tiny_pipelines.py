@@ -17,8 +17,8 @@ from tests.zoo import (
     PIPELINES,
     build,
     call,
-    edits,
     first_call,
+    from_images,
     images,
     makes_video,
     takes_a_prompt_alone,
@@ -61,8 +61,8 @@ def test_every_class_that_takes_images_is_built_or_left_out(kinds):
     assert {"FluxKontextPipeline", "WanImageToVideoPipeline", "StableVideoDiffusionPipeline"} <= found
     assert "FluxPipeline" not in found and "StableAudioPipeline" not in found
     assert found - built - LEFT_OUT.keys() == set()
-    assert {name.split(",")[0] for name in edits.CASES} - found == set()
-    assert all(case.images for case in edits.CASES.values())
+    assert {name.split(",")[0] for name in from_images.CASES} - found == set()
+    assert all(case.images for case in from_images.CASES.values())
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def image(pipeline, name: str, prompt: str | list[str], **options) -> np.ndarray
     [
         pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release)
         for name in CASES
-        if name not in edits.CASES  # those are compared with diffusers in `test_pipeline`
+        if name not in from_images.CASES  # those are compared with diffusers in `test_pipeline`
     ],
 )
 def test_a_folder_opens_and_makes_images_or_frames_of_its_prompts(name, tmp_path):

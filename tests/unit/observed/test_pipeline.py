@@ -20,7 +20,7 @@ from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling, by_image
 from sd_quant.inference.requests import latents_of, told_steps
 from sd_quant.observed.checkpoint import ObservedCheckpoint
-from tests.zoo import CASES, build, edits
+from tests.zoo import CASES, build, from_images
 
 pytestmark = pytest.mark.commit
 
@@ -140,7 +140,7 @@ UNLIKE_STEPS = {"Flux2KleinKVPipeline"}  # its first step reads the image, and o
     "case",
     [
         pytest.param(case, marks=CADENCE.get(case.removesuffix("Pipeline"), pytest.mark.release))
-        for case in edits.CASES
+        for case in from_images.CASES
         if case not in UNLIKE_STEPS
     ],
 )
