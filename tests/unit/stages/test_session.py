@@ -5,10 +5,12 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from sd_quant.errors import ConfigError
 from sd_quant.inference import memory
 from sd_quant.places import HOME
 from sd_quant.stages import session as stage
 from sd_quant.stages.resources import workload_of
+from tests.presets import job
 
 pytestmark = pytest.mark.commit
 
@@ -55,3 +57,21 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
     answering(memory, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
     assert session.together(workload_of(INFER)) is together
+
+
+def test_a_table_and_loras_of_an_observed_pipeline_are_heeded(monkeypatch):
+    monkeypatch.setattr(stage, "open_observed", opened := Mock())
+    monkeypatch.setattr(stage, "with_loras", with_loras := Mock())
+    knobs = "model=diffusers", f"model.path={HOME}/checkpoints/sd3_mini", "calib_size=4"
+    lora = HOME / "examples/sdxl_mini/high_contrast.safetensors"
+    assert stage.observed_checkpoint(job(*knobs, f"model.loras=[{lora}:0.5]").model) is with_loras.return_value
+    with_loras.assert_called_once_with(opened.return_value, [(lora, 0.5, None)])
+    tables = (f"{name}={HOME}/conf/model/prompts/shapes.csv" for name in ("model.calibration_table", "infer.table"))
+    with pytest.raises(ConfigError, match="has image, which StableDiffusion3Pipeline does not take"):
+        stage.observed_checkpoint(job(*knobs, *tables).model)
+
+
+def test_arguments_that_change_the_steps_of_a_stated_family_are_refused():
+    made = job("model=sd3_mini", "model.arguments={sigmas: [1.0, 0.5]}")
+    with pytest.raises(ConfigError, match="^model.arguments are .*it denoises in 2 steps, and by the knobs of steps"):
+        stage.open_session(made.model, made.infer)
