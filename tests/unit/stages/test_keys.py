@@ -27,7 +27,7 @@ THINGS = {  # as usual, and another
     "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
     "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
     "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
-    "level": (3, 5), "gib": (4, 1),
+    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def key_of_statistics(module, now, patch, folder) -> None:
     patch.setattr(module, "Entries", ask)
     patch.setattr(collection, "version", now.versions.get)
     model, given = SimpleNamespace(checkpoint=now.opened), {"checkpoint_sha256": now.checkpoint, "cache": folder}
+    now.sampling = replace(now.sampling, arguments=now.rows)
     if module is collection:
         module.calibrate(model, now.layers, now.prompts, now.sampling, hessians=now.hessians, **given)
     of_part, summed = {"vae": now.layers}, {"vae": now.hessians}
@@ -80,7 +81,7 @@ def key_of_plan(now, patch, folder) -> None:
 RUN = {row.package for row in RUNTIMES.values()}
 ALL = {"torch", "diffusers", "transformers"}
 OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
-OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device"}
+OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
 CACHES = {  # the things and packages on which each depends
     key_of_images: (OF_IMAGES | {"cpu", "cores", "gpus", "precision", "engine"}, ALL | RUN),
     key_of_graph: ({"checkpoint", "source", "contract", "identity"}, ALL | {"onnx", "onnx-ir", "onnxscript"}),
