@@ -23,6 +23,7 @@ import torch
 
 import sd_quant
 from benchmarks.measurer import markdown
+from sd_quant.composition import job_with
 from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.pool import Pool, Variant
@@ -167,7 +168,7 @@ def with_weights(checkpoint: ObservedCheckpoint, dtype: str) -> ObservedCheckpoi
 
 def made(checkpoint: ObservedCheckpoint, files: Mapping[str, Path], runtime: str | None, sampling: Sampling) -> Any:
     """Images with the engines of these files, and with torch for other parts."""
-    infer = sd_quant.interface.job_with({"model": "sdxl_mini"}, {}).infer
+    infer = job_with({"model": "sdxl_mini"}, {}).infer
 
     def opened(part: str) -> Any:
         return load_engine(runtime, files[part]) if part in files else open_torch(checkpoint, infer, part)

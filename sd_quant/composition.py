@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -23,7 +24,7 @@ from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConf
 
 from sd_quant import sweep
 from sd_quant.checkpoints.own_knobs import own_knob, starting
-from sd_quant.config import JOBS, run_model
+from sd_quant.config import JOBS, QuantizeJob, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.knobs import near, nearest, read
@@ -114,6 +115,28 @@ def job_of(job: type, config: DictConfig):
     checked = read(job, settled(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])))
     checked.check_files()
     return checked
+
+
+def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
+    """The job that a command with these presets and knobs means, checked. Another Hydra may be at work around it.
+
+    Raises ConfigError.
+    """
+    outside = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with composing("quantize"):
+            config = compose(
+                "quantize", [f"{group}={name}" for group, name in presets.items()], return_hydra_config=True
+            )
+            for name, value in knobs.items():
+                try:
+                    OmegaConf.update(config, name, sweep.in_texts(without_interpolation, value))
+                except OmegaConfBaseException as error:
+                    raise ConfigError(f"there is no knob {name}; {near(name, knobs_of(config))}") from error
+            return job_of(QuantizeJob, config)
+    finally:
+        GlobalHydra.instance().hydra = outside
 
 
 def settled(knobs: DictConfig) -> dict[str, Any]:

@@ -23,21 +23,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from sd_quant.cache import Cache
 from sd_quant.calibration.call_tables import Row
-from sd_quant.composition import composing, job_of, knobs_of
+from sd_quant.composition import job_with
 from sd_quant.config import Infer, Quantize, QuantizeJob, artifact
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.interchange import TARGETS
-from sd_quant.knobs import check, check_unused, fields_of, near, one_of
+from sd_quant.knobs import check, check_unused, fields_of, one_of
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
@@ -53,7 +48,6 @@ from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
 from sd_quant.report.summary import interval_columns
 from sd_quant.report.table import plus_minus
-from sd_quant.shell import without_interpolation
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.choose import choose, rows_of_layers
@@ -65,7 +59,6 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.results import count_layers
 from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import Assignments, torch_variant
-from sd_quant.sweep import in_texts
 from sd_quant.text import counted
 
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
@@ -499,25 +492,3 @@ def check_used(knobs: Iterable[str], unused: Collection[str], method: str, remed
 def called(*positional: object, **named: object) -> str:
     """The arguments of a call in Python."""
     return ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])
-
-
-def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
-    """The job that a command with these presets and knobs means, checked. Another Hydra may be at work around it.
-
-    Raises ConfigError.
-    """
-    outside = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with composing("quantize"):
-            config = compose(
-                "quantize", [f"{group}={name}" for group, name in presets.items()], return_hydra_config=True
-            )
-            for name, value in knobs.items():
-                try:
-                    OmegaConf.update(config, name, in_texts(without_interpolation, value))
-                except OmegaConfBaseException as error:
-                    raise ConfigError(f"there is no knob {name}; {near(name, knobs_of(config))}") from error
-            return job_of(QuantizeJob, config)
-    finally:
-        GlobalHydra.instance().hydra = outside

@@ -170,7 +170,7 @@ def runtimes() -> Lines:
 
 def why_not_here(name: str, gpu: str | None, used: Collection[str] = ()) -> str | None:
     """Return why a runtime computes nothing on this machine, or nothing in the formats ``used``; else None."""
-    from sd_quant.config.engine_choice import NO_GPU, no_plan_runs
+    from sd_quant.config.plans import NO_GPU, no_plan_runs
 
     if (missing := not_installed(name)) or RUNTIMES[name].device != "cuda":
         return missing

@@ -10,9 +10,8 @@ from typing import Annotated
 
 from sd_quant.calibration.call_tables import Row, read_rows
 from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
-from sd_quant.config.model import check_source_files, inputs_of_images, prompts_of
+from sd_quant.config.model import SIDE, Sizes, check_source_files, inputs_of_images, prompts_of
 from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
-from sd_quant.config.sections import SIDE, Sizes
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files

@@ -7,11 +7,10 @@ from typing import Annotated
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.earlier_runs import PRECISE, artifact, is_finished_run, recipe_of_run, run_model
-from sd_quant.config.engine_choice import engine_of
 from sd_quant.config.images import AUTO, LEVERS, Infer, engines
 from sd_quant.config.main_job import QuantizeJob
 from sd_quant.config.model import Model, parts_of
-from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size
+from sd_quant.config.plans import ExportShape, Trt, check_batch, check_dtype, check_plan_size, engine_of
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError

@@ -8,10 +8,9 @@ from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompt_layouts import is_data_set
 from sd_quant.calibration.prompts import draw_prompts
 from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
-from sd_quant.config.engine_choice import engine_for
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of
-from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, targets_for
+from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, engine_for, targets_for
 from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not

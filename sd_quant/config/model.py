@@ -1,4 +1,4 @@
-"""The section ``model``: the checkpoint, its LoRAs and its calibration inputs."""
+"""The section ``model``: the checkpoint, its LoRAs and its calibration inputs; and what sizes images may have."""
 
 import math
 import re
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.accepted import check_kind
-from sd_quant.config.sections import GRAIN, SIDE, Sizes, size_of
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
 from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
@@ -20,6 +19,11 @@ from sd_quant.places import existing, input_path
 from sd_quant.report.record import CONTROLNET, LORA, VAE
 
 CALIBRATION_TABLE = "model.calibration_table"
+GRAIN = 64  # pixels, of which a side of the stated families' images is a multiple
+SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple of 8 from 8 to 4096")
+SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
+SOME = Limit(lambda listed: 0 < len(listed) <= 64, "at least one, and at most 64")
+Sizes = Annotated[list[str] | None, SIZE, SOME]
 
 P = TypeVar("P", str, Path)
 
@@ -187,6 +191,25 @@ class Model:
             "model.calibration_", self.calibration_image, self.calibration_mask, self.calibration_control
         )
         self.given_arguments()
+
+
+def size_of(stated: str) -> tuple[int, int]:
+    """Return width and height of a text such as 832x1216. Raises ValueError for any other text."""
+    width, height = map(int, stated.split("x"))
+    return width, height
+
+
+def sizes_of(knobs: Any) -> list[tuple[int, int]]:
+    """Return the widths and heights in pixels that the images of a section take in turn."""
+    return [(knobs.width, knobs.height)] if knobs.sizes is None else list(map(size_of, knobs.sizes))
+
+
+def is_size(stated: str) -> bool:
+    """Whether a text is a size that an image may have."""
+    with suppress(ValueError):
+        width, height = size_of(stated)
+        return stated == f"{width}x{height}" and SIDE.holds(width) and SIDE.holds(height)
+    return False
 
 
 def prompts_of(rows: Sequence[Row]) -> list[str]:

@@ -12,7 +12,6 @@ from sd_quant.calibration.call_tables import Row
 from sd_quant.checkpoints.lora import bundled_words, open_lora
 from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
 from sd_quant.config.images import TABLE
-from sd_quant.config.sections import Sized
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.inference.loading import pipeline_of
@@ -172,7 +171,7 @@ def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
     check(part is None or not executes or images == 1, knob, images, expected)
 
 
-def check_sizes(checkpoint: Checkpoint, section: str, knobs: Sized) -> None:
+def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> None:
     """Raises ConfigError when a section asks for images with more latents along a side than the denoiser takes."""
     only = checkpoint.family.ONE_SIZE
     if only is not None and section == "infer":
@@ -192,6 +191,6 @@ def check_sizes(checkpoint: Checkpoint, section: str, knobs: Sized) -> None:
         check(max(width, height) <= most, stated, found, expected)
 
 
-def sides_of(section: str, knobs: Sized) -> str:
+def sides_of(section: str, knobs: Infer | Model) -> str:
     """The names of the knobs that say how large a section's images are."""
     return f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"

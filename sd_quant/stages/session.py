@@ -17,7 +17,6 @@ from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.own_knobs import own_size
 from sd_quant.config import CacheFolder, Infer, Model, Quantize, makes_calibration_images, sizes_of
 from sd_quant.config.model import check_parts_named
-from sd_quant.config.sections import Sized
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
 from sd_quant.files import write_json
@@ -158,7 +157,7 @@ def open_session(
     return session
 
 
-def begin(model: Model, infer: Infer, sized: Mapping[str, Sized]) -> Session:
+def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Session:
     """Check the request for images and open the checkpoint; ``sized`` are the sections that state sizes of images."""
     check_request(model, infer)
     warn_of_size(model, sized)
@@ -212,7 +211,7 @@ def cache_of(folder: CacheFolder) -> Cache:
     return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
 
 
-def warn_of_size(model: Model, sections: Mapping[str, Sized]) -> None:
+def warn_of_size(model: Model, sections: Mapping[str, Infer | Model]) -> None:
     """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
     size = None if model.family == OBSERVED else own_size(input_path(model.path))  # what a latent is, nobody says
     for section, knobs in sections.items():

@@ -12,8 +12,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
+from sd_quant.composition import job_with
 from sd_quant.errors import ConfigError
-from sd_quant.interface import Comparison, Quantized, Result, job_with
+from sd_quant.interface import Comparison, Quantized, Result
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from sd_quant.config import artifact, deciding, engine_choice, plans
+from sd_quant.config import artifact, deciding, plans
 from sd_quant.engines import gpu
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport
 from sd_quant.errors import ArtifactError, ConfigError
@@ -52,11 +52,10 @@ def test_the_engine_of_a_job_is_what_runs_its_plans_here(job, on, found, knobs, 
     ],
 )
 def test_tensorrt_builds_for_the_gpu_that_is_there(job, on, monkeypatch, found, fmt, chosen):
-    for module in (plans, engine_choice):
-        monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(plans, "find_spec", lambda name: name)
     trt = job("quantize", {"infer.engine": "openvino"}).trt
     on(found)
-    assert engine_choice.engine_for(trt, {"weights": {fmt}}) == chosen
+    assert plans.engine_for(trt, {"weights": {fmt}}) == chosen
 
 
 def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(job, on):
