@@ -13,7 +13,7 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata, requires
 from importlib.util import find_spec
@@ -22,10 +22,9 @@ from pathlib import Path
 from sd_quant import __version__
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, WITHOUT_A_GPU, not_installed, why_not
 from sd_quant.errors import SdQuantError
-from sd_quant.knobs import read
 from sd_quant.places import HOME, output_path
 from sd_quant.process import address_space_bytes, available_memory_bytes, cores
-from sd_quant.quantization.recipe import Enable, formats_used
+from sd_quant.quantization.recipe import Recipe, formats_used
 from sd_quant.report import provenance
 
 FOLDERS = {"results": "outputs", "cache": "outputs/cache"}  # where a run writes by default
@@ -180,36 +179,34 @@ def why_not_here(name: str, gpu: str | None, used: Collection[str] = ()) -> str 
 
 def formats() -> Lines:
     """Yield each preset, and the engines that execute it here."""
-    import yaml
+    from sd_quant.config.recipe import own_recipe, presets
 
-    from sd_quant.config.recipe import presets
+    for name in presets():
+        recipe = own_recipe(name)
+        yield name, run_by(recipe, usable_gpu()) if recipe else "enables nothing that can be read"
 
-    for name, path in presets().items():
-        yield name, run_by(yaml.safe_load(path.read_text(encoding="utf-8")), usable_gpu())
 
-
-def run_by(preset: Mapping, gpu: str | None) -> str:
-    """Return the engines that execute a preset, first that of infer=auto; or why a run simulates it."""
+def run_by(recipe: Recipe, gpu: str | None) -> str:
+    """Return the engines that execute a preset's recipe, first that of infer=auto; or why a run simulates it."""
     from sd_quant.config.main_job import torch_multiplies
     from sd_quant.config.targets import executed_by
 
-    enable = read(Enable, preset["enable"], "enable.")
-    used = formats_used(enable, LEVEL)
+    used = formats_used(recipe.enable, LEVEL)
     able = []
     for name, runtime in RUNTIMES.items():
-        multiplied = runtime.file is not None or (torch_multiplies(enable) and not preset.get("rank"))
+        multiplied = runtime.file is not None or (torch_multiplies(recipe.enable) and not recipe.rank)
         here = not why_not_here(name, gpu, set().union(*used.values()))
         if runtime.quantized and multiplied and here and not why_not(name, used):
             able.append(name)
     auto = next((name for name in (*PLAN_BUILDERS, WITHOUT_A_GPU) if name in able), None)
     others = ", ".join(f"infer={name}" for name in able if name != auto)
-    if auto is None:
-        absent = not_installed(WITHOUT_A_GPU)
-        reason = f"refused: {absent}" if absent else f"simulated: {why_not(WITHOUT_A_GPU, used)}"
-        targets = ", ".join(executed_by(preset))
-        reason += f"; tools of hand_over=[{targets}] execute it on their GPUs" if targets else ""
-        return reason + (f"; {others} executes it" if others else "")
-    return auto + (f"; also with {others}" if others else "")
+    if auto is not None:
+        return auto + (f"; also with {others}" if others else "")
+    absent = not_installed(WITHOUT_A_GPU)
+    reason = f"refused: {absent}" if absent else f"simulated: {why_not(WITHOUT_A_GPU, used)}"
+    targets = ", ".join(executed_by(recipe))
+    reason += f"; tools of hand_over=[{targets}] execute it on their GPUs" if targets else ""
+    return reason + (f"; {others} executes it" if others else "")
 
 
 SECTIONS = {

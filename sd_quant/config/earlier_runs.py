@@ -63,7 +63,8 @@ def knobs_of_run(run: str) -> dict:
     for name in MARKS:
         if not (folder / name).is_file():
             raise ConfigError(f"run is {run}, which has no {name}, expected the folder of a finished run of quantize")
-    knobs = plain_knobs(folder / "config.yaml", sections, "give another run")
+    described = lambda knobs: knobs | {section: {**knobs[section]} for section in DESCRIBE}  # noqa: E731
+    knobs = plain_knobs(folder / "config.yaml", described, "give another run")
     recipe = knobs["quantize"]
     limited = recipe.get("budget") is not None and (folder / ASSIGNMENT).is_file()
     if recipe.get("assignment") is not None or limited:
@@ -72,11 +73,6 @@ def knobs_of_run(run: str) -> dict:
         whole = {"num_prompts": None, "prompts_seed": 0, "prompts_category": None}
         knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole
     return knobs
-
-
-def sections(knobs: dict) -> dict:
-    """Return the knobs, with those that describe a run as knobs by name."""
-    return knobs | {section: {**knobs[section]} for section in DESCRIBE}
 
 
 def run_model(run: str) -> dict | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +34,6 @@ BY_FAMILY = Limit(
     lambda: f"patterns by the name of a family: {', '.join(sorted(FAMILIES))}",
 )
 Patterns = Annotated[dict[str, list[str]], BY_FAMILY]
-
-
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("kMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
@@ -46,8 +44,13 @@ def bytes_in(size: int | str) -> int | None:
     return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
 
+def content_of(preset: str) -> dict[str, Any]:
+    """Return the knobs in the file of a preset, as they are written."""
+    return yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
+
+
 def own_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset as it is where no other knob is given, at level 3.
+    """Return the recipe of a preset at level 3 where no other knob is given.
 
     None where the preset enables nothing, or has knobs that cannot be read.
     """
@@ -56,11 +59,7 @@ def own_recipe(preset: str) -> Recipe | None:
 
 @cache  # each of the thousand jobs of a sweep asks for all presets several times
 def recipe_in(text: str) -> Recipe | None:
-    return recipe_of(yaml.safe_load(text))
-
-
-def recipe_of(knobs: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe in the content of a preset's file; None as of ``own_recipe``."""
+    knobs = yaml.safe_load(text)
     try:
         enable = read(Enable, knobs["enable"], "enable.")
     except (ConfigError, KeyError, TypeError):
@@ -88,7 +87,7 @@ def part_recipe(preset: str) -> Recipe | None:
 
 def patterns_of(preset: str, knob: str) -> dict[str, list[str]]:
     """Return the patterns of layers in the file of a preset, by family: its ``exclude`` or ``weights_alone``."""
-    return yaml.safe_load(presets()[preset].read_text(encoding="utf-8")).get(knob) or {}
+    return content_of(preset).get(knob) or {}
 
 
 def usual(value: object) -> object:
@@ -308,12 +307,12 @@ def check_recipe(quantize: Quantize) -> None:
     enable, label, steps = quantize.enable, quantize.format, quantize.n_steps
     if enable.conv.activation is not None:  # blocks lie along a linear's input
         STATIC.check("quantize.enable.conv.activation", enable.conv.activation)
-    preset = yaml.safe_load(presets()[label].read_text(encoding="utf-8"))
+    preset = content_of(label)["enable"]
     expected = "the name of the preset that enables what is enabled; choose it with quantize=<preset>, or write one"
     enabled = dataclasses.asdict(enable)
     if quantize.attention is not None:  # whatever its preset's is
-        enabled["attention"] = preset["enable"]["attention"]
-    check(enabled == preset["enable"], "quantize.format", label, expected)
+        enabled["attention"] = preset["attention"]
+    check(enabled == preset, "quantize.format", label, expected)
     able = " or ".join(f"attention={name}" for name, fmt in sorted(FORMATS.items()) if fmt.attention)
     expected = f"at most 3, because {label} has no format for attention's matrix products; give it one by {able}"
     found = quantize.attention or enable.attention

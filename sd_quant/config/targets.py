@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 from packaging.requirements import Requirement
 
 from sd_quant.config.model import Model
-from sd_quant.config.recipe import FUSED, Quantize, recipe_of
+from sd_quant.config.recipe import FUSED, Quantize
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check
@@ -95,10 +94,8 @@ def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
     return FP16 if recipe.enable.linear.activation is None else how
 
 
-def executed_by(preset: Mapping[str, Any]) -> list[str]:
-    """The targets whose consumer multiplies what a preset's file multiplies, no graphs among them."""
-    recipe = recipe_of(preset)
-    assert recipe is not None  # its formats were read before
+def executed_by(recipe: Recipe) -> list[str]:
+    """The targets whose consumer multiplies what a preset's recipe multiplies, no graphs among them."""
     wanted = (None, FP16) if recipe.enable.linear.activation is not None else (None,)
     return [
         name for name, target in TARGETS.items() if target.runtime is None and inputs_held(target, recipe) not in wanted

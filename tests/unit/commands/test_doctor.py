@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from sd_quant.commands import doctor
 from sd_quant.config import QuantizeJob
-from sd_quant.config.recipe import presets
+from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.engines import RUNTIMES, gpu, why_not
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import read
@@ -143,12 +142,8 @@ def test_where_results_go(tmp_path, monkeypatch):
     assert doctor.free_disk(Path("/proc/outputs")) == "cannot be written" and list(tmp_path.iterdir()) == []
 
 
-def preset_of(name: str) -> dict:
-    return yaml.safe_load(presets()[name].read_text(encoding="utf-8"))
-
-
 def test_a_preset_that_is_simulated_names_the_tools_that_execute_it():
-    said = {name: doctor.run_by(preset_of(name), None) for name in presets()}
+    said = {name: doctor.run_by(own_recipe(name), None) for name in presets()}
     assert "; tools of hand_over=[diffusers_nunchaku_lite, nunchaku] execute it on their GPUs" in said["svdquant_w4a4"]
     assert "hand_over" not in said["mxfp4"] and "hand_over" not in said["int8"]
 
@@ -167,7 +162,7 @@ def test_a_preset_is_run_by_what_a_job_of_it_takes(preset, monkeypatch):
 
     for found in (None, "SM89", "SM90"):
         monkeypatch.setattr(gpu, "current_gpu", lambda found=found: found)
-        said = doctor.run_by(preset_of(preset), found)
+        said = doctor.run_by(own_recipe(preset), found)
         job = read(QuantizeJob, mapping)
         simulated = why_not(job.infer.engine, job.formats())
         assert said.startswith(f"simulated: {simulated}" if simulated else job.infer.engine), found

@@ -3,15 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import yaml
 
 from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
 
 pytestmark = pytest.mark.commit
-
-FILES = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in presets().items()}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +50,9 @@ def test_a_target_with_one_scale_for_a_weight_takes_no_other(per_channel, how):
 
 
 def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():
-    assert executed_by(FILES["svdquant_w4a4"]) == ["diffusers_nunchaku_lite", "nunchaku"]
-    assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(executed_by(FILES["nvfp4"]))
-    assert executed_by(FILES["rotated_w4a4"]) == executed_by(FILES["mxfp4"]) == []
-    assert executed_by(FILES["mxfp8"]) == ["comfyui"] and executed_by(FILES["fp8_per_block"]) == ["sglang_fp8"]
-    assert "gguf" not in executed_by(FILES["int8"]) and "gguf" in executed_by(FILES["int8_weight_only"])
+    by = {name: executed_by(own_recipe(name)) for name in presets()}
+    assert by["svdquant_w4a4"] == ["diffusers_nunchaku_lite", "nunchaku"]
+    assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(by["nvfp4"])
+    assert by["rotated_w4a4"] == by["mxfp4"] == []
+    assert by["mxfp8"] == ["comfyui"] and by["fp8_per_block"] == ["sglang_fp8"]
+    assert "gguf" not in by["int8"] and "gguf" in by["int8_weight_only"]
