@@ -1,15 +1,19 @@
-"""The commands' configurations as Hydra composes them, for tests."""
+"""The commands' configurations as Hydra composes them, and jobs of them, for tests."""
 
 from functools import cache
+from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
 
 from sd_quant.composition import settled
 from sd_quant.config import JOBS
+from sd_quant.knobs import read
 from sd_quant.places import HOME
+from tests.nested import with_values
 
 CONF = HOME / "conf"
+TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
 NEEDED = {  # mandatory values of a primary or an option
     "hand_over": ["run=some_run", "to=comfyui"],
     "judge": ["candidates=[some.gguf]"],
@@ -25,6 +29,18 @@ def composed(primary: str, *overrides: str) -> dict:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(primary, [*NEEDED.get(primary, []), *overrides])
     return settled(config)
+
+
+mapping_of = cache(composed)  # never changed
+
+
+def job(which: str, knobs: dict[str, object]):
+    """The job of a primary, or of ``quantize`` with a preset, with other knobs; those of a recipe go by their names."""
+    mapping = mapping_of(which) if which in JOBS else mapping_of("quantize", f"quantize={which}")
+    own = mapping.get("quantize", {}).keys() - mapping.keys()
+    texts = {name: str(value) if isinstance(value, Path) else value for name, value in knobs.items()}
+    named = {f"quantize.{name}" if name in own else name: value for name, value in texts.items()}
+    return read(JOBS[which if which in JOBS else "quantize"], with_values(mapping, named))
 
 
 @cache

@@ -21,7 +21,7 @@ from sd_quant.help import help_of, knobs_of_job, presets_of, printed
 from sd_quant.knobs import read
 from sd_quant.places import input_path
 
-from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, options
+from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, job, mapping_of, options
 
 pytestmark = pytest.mark.commit
 
@@ -107,31 +107,31 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
         with pytest.raises(ConfigError, match=f"^infer.engine is {choice}, expected {refusal}"):
             read(JOBS[primary], mapping)
         return
-    job = read(JOBS[primary], mapping)
+    found = read(JOBS[primary], mapping)
     if group == "infer":
-        assert choice in (job.infer.engine, "auto")
+        assert choice in (found.infer.engine, "auto")
     if group == "exclude":
-        assert job.quantize.exclude_text == (choice == "text")
+        assert found.quantize.exclude_text == (choice == "text")
     if group == "export_trt":
-        assert job.trt.library == choice
-    if hasattr(job, "model"):
-        assert input_path(job.model.prompts).is_file()
+        assert found.trt.library == choice
+    if hasattr(found, "model"):
+        assert input_path(found.model.prompts).is_file()
         # as many as sources calibrate on: 32, 64 and 128 for SDXL on NeMo's page, 512 and 1024 for Stable Diffusion 1.5
-        prompts = read_prompts(input_path(job.model.calibration_prompts))
+        prompts = read_prompts(input_path(found.model.calibration_prompts))
         assert len(prompts) >= (1024 if option == "model=sd15" else 5 if option == "experiment=quark_guide" else 128)
 
 
 def test_the_preset_is_nemos():
     """Names and defaults of NeMo's sd_xl_quantize.yaml, whose format is int8; alpha 1.0 is its page's for SD 1.5."""
     knobs = "quantize=nemo", "quantize.format=int8", "model=sdxl_nemo", "model.path=sdxl.nemo"
-    job = read(QuantizeJob, composed("quantize", *knobs))
+    found = read(QuantizeJob, composed("quantize", *knobs))
     nemos = {
         "format": "nemo", "exp_name": "nemo", "n_steps": 20,
         "percentile": 1.0, "batch_size": 1, "calib_size": 32, "quant_level": 2.5,
         "alpha": 0.8, "smoothing": "modelopt", "collect_method": "min-mean", "percentile_calibrator": "modelopt",
         "observer": "min_max", "shift": False, "per_channel": True,
     }  # fmt: skip
-    assert {name: getattr(job.quantize, name) for name in nemos} == nemos
+    assert {name: getattr(found.quantize, name) for name in nemos} == nemos
     assert composed("quantize", "quantize=nemo", "model=sd15", "model.path=x")["quantize"]["alpha"] == 1.0
 
 
@@ -154,9 +154,9 @@ def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
 
 
 @pytest.mark.parametrize("primary", JOBS)
-def test_help_says_of_every_knob_what_it_means_and_takes(primary, mappings):
+def test_help_says_of_every_knob_what_it_means_and_takes(primary):
     lines = list(knobs_of_job(JOBS[primary]))
-    knobs = [f"{group}.{name}" for group in ("quantize", "trt", "infer") for name in mappings[primary].get(group, {})]
+    knobs = [f"{group}.{name}" for group in ("quantize", "trt", "infer") for name in mapping_of(primary).get(group, {})]
     told = {name.rpartition(".")[2] for name, _, _ in lines}
     assert {knob.rpartition(".")[2] for knob in knobs} - {"enable"} <= told and lines
     assert all(re.fullmatch(r"(?!.*null or null)[a-z_.0-9]+ [^$]+ \(.+\)", f"{name} {text}") for name, _, text in lines)
@@ -223,8 +223,8 @@ def test_a_folder_has_parts_of_its_own(tmp_path):
 def test_a_model_of_few_steps_recommends_them():
     """All others have 20, as NeMo does."""
     for name, steps in (("sdxl_mini", 20), ("sdxl_turbo", 4), ("flux_schnell", 4)):
-        job = read(QuantizeJob, composed("quantize", f"model={name}", *NEEDED.get(f"model={name}", [])))
-        assert (job.quantize.n_steps, job.infer.steps) == (steps, steps)
+        found = read(QuantizeJob, composed("quantize", f"model={name}", *NEEDED.get(f"model={name}", [])))
+        assert (found.quantize.n_steps, found.infer.steps) == (steps, steps)
     turbo = ["model=sdxl_turbo", "model.path=some_model"]
     given = read(QuantizeJob, composed("quantize", *turbo, "infer.steps=7", "quantize.n_steps=9"))
     assert (given.quantize.n_steps, given.infer.steps) == (9, 7)
@@ -238,7 +238,7 @@ def test_without_smoothing_a_preset_recommends_no_alpha():
     assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "alpha=0.5")).quantize.alpha == 0.5
 
 
-def test_one_value_is_a_list_of_one_where_only_a_list_will_do(job):
+def test_one_value_is_a_list_of_one_where_only_a_list_will_do():
     """As documents write hand_over=comfyui; a text that is a file of prompts stays a text."""
     found = job("quantize", {"hand_over": "comfyui", "quantize.snapshots": 8, "trt.targets": "SM89"})
     assert (found.hand_over, found.quantize.snapshots, found.trt.targets) == (["comfyui"], [8], ["SM89"])

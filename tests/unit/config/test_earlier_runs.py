@@ -12,17 +12,19 @@ from sd_quant.config.earlier_runs import MARKS, is_finished_run, recipe_of_run, 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.stages.subjects import subject_of
 
+from .composition import mapping_of
+
 pytestmark = pytest.mark.commit
 
 
 @pytest.fixture
-def earlier(mappings, run) -> Callable[..., str]:
+def earlier(run) -> Callable[..., str]:
     """``earlier(quantize={...})``: the folder of a finished run with these changes of sections, without knobs."""
     for name in ("metrics.json", "layers.csv"):
         (run / name).touch()
 
     def written(**changes: object) -> str:
-        knobs = deepcopy(mappings["quantize"])
+        knobs = deepcopy(mapping_of("quantize"))
         for section, change in changes.items():
             knobs[section] = knobs[section] | change if isinstance(change, dict) else change
         (run / "config.yaml").write_text(yaml.safe_dump(knobs))
@@ -79,9 +81,9 @@ def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, 
 
 
 @pytest.mark.slow
-def test_the_model_of_a_run_is_read_from_its_configuration(mappings, run):
+def test_the_model_of_a_run_is_read_from_its_configuration(run):
     assert run_model(str(run)) is None
-    model = mappings["infer"]["model"] | {"path": "some.nemo", "width": 128}
+    model = mapping_of("infer")["model"] | {"path": "some.nemo", "width": 128}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     assert run_model(str(run)) == model
     numbers, lists = "model: " + "1:" * 100_000 + "1", "model: " + "[" * 9999

@@ -11,6 +11,8 @@ from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.stages import job_folder
 
+from .composition import job
+
 pytestmark = pytest.mark.commit
 
 NO_GPU = "there is no NVIDIA GPU that torch can use"
@@ -38,7 +40,7 @@ def on(monkeypatch):
          "TensorRT takes no unsigned codes, and has a kernel for attention as it is"),
     ],
 )  # fmt: skip
-def test_the_engine_of_a_job_is_what_runs_its_plans_here(job, on, found, knobs, engine, because):
+def test_the_engine_of_a_job_is_what_runs_its_plans_here(on, found, knobs, engine, because):
     on(found)
     chosen = job("quantize", knobs).infer
     assert (chosen.engine, chosen.chosen_because) == (engine, because)
@@ -51,14 +53,14 @@ def test_the_engine_of_a_job_is_what_runs_its_plans_here(job, on, found, knobs, 
         ("SM80", "fp8", ("openvino", "the GPU is SM80, which runs no plan of tensorrt in fp8")),
     ],
 )
-def test_tensorrt_builds_for_the_gpu_that_is_there(job, on, monkeypatch, found, fmt, chosen):
+def test_tensorrt_builds_for_the_gpu_that_is_there(on, monkeypatch, found, fmt, chosen):
     monkeypatch.setattr(plans, "find_spec", lambda name: name)
     trt = job("quantize", {"infer.engine": "openvino"}).trt
     on(found)
     assert plans.engine_for(trt, {"weights": {fmt}}) == chosen
 
 
-def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(job, on):
+def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(on):
     on("SM89")
     assert job("quantize", {"infer.engine": "onnxruntime"}).infer.chosen_because is None
     assert job("quantize", {"infer.cuda_graph": True}).infer.cuda_graph
@@ -67,7 +69,7 @@ def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(job, on
         job("quantize", {"infer.cuda_graph": True})
 
 
-def test_a_choice_is_the_job_that_names_its_engine(job, on):
+def test_a_choice_is_the_job_that_names_its_engine(on):
     """So that a sweep goes on with what is done, whichever of the two was given."""
     on(None)
     jobs = [job("quantize", {"infer.engine": engine}) for engine in ("auto", "openvino", "onnxruntime")]
@@ -76,7 +78,7 @@ def test_a_choice_is_the_job_that_names_its_engine(job, on):
     assert len({job_folder.fingerprint_of(each, facts) for each in jobs}) == 2
 
 
-def test_the_engine_of_a_run_is_what_runs_the_plans_that_it_has(job, on, run):
+def test_the_engine_of_a_run_is_what_runs_the_plans_that_it_has(on, run):
     def chosen(found: str | None, **knobs: object) -> tuple[str, str]:
         on(found)
         found_here = job("infer", {"run": run} | knobs)

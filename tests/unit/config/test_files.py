@@ -2,24 +2,25 @@
 
 import errno
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from sd_quant.config import PART_NAMES, artifact, lora_of, part_paths, prompts_of
+from sd_quant.config import PART_NAMES, Judge, artifact, part_paths
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import check_writable
+from tests.refusals import refused
+
+from .composition import TABLE, job
 
 pytestmark = pytest.mark.commit
 
 
-TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
-
-
 @pytest.fixture
-def places(archive, run, images, tmp_path) -> dict[str, Path]:
+def places(archive, run, tmp_path) -> dict[str, Path]:
     """What refused jobs name: a whole archive, a run that has files and one that is finished, images, texts."""
     for name in ("metrics.json", "config.yaml", "layers.csv"):
         (tmp_path / "finished").mkdir(exist_ok=True)
@@ -27,11 +28,12 @@ def places(archive, run, images, tmp_path) -> dict[str, Path]:
     (tmp_path / "users").mkdir()
     for name in ("metrics.json", "config.yaml"):
         (tmp_path / "users" / name).write_text("my: notes")
-    (tmp_path / "masks").mkdir()
-    (tmp_path / "masks/a.png").touch()
+    for image in ("images/a.png", "images/b.png", "masks/a.png"):
+        (tmp_path / image).parent.mkdir(exist_ok=True)
+        (tmp_path / image).touch()
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
     (tmp_path / "set.tsv").write_text(TABLE)
-    return {"archive": archive, "run": run, "images": images, "here": tmp_path}
+    return {"archive": archive, "run": run, "images": tmp_path / "images", "here": tmp_path}
 
 
 GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
@@ -82,12 +84,13 @@ STRENGTH = r"model.loras .* a file, or file:strength with a number"
          "calibration names no/such/cache, which .*; give a statistics"),
     ],
 )  # fmt: skip
-def test_a_job_whose_files_do_not_suffice_is_refused(refused, places, primary, knobs, sentence):
+def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sentence):
     named = {knob: value.format(**places) if isinstance(value, str) else value for knob, value in knobs.items()}
-    refused(primary, named, "^" + sentence.replace("{here}", str(places["here"])))
+    with refused(sentence.replace("{here}", str(places["here"]))):
+        job(primary, named).check_files()
 
 
-def test_parts_come_from_the_run_and_single_paths_go_before(job, refused, run, tmp_path):
+def test_parts_come_from_the_run_and_single_paths_go_before(run, tmp_path):
     own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
     own.touch()
     export = job("export_trt", {"run": run, "files.vae": own})
@@ -98,17 +101,18 @@ def test_parts_come_from_the_run_and_single_paths_go_before(job, refused, run, t
     assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
     job("export_trt", {"files.unet_xl": artifact(run, "onnx", "unet_xl")}).check_files()  # images need all
     missing.unlink()
-    refused("export_trt", {"run": run}, f"^clip1 should be at {missing}, which does not exist")
+    with refused(f"clip1 should be at {missing}, which does not exist"):
+        export.check_files()
 
 
-def test_without_files_an_export_is_of_the_checkpoint(job, archive):
+def test_without_files_an_export_is_of_the_checkpoint(archive):
     export = job("export_trt", {"model.path": archive})
     assert export.unquantized()
     export.check_files()
     job("export_trt", {"trt.library": "none"})  # its ONNX files alone
 
 
-def test_folders_to_write_to_are_made_later_and_refused_now(job, run, tmp_path):
+def test_folders_to_write_to_are_made_later_and_refused_now(run, tmp_path):
     job("export_trt", {"run": run, "infer.out_path": run / "new"}).check_files()
     check_writable(tmp_path / "a/b/c")
     assert not (run / "new").exists() and not (tmp_path / "a").exists()
@@ -126,70 +130,15 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
         check_writable(Path("/tmp/x"))
 
 
-@pytest.mark.parametrize(
-    ("stated", "expected"),
-    [
-        ("style.safetensors", ("style.safetensors", 1.0)),
-        ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
-        ("b.safetensors:-1", ("b.safetensors", -1.0)),
-        ("v1:0.8.SafeTensors", ("v1:0.8.SafeTensors", 1.0)),
-        ("v1:0.8.safetensors:2", ("v1:0.8.safetensors", 2.0)),
-    ],
-)
-def test_a_lora_has_a_strength(job, stated, expected):
-    model = job("infer", {"model.loras": [stated]}).model
-    assert lora_of(model.loras[0]) == (*expected, None)
-    with pytest.raises(ConfigError, match="^model.loras names .*, which does not exist"):
-        model.check_files()
-
-
-def test_prompts_come_from_a_list_or_a_file(job, tmp_path):
-    listed = job("quantize", {"infer.prompts": ["a", "b"], "infer.num_samples": 2})
-    assert listed.infer.prompt_list() == ["a", "a", "b", "b"]
-    (tmp_path / "prompts.txt").write_text("c\nd\n")
-    assert job("quantize", {"infer.prompts": tmp_path / "prompts.txt"}).infer.prompt_list() == ["c", "d"]
-
-
-def test_prompts_are_drawn_from_a_data_set_with_their_categories(job, tmp_path):
-    """One of each category first; samples of a prompt have its category."""
-    (tmp_path / "set.tsv").write_text(TABLE)
-    knobs = {"infer.prompts": tmp_path / "set.tsv", "infer.num_prompts": 2, "infer.num_samples": 2}
-    infer = job("quantize", knobs).infer
-    prompts, categories = infer.prompt_list(), infer.categories()
-    assert len(set(prompts)) == 2 and prompts[::2] == prompts[1::2] and "'OPEN' on a door" in prompts
-    assert [prompt == "'OPEN' on a door" for prompt in prompts] == [category == "Text" for category in categories]
-    whole = job("quantize", {"infer.prompts": tmp_path / "set.tsv"}).infer
-    assert whole.categories() == ["Animals", "Animals", "Text"]
-    drawn = {tuple(job("quantize", knobs | {"infer.prompts_seed": seed}).infer.prompt_list()) for seed in range(9)}
-    assert len(drawn) > 1
-    assert job("quantize", {}).infer.categories() is None
-
-
-def test_negative_prompts_are_repeated_as_the_prompts_are(job):
-    infer = job("quantize", {"infer.negative_prompt": ["rain", "nude"], "infer.num_samples": 2}).infer
-    assert infer.negative_prompts(2) == ["rain", "rain", "nude", "nude"]
-    assert infer.negative_prompts() == ["rain", "nude"]
-    assert job("quantize", {"infer.negative_prompt": "rain"}).infer.negative_prompts(3) == ["rain"] * 3
-    assert job("quantize", {}).infer.negative_prompts(2) is None
-
-
-def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from_elsewhere(job, archive, places):
-    knobs = {"model.path": archive, "model.calibration_prompts": places["here"] / "prompts.txt"}
-    assert prompts_of(job("quantize", knobs | {"quantize.calib_size": 2}).calibration_rows()) == ["one", "two"]
-    elsewhere = {"model.calibration_prompts": "no/such.txt", "quantize.calibration": places["here"]}
-    job("quantize", knobs | elsewhere).check_files()
-    with pytest.raises(ConfigError, match="no/such.txt"):  # by whose images steps are chosen
-        job("quantize", knobs | elsewhere | {"infer.reuse": 0.25}).check_files()
-
-
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed here")
 @pytest.mark.parametrize("knob", ["infer.engine", "trt.library"])
-def test_a_missing_runtime_is_refused_with_its_extra(refused, archive, knob):
+def test_a_missing_runtime_is_refused_with_its_extra(archive, knob):
     told = r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
-    refused("quantize", {knob: "tensorrt", "model.path": archive}, told, ResourceError)
+    with refused(told, ResourceError):
+        job("quantize", {knob: "tensorrt", "model.path": archive}).check_files()
 
 
-def test_either_denoiser_of_a_run_can_be_opened(job, run):
+def test_either_denoiser_of_a_run_can_be_opened(run):
     """NeMo's inference loads the original first."""
     original = {"run": run, "variant": "full_precision"}
     beside = artifact(run / "full_precision", "onnx", "unet_xl")
@@ -200,3 +149,30 @@ def test_either_denoiser_of_a_run_can_be_opened(job, run):
     assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
     given = job("infer", original | {"files.unet_xl": quantized["unet_xl"]})
     assert part_paths(given, "onnx") == quantized
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a.gguf", "b/c.safetensors"], ["a.gguf", "c.safetensors"]),
+        (["x/unet", "y/unet"], ["x-unet", "y-unet"]),
+        (["1/x/unet", "2/x/unet", "a.gguf"], ["1-x-unet", "2-x-unet", "3-..a.gguf"]),
+        (["a b;c.gguf"], ["a-b-c.gguf"]),
+        (["x/y/.."], ["x"]),
+        (["report.html", "x/sweep.json"], ["report-html", "sweep-json"]),
+        (["a;b", "a b"], ["1-..a-b", "2-..a-b"]),
+    ],
+)
+def test_each_candidate_has_a_name_of_its_own(paths, names, tmp_path, monkeypatch):
+    """Which is that of a folder too."""
+    monkeypatch.chdir(tmp_path)
+    found = (judge := Judge(paths, 20, True, False, 0.95)).named()
+    expected = [name.replace("..", f"{tmp_path.name}-") for name in names]
+    assert list(found) == expected and [path.relative_to(tmp_path) for path in found.values()] == list(map(Path, paths))
+    assert judge.planned() == [{"name": name, "varied": {"candidate": name}} for name in expected]
+
+
+def test_a_candidate_is_a_file_or_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(ConfigError, match="^candidates is .*a.gguf, expected files and folders, and no pipe or device"):
+        Judge([str(tmp_path / "a.gguf")], 20, True, False, 0.95).check_files()

@@ -1,119 +1,20 @@
-"""Which formats and knobs of a recipe go together."""
+"""Which formats a recipe has, what a file of presets says, and which targets take a preset."""
 
 import dataclasses
-import re
-from functools import cache
 
 import pytest
 
-from sd_quant.config import QuantizeJob, check_heeded, recipe, targets_for
-from sd_quant.config.recipe import check_recipe, part_presets, part_recipe
+from sd_quant.config import recipe, targets_for
+from sd_quant.config.assignment_file import entries_in, text_of
+from sd_quant.config.recipe import check_recipe, own_recipe, part_presets, part_recipe, presets
+from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import read
+from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
 from sd_quant.quantization.recipe import Pair, Recipe
-from tests.nested import with_values
-from tests.refusals import refused
 
-from .composition import composed
+from .composition import job
 
 pytestmark = pytest.mark.commit
-
-
-@cache
-def mapping_of(preset: str) -> dict:
-    return composed("quantize", f"quantize={preset}")
-
-
-def job(preset: str, knobs: dict[str, object]) -> QuantizeJob:
-    """The job of a preset with other knobs; those of ``quantize`` go by their names alone."""
-    named = {name if "." in name else f"quantize.{name}": value for name, value in knobs.items()}
-    return read(QuantizeJob, with_values(mapping_of(preset), named))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "knobs", "sentence"),
-    [
-        ("int8_per_tensor", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because int8_per_tensor has "
-         "no format for attention's matrix products; give it one by attention=fp8 or attention=int8"),
-        ("nvfp4", {"quant_level": 3, "attention": "fp8"}, "attention is fp8, expected null, because quant_level=3 "
-         "leaves attention's products alone, 4 does not"),
-        ("nvfp4", {"quant_level": 4, "attention": "nvfp4"}, "attention is nvfp4, expected one of int8, fp8"),
-        ("svdquant_w4a4", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because svdquant"),
-        ("nvfp4", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, such as"),
-        ("int8", {"budget": 0.4, "choices": ["nvfp4"], "infer.engine": "torch_native"}, "quantize.choices is nvfp4, "
-         "expected presets that infer.engine=torch_native multiplies, such as int8"),
-        ("int8", {"choices": ["q4_k"]}, "quantize.choices is q4_k, expected one of convrot_w4a4, "),
-        ("int8", {"fit": "1GB", "infer.engine": "torch_native"}, "fit is 1GB, expected null, because infer.engine"),
-        ("int8", {"fit": "1GB", "keep": 2}, "keep is 2, expected 0, because fit=1GB chooses the formats of all"),
-        ("int8", {"fit": "1GB", "budget": 0.4}, "quantize.budget is 0.4, expected null, because fit=1GB chooses"),
-        ("int8", {"fit": "1GB", "parts": {"vae": "int8_weight_only"}}, "quantize.parts is {'vae': 'int8_weight_only'}, "
-         "expected null, because fit=1GB"),
-        ("int8", {"resident": "one"}, "quantize.resident is one, expected all, because there is no fit"),
-        ("int8", {"rank": 8, "infer.engine": "torch_native"}, "quantize.rank is 8, expected 0, because "
-         "infer.engine=torch_native"),
-        ("fp8", {"alpha": 0.5}, "alpha is 0.5, expected null, because fp8 smooths nothing"),
-        ("int8", {"format": "fp8"}, "quantize.format is fp8, expected the name of the preset that"),
-        ("mxfp4", {"per_channel": True}, "quantize.per_channel is True, expected false, because"),
-        ("mxfp8", {"scale_search": True}, "quantize.scale_search is True, expected false, because mxfp8 has 8 bits"),
-        ("mxfp8", {"trt.library": "tensorrt_rtx"}, "trt.library is tensorrt_rtx, expected none, because TensorRT "
-         "builds no product of FP8 numbers in blocks"),
-        ("mxfp8", {"infer.engine": "tensorrt"}, "infer.engine is tensorrt, expected another, such as infer=openvino, "
-         "because TensorRT builds no product of FP8"),
-        ("mxfp8", {"quant_level": 4}, "quant_level is 4.0, expected at most 3, because mxfp8 has no format for att"),
-        ("int8_weight_only", {"percentile": 0.5}, "percentile is 0.5, expected 1, because int8_weight"),
-        ("int8_weight_only", {"collect_method": "min-max"}, "collect_method is min-max, expected mean-max, bec"),
-        ("svdquant_w4a4", {"observer": "mse"}, "quantize.observer is mse, expected min_max, because"),
-        ("int8_weight_only", {"weight_observer": "mse"}, "quantize.weight_observer is mse, expected min_max, because"),
-        ("int4_w4a4", {"weight_observer": "mse"}, "quantize.weight_observer is mse, expected min_max, because"),
-        ("fp8", {"shift": True}, "quantize.shift is True, expected false, because fp8 is more precise near zero than "
-         "far from it, so a"),
-        ("svdquant_w4a4", {"shift": True}, "quantize.shift is True, expected false, because svdquant_w4a4 leaves the "
-         "inputs of convolutions alone"),
-        ("int8_per_tensor", {"shift": True}, "quantize.shift is True, expected false, because without "
-         "quantize.per_channel fp16 would round away a"),
-        ("int4_w4a4", {"per_token": True}, "quantize.per_token is True, expected false, because int4_w4a4 has scales "
-         "per block"),
-        ("int8_weight_only", {"per_token": True}, "quantize.per_token is True, expected false, because "
-         "int8_weight_only leaves the inputs of linears alone"),
-        ("int8_weight_only", {"rotation": 64}, "quantize.rotation is 64, expected 0, because int8_weight_only leaves "
-         "the inputs of linears alone"),
-        ("int8", {"rotation": 16}, "quantize.rotation is 16, expected 0, because the ranges of rotated inputs were not "
-         "calibrated; quantize.per_token=true needs none"),
-        ("fp8", {"trt.targets": ["SM80", "SM89"]}, "trt.targets is SM80, expected one of SM89, SM120, SM121"),
-        ("nvfp4", {"trt.targets": ["SM89"]}, "trt.targets is SM89, expected one of SM120, SM121, because"),
-        ("int4_w4a4", {"trt.targets": ["SM75"]}, "trt.targets is SM75, expected one of SM80, SM86, SM89"),
-        ("int8", {"trt.targets": ["SM75", "SM89"]}, "trt.targets is ['SM75', 'SM89'], expected newer ones, because "
-         "TensorRT for RTX multiplies no"),
-        ("nvfp4", {"hessian": 64, "rounding": "nearest"}, "quantize.hessian is 64, expected 0, because only "
-         "quantize.rounding=gptq takes one, and it is nearest"),
-        ("convrot_w4a4", {"hessian": 64}, "quantize.hessian is 64, expected a multiple of 256, because "
-         "quantize.rotation=256 rotates as many inputs together"),
-        ("q4_k_weight_only", {"hessian": 64}, "quantize.hessian is 64, expected a multiple of 256, because q4_k has "
-         "blocks of as many inputs"),
-        ("q4_k_weight_only", {"infer.engine": "torch_native"}, "infer.engine is torch_native, expected another, "
-         "such as infer=openvino, because torch itself multiplies no q4_k_weight_only"),
-        ("q4_k_weight_only", {"quantize.enable.linear.activation": "q4_k"}, "quantize.enable.linear.activation is "
-         "q4_k, expected one of int8, fp8, fp8_128, int4, int4_per_row, mxfp8, mxfp4, nvfp4"),
-        ("int8", {"quant_level": 4, "attention": "fp8", "quantize.enable.linear.weight": "fp8"},
-         "quantize.format is int8, expected the name of the preset"),
-        ("int8", {"parts": {"vae": "none_such"}}, "quantize.parts is {'vae': 'none_such'}, expected a preset for each "
-         "part, of con"),
-        ("int8", {"parts": {"vae": "int8_weight_only", "clip1": "fp8"}, "calibration": "a folder"},
-         "quantize.parts.clip1 is fp8, expected a preset of weights alone such as int8_weight_only, because "
-         "calibration=a folder has statistics"),
-        ("int8", {"parts": {"vae": "nvfp4"}, "infer.engine": "torch_native"}, "quantize.parts.vae is nvfp4, expected a "
-         "preset that infer.engine=t"),
-        ("int8", {"parts": {"vae": "svdquant_w4a16"}, "infer.engine": "torch_native"}, "quantize.parts.vae is "
-         "svdquant_w4a16, expected a preset that infer.engine=t"),
-        # of whole rotations and blocks; and weights alone, which torch computes in every format
-        *((preset, {"hessian": 256}, None) for preset in ("nvfp4", "convrot_w4a4", "q4_k_weight_only")),
-        *((preset, {"infer.engine": "torch_native"}, None) for preset in ("mxfp4_weight_only", "int8_weight_only")),
-    ],
-)  # fmt: skip
-def test_what_a_preset_cannot_do_is_refused_before_anything_starts(preset, knobs, sentence):
-    with refused(sentence and re.escape(sentence)):
-        job(preset, knobs)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +62,7 @@ def test_by_default_there_are_no_plans_where_no_library_builds_them():
 
 def test_other_parts_have_every_preset_as_it_is_without_knobs():
     """With scales per tensor where the preset says nothing; smoothing is folded, and attention has no format there."""
-    assert set(part_presets()) == set(recipe.presets())
+    assert set(part_presets()) == set(presets())
     for preset in part_presets():
         of_part, own = part_recipe(preset), job(preset, {"quant_level": 3}).quantize
         smooths = own.smoothing != "none"
@@ -190,22 +91,6 @@ def test_a_preset_that_cannot_be_read_is_none_for_other_parts(content, monkeypat
     (tmp_path / "mine.yaml").write_text(content)
     monkeypatch.setattr(recipe, "presets", lambda: {"mine": tmp_path / "mine.yaml"})
     assert part_presets() == []
-
-
-@pytest.mark.parametrize(
-    ("given", "knobs", "because"),
-    [
-        ("alpha", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
-        ("quantize.rank", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
-        ("trt.max_batch_size", {"trt.library": "none"}, "export_trt=none builds no plan"),
-        ("judge.layers", {}, "there are no candidates"),
-    ],
-)
-def test_a_knob_that_changes_nothing_is_refused_where_it_is_given(given, knobs, because):
-    check_heeded(job("int8", knobs), ["quant_level", "calib_size"])
-    with pytest.raises(ConfigError, match=f"{given} was given and changes nothing, because {because}"):
-        check_heeded(job("int8", knobs), ["quant_level", given])
-    check_heeded(job("int8", {"judge.candidates": ["a.gguf"], "trt.library": "tensorrt_rtx"}), [given])
 
 
 @pytest.mark.parametrize(
@@ -265,3 +150,93 @@ def test_a_file_decides_alone(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=sentence):
             job("int8", {"assignment": str(file)})
+
+
+LABELS = {
+    "conv_in": "fp16",
+    "down_blocks.0.resnets.0.conv1": "int8",
+    "down_blocks.0.resnets.0.conv2": "nvfp4",
+    "down_blocks.1.attentions.0.to_q": "int8",
+}
+
+
+def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
+    file = tmp_path / "assignment.yaml"
+    alphas = {"down_blocks.0.resnets.0.conv2": "auto", "down_blocks.1.attentions.0.to_q": 0.5}
+    file.write_text(text := text_of(LABELS, alphas, ["quantize=int8", "quant_level=3"]))
+    assert entries_in(str(file)) == (LABELS, alphas)
+    assert "python quantize.py quantize=int8 quant_level=3 assignment=<this file>" in text
+    header, *blocks = text.rstrip("\n").split("\n\n")
+    assert header.startswith("#") and [block.count("\n") for block in blocks] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "assignment is .* has no layers, expected a mapping from names of layers to presets or fp16"),
+        ("- conv: int8", "has no layers"),
+        ("conv: 8", "assignment gives 'conv' '8', expected a mapping"),
+        ("conv: [int8]", "assignment gives 'conv' "),
+        ("conv: {preset: int8}", "assignment gives 'conv' .*, expected .* or to {preset: ..., alpha: ...}"),
+        ("conv: {preset: int8, alpha: 2}", "the alpha of conv in .* is 2.0, expected a number from 0 to 1, or auto"),
+        ("conv: int8\nconv: fp16", "cannot be read .*'conv' stands twice"),
+        ("conv: !!python/object:os.system {}", "cannot be read"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        entries_in(str(tmp_path / "a.yaml"))
+
+
+def test_a_file_that_is_missing_is_refused():
+    with pytest.raises(ConfigError, match="^assignment names no/such.yaml, which does not exist"):
+        entries_in("no/such.yaml")
+
+
+@pytest.mark.parametrize(
+    "preset, target, how",
+    [
+        ("int8", "comfyui", PER_ROW),
+        ("int8", "diffusers_torchao", STATIC),
+        ("int8_dynamic", "diffusers_torchao", PER_ROW),
+        ("int8", "gguf", FP16),
+        ("int8_weight_only", "gguf", FP16),
+        ("int8_weight_only", "comfyui", PER_ROW),  # which quantizes inputs whatever the recipe says
+        ("int8_weight_only", "diffusers_torchao", FP16),
+        ("fp8", "comfyui", STATIC),
+        ("fp8_per_row", "comfyui", None),
+        ("fp8_per_row", "diffusers_bfl", PER_ROW),
+        ("nvfp4", "comfyui", AS_ASSIGNED),
+        ("svdquant_w4a4", "nunchaku", IN_BLOCKS),
+        ("svdquant_w4a16", "nunchaku", None),
+        ("svdquant_w4a16", "gguf", None),  # which has no branch
+        ("rotated_w4a4", "diffusers_sdnq", None),
+        ("mxfp4", "comfyui", None),
+        ("mxfp8", "comfyui", AS_ASSIGNED),
+        ("fp8_per_block", "sglang_fp8", IN_BLOCKS),
+        ("fp8_per_block", "modelopt_export", None),
+        ("convrot_w4a4", "comfyui", PER_ROW),
+        ("convrot_w4a8", "comfyui", PER_ROW),
+        ("convrot_w4a8", "onnx", None),
+        ("q4_k_weight_only", "gguf", FP16),
+        ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
+    ],
+)
+def test_how_a_target_computes_a_preset(preset, target, how):
+    assert inputs_held(TARGETS[target], own_recipe(preset)) == how
+
+
+@pytest.mark.parametrize(("per_channel", "how"), [(False, STATIC), (True, None)])
+def test_a_target_with_one_scale_for_a_weight_takes_no_other(per_channel, how):
+    assert inputs_held(TARGETS["comfyui"], dataclasses.replace(own_recipe("fp8"), per_channel=per_channel)) == how
+
+
+def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():
+    by = {name: executed_by(own_recipe(name)) for name in presets()}
+    assert by["svdquant_w4a4"] == ["diffusers_nunchaku_lite", "nunchaku"]
+    assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(by["nvfp4"])
+    assert by["rotated_w4a4"] == by["mxfp4"] == []
+    assert by["mxfp8"] == ["comfyui"] and by["fp8_per_block"] == ["sglang_fp8"]
+    assert "gguf" not in by["int8"] and "gguf" in by["int8_weight_only"]
