@@ -54,16 +54,6 @@ def given(value: object, preset: object) -> object:
     return preset if value is None else value
 
 
-def alpha_of(value: object, smoothing: str, preset: object) -> object:
-    """Return the user's alpha, or the preset's where layers are smoothed and the user gives none."""
-    return given(value, None if smoothing == "none" else preset)
-
-
-def case(value: str, choices: Mapping[str, object]) -> object:
-    """Return the entry of ``choices`` for ``value``, or its entry ``else``: for values that depend on a preset."""
-    return choices.get(value, choices["else"])
-
-
 def own(knob: str, usual: object) -> object:
     """Return the checkpoint's own value of a knob of ``model`` when a job starts; ``usual`` while Hydra composes."""
     return own_knob(knob, list(usual) if isinstance(usual, ListConfig) else usual)
@@ -71,8 +61,8 @@ def own(knob: str, usual: object) -> object:
 
 RESOLVERS: dict[str, Callable[..., Any]] = {  # the functions that YAML in conf calls, as ${given:...}
     "given": given,
-    "alpha_of": alpha_of,
-    "case": case,
+    "alpha_of": lambda value, smoothing, preset: given(value, None if smoothing == "none" else preset),
+    "case": lambda value, choices: choices.get(value, choices["else"]),
     "own": own,
     "job_name": lambda directory, number: sweep.folder_of(Path(directory), int(number)),
     "places": one_host.places,
@@ -105,10 +95,7 @@ _utils.get_yaml_loader = bounded_loader
 
 
 def job_of(job: type, config: DictConfig):
-    """Read a composed configuration as the dataclass ``job``, and check every knob and every file that it names.
-
-    Raises SdQuantError.
-    """
+    """Read a composed configuration as the dataclass ``job``, its knobs and files checked. Raises SdQuantError."""
     hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if hydra is not None:
         use_groups(hydra.runtime.config_sources)
@@ -118,17 +105,13 @@ def job_of(job: type, config: DictConfig):
 
 
 def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
-    """The job that a command with these presets and knobs means, checked. Another Hydra may be at work around it.
-
-    Raises ConfigError.
-    """
+    """Return the checked job of a command with these presets and knobs, beside another Hydra. Raises SdQuantError."""
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
+        chosen = [f"{group}={name}" for group, name in presets.items()]
         with composing("quantize"):
-            config = compose(
-                "quantize", [f"{group}={name}" for group, name in presets.items()], return_hydra_config=True
-            )
+            config = compose("quantize", chosen, return_hydra_config=True)
             for name, value in knobs.items():
                 try:
                     OmegaConf.update(config, name, sweep.in_texts(without_interpolation, value))

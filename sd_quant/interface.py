@@ -64,6 +64,7 @@ from sd_quant.text import counted
 __all__ = ["Comparison", "Model", "Quantized", "Result", "Statistics", "compare", "open"]
 
 CALIBRATION = ("calib_size", "n_steps", "seed", "snapshots", "calibration", "accelerator", "devices")
+IN_STATISTICS = {*CALIBRATION, "batch_size", "parts", "hessian", "loras"}
 UNUSED = {"calib_size": 1}  # where nothing is calibrated, so that a short table of calls serves
 
 
@@ -140,12 +141,7 @@ class Model:
             SdQuantError: an input of a layer is not finite.
             ResourceError: memory or the GPU is too small.
         """
-        check_used(
-            knobs,
-            fields_of(Quantize).keys() - {*CALIBRATION, "batch_size", "parts", "hessian", "loras"},
-            "calibrate",
-            "give it to quantize",
-        )
+        check_used(knobs, fields_of(Quantize).keys() - IN_STATISTICS, "calibrate", "give it to quantize")
         if prompts is not None:
             expected = "None, because calibration_table has the prompts of calibration"
             check("model.calibration_table" not in self.knobs, "prompts", f"{prompts!r:.100}", expected)
@@ -210,9 +206,7 @@ class Model:
         """The job of a command with these knobs, checked."""
         presets = {"model": self.preset, "export_trt": "none"} | ({"quantize": preset} if preset else {})
         of_images = {f"infer.{name}": value for name, value in infer.items()}
-        of_recipe = {
-            f"infer.{name}" if name == "scale" else f"quantize.{name}": value for name, value in recipe.items()
-        }
+        of_recipe = {f"{'infer' if name == 'scale' else 'quantize'}.{name}": value for name, value in recipe.items()}
         return job_with(presets, {**self.knobs, **of_images, **of_recipe})
 
 
@@ -271,9 +265,8 @@ class Quantized:
         """
         directory, checkpoint = output_path(folder), self.loaded.checkpoint
         directory.mkdir(parents=True, exist_ok=True)
-        export_parts(
-            checkpoint, self.model.sha256, delivered_files(checkpoint, self.assignments, directory), self.model.cache
-        )
+        files = delivered_files(checkpoint, self.assignments, directory)
+        export_parts(checkpoint, self.model.sha256, files, self.model.cache)
         return {part: artifact(directory, "onnx", part) for part in exported(checkpoint.parts())}
 
     def hand_over(
@@ -404,23 +397,16 @@ class Comparison:
 
     def grid(self, path: str | Path, number: int = -1) -> Path:
         """Draw the images of the ``number``-th recipe below those in full precision, as a run's ``images/grid.png``."""
-        result = self.results[number]
-        return comparison_grid(
-            self.full_precision, result.images, output_path(path), self.prompts, result.quantized.label
-        )
+        images, label = self.results[number].images, self.results[number].quantized.label
+        return comparison_grid(self.full_precision, images, output_path(path), self.prompts, label)
 
     def __str__(self) -> str:
-        head = f"{'recipe':40} {'MB':>9} {'of fp16':>8} {'PSNR, dB':>15} {'SSIM':>7} {'LPIPS':>7}"
-        return "\n".join([head, *map(line, self.results)])
-
-
-def line(result: Result) -> str:
-    """The result as a line of the printed table."""
-    row, psnr = result.row(), plus_minus(result.psnr, "{:.2f}")
-    return (
-        f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f} {psnr:>15} "
-        f"{row['ssim']:7.4f} {row['lpips']:7.4f}"
-    )
+        lines = [f"{'recipe':40} {'MB':>9} {'of fp16':>8} {'PSNR, dB':>15} {'SSIM':>7} {'LPIPS':>7}"]
+        for result in self.results:
+            row, psnr = result.row(), plus_minus(result.psnr, "{:.2f}")
+            sizes = f"{row['recipe']:40} {row['megabytes']:9.2f} {row['share_of_fp16']:8.3f}"
+            lines.append(f"{sizes} {psnr:>15} {row['ssim']:7.4f} {row['lpips']:7.4f}")
+        return "\n".join(lines)
 
 
 def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None, **knobs: object) -> Comparison:

@@ -51,9 +51,8 @@ def planned(plan: dict, search: float) -> dict:
     ResourceError without Optuna.
     """
     if find_spec("optuna") is None:
-        raise ResourceError(
-            "search needs Optuna, which is not installed; install it with: pip install 'sd-quant[search]'"
-        )
+        install = "pip install 'sd-quant[search]'"
+        raise ResourceError(f"search needs Optuna, which is not installed; install it with: {install}")
     grid = plan["jobs"]
     different = sum("same_as" not in job for job in grid)
     if search > different:
@@ -80,11 +79,8 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
     for job, name in name_of.items():
         if name in told:
             value, constraints = told[name]
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=point_of[job], distributions=distributions, value=value, constraints=constraints
-                )
-            )
+            given = {"params": point_of[job], "distributions": distributions}
+            study.add_trial(optuna.trial.create_trial(**given, value=value, constraints=constraints))
     chosen, repeated, draw = list[str](), 0, random.Random(seed)
     while unknown and len(chosen) < count:
         if repeated == MOST_REPEATED:

@@ -117,9 +117,8 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
         else:
             raise ConfigError(f"{override.input_line} is an interval, expected values such as 0.5,0.8 or range(8,33,8)")
     if prod(map(len, values.values())) > MOST_JOBS:
-        raise ConfigError(
-            f"the command means more than {MOST_JOBS} jobs, expected at most so many; vary fewer values at a time"
-        )
+        expected = "expected at most so many; vary fewer values at a time"
+        raise ConfigError(f"the command means more than {MOST_JOBS} jobs, {expected}")
     jobs = [[f"{name}={value}" for name, value in zip(values, job, strict=True)] for job in product(*values.values())]
     return [name for name, chosen in values.items() if len(set(chosen)) > 1], jobs
 
@@ -281,11 +280,9 @@ def start_line(sweep: Sweep) -> str:
     before += [f"{failed} failed before and tried again"] if failed else []
     if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
-    what = (
-        f"search for {sweep.search['jobs']} of the grid's {sweep.search['of']} jobs"
-        if sweep.search
-        else f"sweep of {counted(len(sweep.names), 'job')}"
-    )
+    what = f"sweep of {counted(len(sweep.names), 'job')}"
+    if sweep.search:
+        what = f"search for {sweep.search['jobs']} of the grid's {sweep.search['of']} jobs"
     return f"{what} in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
 
 

@@ -77,15 +77,14 @@ DEFAULTS = {
 def job_of(words: list[str]) -> GateJob:
     """Read ``name=value`` words. Raises ConfigError for what no knob takes."""
     kinds = {name: options_of(kind) for name, (kind, _) in fields_of(GateJob).items()}
-    defaults = {name: value for name, value in DEFAULTS.items() if name != "run"}
-    given = {}
+    given = {name: value for name, value in DEFAULTS.items() if name != "run"}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
             raise ConfigError(f"the argument {word} has no value, expected {word.lstrip('-')}=<value>")
         value = None if text == "null" else number(text) if float in kinds.get(name, ()) else text
         given[name] = value
-    return read(GateJob, defaults | given)
+    return read(GateJob, given)
 
 
 def number(text: str) -> float | str:

@@ -41,9 +41,9 @@ def run_job(run: str) -> QuantizeJob:
 
 
 def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
-    """Read the recipe of a finished run that may be foreign; its statistics are kept in our ``cache``.
+    """Read the recipe of a finished run that may be foreign, but not what its knobs execute and where they write.
 
-    Its knobs that say what to execute and where to write are ignored. Raises what ``knobs_of_run`` raises.
+    Its statistics are kept in our ``cache``. Raises what ``knobs_of_run`` raises.
     """
     knobs = knobs_of_run(run)
     described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
@@ -55,10 +55,7 @@ def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
 
 
 def knobs_of_run(run: str) -> dict:
-    """Read the knobs of a finished run.
-
-    Raises ConfigError when it is none, ArtifactError when its configuration is damaged.
-    """
+    """Read the knobs of a finished run. Raises ConfigError for another folder, ArtifactError for damaged knobs."""
     folder = input_path(run)
     for name in MARKS:
         if not (folder / name).is_file():
@@ -76,10 +73,7 @@ def knobs_of_run(run: str) -> dict:
 
 
 def run_model(run: str) -> dict | None:
-    """Read the section ``model`` of an earlier run; None where it has left no configuration.
-
-    Raises ArtifactError when its configuration is damaged.
-    """
+    """Read the section ``model`` of an earlier run, None without one. Raises ArtifactError for damaged knobs."""
     file = input_path(run) / "config.yaml"
     if not file.is_file():
         return None
@@ -99,9 +93,6 @@ def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict
 
 
 def artifact(run: Path, kind: str, part: str, suffix: str = "") -> Path:
-    """Return the file of a part in a run: ``onnx/<part>/<part>.onnx`` or ``plan/<part>.plan``.
-
-    With the suffix PRECISE, it is that of steps with unquantized inputs.
-    """
+    """Return the file of a part in a run; with the suffix PRECISE that of steps with unquantized inputs."""
     name = f"{part}{suffix}.{kind}"
     return run / "onnx" / part / name if kind == "onnx" else run / "plan" / name

@@ -243,10 +243,7 @@ class Infer:
         return inputs_of_images("infer.", self, "latents")
 
     def prompt_list(self) -> list[str]:
-        """Return every prompt, repeated ``num_samples`` times. Raises ConfigError when there is none.
-
-        With more source or condition images than prompts, prompts are taken in turn until each image has one.
-        """
+        """Return the prompt of each image, in turn where more images to start from are given. Raises ConfigError."""
         return [prompt.text for prompt in self.prompt_of_each_image()]
 
     def categories(self) -> list[str] | None:

@@ -196,10 +196,7 @@ def precise_paths(job: InferJob) -> dict[str, Path]:
 
 
 def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
-    """Return the parts whose unquantized file is taken: with variant=full_precision, those that the run has one of.
-
-    Raises ConfigError when it has none.
-    """
+    """Return the parts whose unquantized file variant=full_precision takes. Raises ConfigError without any."""
     if not isinstance(job, InferJob) or job.variant == "quantized":
         return set()
     folder = input_path(job.run or "") / "full_precision" / "onnx"

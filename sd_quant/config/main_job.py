@@ -67,10 +67,7 @@ class RecipeJob:
         return used | {"attention": attention}
 
     def calibration_rows(self) -> list[Row]:
-        """Return the first ``calib_size`` prompts or rows of a table, or as many drawn with ``seed`` from a data set.
-
-        Raises ConfigError when the file holds fewer.
-        """
+        """Return ``calib_size`` rows, the first ones or those that ``seed`` draws of a data set. Raises ConfigError."""
         rows, size, table = self.model.calibration_rows(), self.quantize.calib_size, self.model.calibration_table
         found = "prompts of the prompt file" if table is None else f"rows of {CALIBRATION_TABLE}"
         check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} {found}")
@@ -194,10 +191,7 @@ def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
-    """Raises ConfigError when a knob that was ``given``, by its name on the command line, has no effect.
-
-    A sweep may vary such a knob: jobs with equal results are done once.
-    """
+    """Raises ConfigError for a ``given`` knob without effect. A sweep may vary one: equal jobs are done once."""
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
         if name in linear:

@@ -173,23 +173,18 @@ class Model:
         check_checkpoint(self.path, self.family)
         if self.vae is not None:
             file = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
-            known = (
-                file.suffix.lower() == ".safetensors"
-                if file.is_file()
-                else any((file / name).is_file() for name in ("config.json", "model_index.json"))
-            )
-            check(
-                known, "model.vae", self.vae, "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
-            )
+            described = any((file / name).is_file() for name in ("config.json", "model_index.json"))
+            known = file.suffix.lower() == ".safetensors" if file.is_file() else described
+            expected = "a folder of an AutoencoderKL, with config.json, or a .safetensors file"
+            check(known, "model.vae", self.vae, expected)
         for each in map(lora_of, self.loras):
             existing("model.loras", each.path, "the path of a .safetensors file, or file:strength")
         for path, _ in map(weighted, self.controlnets):
             folder = existing("model.controlnets", path, "the path of a folder, or folder:scale")
             known = (folder / "config.json").is_file()
             check(known, "model.controlnets", path, "a folder of a ControlNetModel, with config.json")
-        check_source_files(
-            "model.calibration_", self.calibration_image, self.calibration_mask, self.calibration_control
-        )
+        images = self.calibration_image, self.calibration_mask, self.calibration_control
+        check_source_files("model.calibration_", *images)
         self.given_arguments()
 
 
@@ -257,9 +252,9 @@ def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
 
 
 def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Path]:
-    """Return the files that images start from, by their names in a record, with those of knobs of ``others``' names.
+    """Return the files of images that knobs of a ``section`` and ``others`` name, by their names in a record.
 
-    ``knobs`` begins the names of the ``section``'s knobs for them.
+    ``knobs`` is the common beginning of the knobs' full names.
     """
     prefix = knobs.partition(".")[2]
     given = {name: path for name in (*others, f"{prefix}image", f"{prefix}mask") if (path := getattr(section, name))}
@@ -282,10 +277,7 @@ def check_source_files(knobs: str, image: str | None, mask: str | None, control:
 
 
 def check_checkpoint(path: str, family: str) -> None:
-    """Raises SdQuantError for a missing checkpoint, one of a kind that the family does not take, and a broken archive.
-
-    Weights, and a gzipped archive, are checked by the job itself.
-    """
+    """Raises SdQuantError for a checkpoint that is missing, of another kind, or a broken archive without gzip."""
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
     check_kind(checkpoint, family)

@@ -50,10 +50,7 @@ def content_of(preset: str) -> dict[str, Any]:
 
 
 def own_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset at level 3 where no other knob is given.
-
-    None where the preset enables nothing, or has knobs that cannot be read.
-    """
+    """Return the recipe of a preset at level 3 without other knobs; None of one that enables nothing, or is damaged."""
     return recipe_in(presets()[preset].read_text(encoding="utf-8"))
 
 
@@ -71,10 +68,9 @@ def recipe_in(text: str) -> Recipe | None:
 
 
 def part_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset for another network than the denoiser: all of its layers, but no attention.
+    """Return the recipe of a preset for another network than the denoiser, without attention; None as ``own_recipe``.
 
-    Where the preset smooths, ``alpha`` is ``auto``, and factors are folded into norms and values alone: none is left to
-    be multiplied. None where the preset enables nothing that can be read.
+    A preset that smooths has ``alpha`` ``auto``, and its factors are folded into norms and values alone.
     """
     own = own_recipe(preset)
     if own is None:
@@ -91,16 +87,12 @@ def patterns_of(preset: str, knob: str) -> dict[str, list[str]]:
 
 
 def usual(value: object) -> object:
-    """Return what a preset's knob is where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``.
-
-    The alpha of ``${alpha_of:${alpha},${quantize.smoothing},auto}`` is ``auto``, or a number in its place.
-    """
+    """Return a knob of a preset where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``."""
     if not isinstance(value, str):
         return value
-    if found := ALPHA_OF.fullmatch(value):
-        return found[1] if found[1] == "auto" else float(found[1])
-    found = GIVEN.fullmatch(value)
-    return value if found is None else found[1]
+    if alpha := ALPHA_OF.fullmatch(value):
+        return alpha[1] if alpha[1] == "auto" else float(alpha[1])
+    return found[1] if (found := GIVEN.fullmatch(value)) else value
 
 
 def part_presets() -> list[str]:
@@ -109,10 +101,7 @@ def part_presets() -> list[str]:
 
 
 def check_preset(knob: str, name: str, other: str = "") -> None:
-    """Raises ConfigError unless ``name`` is a preset that can be read; of a format, with the presets that have it.
-
-    ``other`` is what ``knob`` may be beside a preset.
-    """
+    """Raises ConfigError unless ``name`` is a readable preset; ``other`` is what ``knob`` may be beside one."""
     known = part_presets()
     having = [each for each in known if (own := own_recipe(each)) and name in formats_used(own.enable, 3.0)["weights"]]
     hint = f"; {name} is a format, of {' and '.join(having)}" if having else ""
@@ -244,16 +233,15 @@ class Quantize(Recipe):
     def offered(self) -> dict[str, Recipe]:
         """Return the recipes that a layer may have, by preset: this one alone, or those that a limit or a file mixes.
 
-        Another preset's is its own, but for the level, the batches of the calibration, and attention, which is this
-        one's. Under a limit, one that only leaves the inputs alone that this one quantizes is not among them:
-        it would take every layer, because it costs the same and errs less. Raises ConfigError for a file that cannot be
-        read, or that quantizes nothing.
+        Level, batches of calibration and attention are always this one's. Under a limit, a preset of the same weights
+        whose inputs stay in high precision is left out: it costs the same, errs less, and would take every layer.
+        Raises ConfigError for a file that cannot be read, or that quantizes nothing.
         """
         labels = [self.format]
         if self.chooses_bits:
             labels += [label for label in self.choices if not self.same_weights_alone(label)]
         if self.assignment is not None:
-            first: dict[str, str] = {}
+            first: dict[str, str] = {}  # the first layer of each preset
             for name, label in entries_in(self.assignment)[0].items():
                 first.setdefault(label, name)
             first.pop(FP16, None)
@@ -270,10 +258,7 @@ class Quantize(Recipe):
         return (other.enable, other.rank, other.per_channel) == (alone, own.rank, own.per_channel)
 
     def patterns(self, knob: str, family: str) -> dict[str, list[str]]:
-        """Return the patterns ``exclude`` or ``weights_alone`` of each preset that layers may have.
-
-        Another preset's are those of its file.
-        """
+        """Return the patterns ``exclude`` or ``weights_alone`` of each preset that layers may have."""
         own = getattr(self, knob)
         return {
             label: list((own if label == self.format else patterns_of(label, knob)).get(family, ()))

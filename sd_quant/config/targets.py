@@ -20,10 +20,7 @@ from sd_quant.quantization.recipe import Recipe
 
 
 def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping[str, Callable[[ForeignFormat], bool]]:
-    """The requirements of a recipe whose weights are in these formats: a phrase for a message, and the target's check.
-
-    ``conv`` is the format of convolutions, None where there are none.
-    """
+    """Requirements of a recipe, convolutions in ``conv``: a phrase for a message, and the check of a target."""
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
@@ -46,9 +43,8 @@ def check_targets(
 ) -> None:
     """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
 
-    Where layers may have one of several recipes, the target has to hold one of all of them; the others' layers stay in
-    high precision there. None holds LoRAs beside weights, which its consumer adds itself, or a ControlNet, which an
-    application adds to any checkpoint of the base.
+    Of several recipes that layers may have, the target has to hold one; layers of the others stay in high precision.
+    Consumers add LoRAs beside weights themselves, and applications add ControlNets to any checkpoint of the base.
     """
     family, conv = model.family, model.family in UNETS  # transformers have linears
     mixed = [own for label, own in recipe.offered().items() if label != recipe.format]
@@ -81,10 +77,7 @@ def check_targets(
 
 
 def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
-    """How a target's consumer computes inputs of linears of a recipe: in the words of ``ForeignFormat.formats``.
-
-    None where it does not hold the recipe's linears.
-    """
+    """How a target's consumer computes inputs of a recipe's linears, as in ``ForeignFormat.formats``; None without."""
     linear = recipe.enable.linear.weight
     if linear not in target.formats or not all(holds(target) for holds in needs({linear}, None, recipe).values()):
         return None
