@@ -54,18 +54,12 @@ def diffusers_own(folder: Path, sampling: Sampling) -> tuple[torch.Tensor, torch
         return values
 
     image = pipeline(
-        prompt_embeds=padded(context, CONTEXT_TOKENS),
+        prompt_embeds=padded(context, CONTEXT_TOKENS), pooled_prompt_embeds=pooled,
         negative_prompt_embeds=padded(unconditional, CONTEXT_TOKENS),
-        pooled_prompt_embeds=pooled,
-        negative_pooled_prompt_embeds=unconditional_pooled,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        height=sampling.height,
-        width=sampling.width,
-        generator=torch.Generator().manual_seed(sampling.seed),
-        callback_on_step_end=remember,
-        output_type="np",
-    ).images[0]
+        negative_pooled_prompt_embeds=unconditional_pooled, num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance_scale, height=sampling.height, width=sampling.width,
+        generator=torch.Generator().manual_seed(sampling.seed), callback_on_step_end=remember, output_type="np",
+    ).images[0]  # fmt: skip
     return torch.cat(steps), torch.from_numpy(image)
 
 

@@ -63,7 +63,7 @@ def texture(random: np.random.Generator) -> Drawing:
         "waves": np.sin(wave(v + period / 2 * np.sin(wave(u / 2)))),
         "clouds": (blurred - blurred.mean()) / blurred.std(),
     }[kind]
-    share = np.clip(value * 2 + 0.5, 0, 1)[..., None] if kind != "clouds" else np.clip(value / 2 + 0.5, 0, 1)[..., None]
+    share = np.clip((value / 2 if kind == "clouds" else value * 2) + 0.5, 0, 1)[..., None]
     mixed = share * COLOURS[first] + (1 - share) * COLOURS[second]
     return f"{width} {first} and {second} {kind}", Image.fromarray(mixed.astype(np.uint8))
 
@@ -72,10 +72,8 @@ def face(random: np.random.Generator) -> Drawing:
     """A face with hair, eyes, a mouth and perhaps glasses or a hat."""
     skin, hair = random.choice(list(SKINS)), random.choice(["black", "brown", "yellow", "red", "grey", "white", "blue"])
     paper = random.choice(["white", "cyan", "pink", "green", "purple", "orange"])
-    mood, worn = (
-        random.choice(["happy", "sad", "surprised"]),
-        random.choice(["glasses", "a hat", "long hair", "a beard"]),
-    )
+    mood = random.choice(["happy", "sad", "surprised"])
+    worn = random.choice(["glasses", "a hat", "long hair", "a beard"])
     picture = Image.new("RGB", (DRAWN, DRAWN), COLOURS[paper])
     draw, dark = ImageDraw.Draw(picture), (40, 34, 34)
     x, y, wide = *random.uniform(118, 138, 2), random.uniform(58, 72)
@@ -135,9 +133,8 @@ def scene(random: np.random.Generator) -> Drawing:
             draw.rectangle((place + 20, foot - 40, place + 30, foot), lit["brown"])
             draw.ellipse((place - 2, foot - 94, place + 52, foot - 30), lit[paint])
         else:
-            draw.polygon(
-                [(place, foot - 16), (place + 56, foot - 16), (place + 44, foot), (place + 12, foot)], lit["brown"]
-            )
+            hull = [(place, foot - 16), (place + 56, foot - 16), (place + 44, foot), (place + 12, foot)]
+            draw.polygon(hull, lit["brown"])
             draw.polygon([(place + 26, foot - 72), (place + 26, foot - 20), (place + 54, foot - 20)], lit[paint])
     count = {1: "one", 2: "two", 3: "three"}[int(number)]
     return f"{count} {paint} {thing}{'s' if number > 1 else ''} by {ground} at {hour}", picture
@@ -149,18 +146,7 @@ def photographs() -> dict[str, Image.Image]:
     from skimage import data
     from sklearn.datasets import load_sample_images
 
-    names = (
-        "astronaut",
-        "chelsea",
-        "coffee",
-        "rocket",
-        "hubble_deep_field",
-        "retina",
-        "brick",
-        "grass",
-        "gravel",
-        "moon",
-    )
+    names = "astronaut chelsea coffee rocket hubble_deep_field retina brick grass gravel moon".split()
     found = {name.replace("_", " "): getattr(data, name)() for name in names}
     found |= dict(zip(("temple", "flower"), load_sample_images().images, strict=True))
     return {name: Image.fromarray(array).convert("RGB") for name, array in found.items()}
@@ -175,9 +161,8 @@ def photograph(random: np.random.Generator) -> Drawing:
     place = f"{'abcdef'[column]}{row + 1}"
     shift = random.uniform(-0.03, 0.03, 2) * side
     box = [left + shift[0], top + shift[1], left + shift[0] + side, top + shift[1] + side]
-    return f"a {scale} photograph of {name} at {place}", whole.resize(
-        (DRAWN, DRAWN), Image.Resampling.BICUBIC, box=clipped(box, whole.size)
-    )
+    part = whole.resize((DRAWN, DRAWN), Image.Resampling.BICUBIC, box=clipped(box, whole.size))
+    return f"a {scale} photograph of {name} at {place}", part
 
 
 def clipped(box: list[float], size: tuple[int, int]) -> tuple[float, ...]:

@@ -76,7 +76,7 @@ def gguf_file(kind: str) -> Callable[[Path, Path], Path]:
     return make
 
 
-def comfy_file(layout: str, mark: dict, **options) -> Callable[[Path, Path], Path]:
+def comfy_file(layout: str, mark: str, **options) -> Callable[[Path, Path], Path]:
     """By comfy-kitchen's layouts, whose kernels ComfyUI calls."""
 
     def make(pipeline: Path, target: Path) -> Path:
@@ -91,11 +91,10 @@ def comfy_file(layout: str, mark: dict, **options) -> Callable[[Path, Path], Pat
             stored = quantized.state_dict(PREFIX + name)
             tensors |= {each: stored[each].view(torch.uint8) if "e8m0" in str(stored[each].dtype) else stored[each]
                         for each in stored}  # fmt: skip
-            text = list(json.dumps(mark).encode())
+            text = list(json.dumps({"format": mark}).encode())
             tensors[f"{PREFIX}{name.removesuffix('weight')}comfy_quant"] = torch.tensor(text, dtype=torch.uint8)
-        save_file(
-            {name: each.contiguous() for name, each in tensors.items()}, path := target.with_suffix(".safetensors")
-        )
+        path = target.with_suffix(".safetensors")
+        save_file({name: each.contiguous() for name, each in tensors.items()}, path)
         return path
 
     return make
@@ -170,11 +169,9 @@ def modelopt(config: str) -> Callable[[Path, Path], Path]:
 
         def calibrate(unet: nn.Module) -> None:
             for seed, prompt in enumerate(prompts):
-                generator = torch.Generator().manual_seed(seed)
-                pipe(
-                    prompt, num_inference_steps=CALIBRATION_STEPS, guidance_scale=5.0, height=64, width=64,
-                    generator=generator, output_type="latent",
-                )  # fmt: skip
+                generator, sampling = torch.Generator().manual_seed(seed), {"height": 64, "width": 64}
+                sampling |= {"num_inference_steps": CALIBRATION_STEPS, "guidance_scale": 5.0}
+                pipe(prompt, generator=generator, output_type="latent", **sampling)
 
         mtq.quantize(pipe.unet, getattr(mtq, config), calibrate)
         pipe.unet.half().save_pretrained(target)
@@ -183,12 +180,12 @@ def modelopt(config: str) -> Callable[[Path, Path], Path]:
     return make
 
 
-MARKS = {name: {"format": name} for name in ("float8_e4m3fn", "int8_tensorwise", "nvfp4", "mxfp8")}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     **{f"gguf-{kind}": gguf_file(kind) for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")},
-    "comfyui-fp8": comfy_file("TensorCoreFP8Layout", MARKS["float8_e4m3fn"]),
-    "comfyui-int8": comfy_file("TensorWiseINT8Layout", MARKS["int8_tensorwise"], per_channel=True),
-    "comfyui-nvfp4": comfy_file("TensorCoreNVFP4Layout", MARKS["nvfp4"]),
+    "comfyui-fp8": comfy_file("TensorCoreFP8Layout", "float8_e4m3fn"),
+    "comfyui-int8": comfy_file("TensorWiseINT8Layout", "int8_tensorwise", per_channel=True),
+    "comfyui-nvfp4": comfy_file("TensorCoreNVFP4Layout", "nvfp4"),
     "comfyui-fp8-cast": cast_file,
     "sdnq-int8": sdnq(weights_dtype="int8"),
     "sdnq-uint4": sdnq(weights_dtype="uint4"),
@@ -199,10 +196,8 @@ MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     "torchao-fp8": torchao("Float8WeightOnlyConfig"),
     "quanto-int8": quanto("int8"),
     "quanto-int4": quanto("int4"),
-    "bitsandbytes-nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-    "bitsandbytes-nf4-nested": bitsandbytes(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    ),
+    "bitsandbytes-nf4": bitsandbytes(**NF4),
+    "bitsandbytes-nf4-nested": bitsandbytes(**NF4, bnb_4bit_use_double_quant=True),
     "bitsandbytes-int8": bitsandbytes(load_in_8bit=True),
     "modelopt-int8": modelopt("INT8_DEFAULT_CFG"),
     "modelopt-int8-smoothquant": modelopt("INT8_SMOOTHQUANT_CFG"),

@@ -34,7 +34,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -191,26 +191,17 @@ def reference(options: argparse.Namespace) -> dict:
     chosen = {name: LayerAssignment(name, roles[name], (), "int8", "int8", weight_axis=0) for name in names}
     config = modelopt_config(chosen) | {"algorithm": {"method": "smoothquant", "alpha": ALPHA}}
     example = tuple(torch.randn(shape) for shape in contract.shapes(**REFERENCE_AXES).values())
-    dynamic = {
-        name: {index: axis for index, axis in enumerate(shape) if isinstance(axis, str)}
-        for name, shape in contract.inputs.items()
-    }
+    dynamic = {name: {index: axis for index, axis in enumerate(shape) if isinstance(axis, str)}
+               for name, shape in contract.inputs.items()}  # fmt: skip
     folder = emptied(options.work / "reference")
     with torch.no_grad():
         mtq.quantize(part.unet, config, lambda unet: part(*example))
         before = peak_memory_bytes()
-        _, seconds = timed(
-            lambda: torch.onnx.export(
-                part,
-                example,
-                str(folder / "unet_xl.onnx"),  # a Path cannot have its weights beside it
-                dynamo=False,
-                opset_version=17,
-                input_names=list(contract.inputs),
-                output_names=list(contract.outputs),
-                dynamic_axes=dynamic,
-            )
-        )
+        path = str(folder / "unet_xl.onnx")  # a Path cannot have its weights beside it
+        _, seconds = timed(lambda: torch.onnx.export(
+            part, example, path, dynamo=False, opset_version=17, dynamic_axes=dynamic,
+            input_names=list(contract.inputs), output_names=list(contract.outputs),
+        ))  # fmt: skip
     return {"seconds": seconds, "bytes": bytes_in(folder), "peak_before_export_bytes": before}
 
 
@@ -234,16 +225,11 @@ def plan(options: argparse.Namespace, name: str = "") -> dict:
     contract, latent = contracts_of(open_nemo(options.checkpoint))["unet_xl"], options.size // LATENT_FACTOR
     batches = IMAGES[0], 2 * IMAGES[1], 2 * IMAGES[2]
     shapes = [contract.shapes(batch=batch, height=latent, width=latent) for batch in batches]
-    path = emptied(options.work / "plan") / "unet_xl.plan"
-    report, seconds = timed(
-        lambda: build_plan(
-            unet_file(options, name) if name else parts_file(options, "unet_xl"),
-            path,
-            library="tensorrt_rtx",
-            profile={name: tuple(shape[name] for shape in shapes) for name in contract.inputs},
-            compute_capabilities=[TARGET],
-        )
-    )
+    path, source = emptied(options.work / "plan") / "unet_xl.plan", parts_file(options, "unet_xl")
+    source = unet_file(options, name) if name else source
+    profile = {name: tuple(shape[name] for shape in shapes) for name in contract.inputs}
+    wanted = {"library": "tensorrt_rtx", "profile": profile, "compute_capabilities": [TARGET]}
+    report, seconds = timed(lambda: build_plan(source, path, **wanted))
     return {"seconds": seconds, "bytes": report.bytes, "version": report.version}
 
 
@@ -281,15 +267,10 @@ def count_operations(options: argparse.Namespace) -> dict:
     chosen = {level: [n for n, role in roles.items() if reason_kept(role, float(level)) is None] for level in LEVELS}
     own = [name for name in attentions(part.unet) if name.endswith(SELF_ATTENTION)]
     inside = {name: found[f"unet.{name}"] - sum(flops[n] for n in roles if n.startswith(f"{name}.")) for name in own}
-    return {
-        "total": total,
-        "layers": sum(flops.values()),
-        "quantized": {
-            level: sum(flops[name] for name in names) + (sum(inside.values()) if level == "4" else 0)
-            for level, names in chosen.items()
-        },
-        "quantized_layers": {level: len(names) for level, names in chosen.items()},
-    }
+    products = {"4": sum(inside.values())}
+    quantized = {level: sum(map(flops.get, names)) + products.get(level, 0) for level, names in chosen.items()}
+    counts = {level: len(names) for level, names in chosen.items()}
+    return {"total": total, "layers": sum(flops.values()), "quantized": quantized, "quantized_layers": counts}
 
 
 def pass_shapes(options: argparse.Namespace, checkpoint: NemoCheckpoint) -> dict[str, tuple[int, ...]]:
@@ -370,20 +351,9 @@ def origin(options: argparse.Namespace) -> dict:
     return provenance({}, [])
 
 
-CHILDREN: dict[str, Callable[..., dict]] = {
-    "synthetic": synthetic,
-    "calibration": calibration,
-    "export": export,
-    "variant": variant,
-    "reference": reference,
-    "parts": parts,
-    "preset": preset,
-    "handed_over": handed_over,
-    "plan": plan,
-    "operations": count_operations,
-    "pass": one_pass,
-    "profile": profile,
-    "origin": origin,
+CHILDREN: dict[str, Callable[..., dict]] = {"operations": count_operations, "pass": one_pass} | {
+    made.__name__: made
+    for made in (synthetic, calibration, export, variant, reference, parts, preset, handed_over, plan, profile, origin)
 }
 
 
@@ -415,7 +385,7 @@ class Bench(Rows):
                 except RowFailed as failure:
                     raise RowFailed({"failed": f"not measured, {row}: {failure}"}) from failure
 
-    def row(self, row: str, *needed: str, name: str = "", **note: object) -> None:
+    def row(self, row: str, needed: Sequence[str] = (), name: str = "", **note: object) -> None:
         """Measure ``row``, as ``name`` where that is another, and before it make what it needs."""
 
         def work() -> dict:
@@ -428,20 +398,13 @@ class Bench(Rows):
         for name in names:
             shutil.rmtree(self.options.work / name, ignore_errors=True)
 
-    def unet_export(self) -> None:
-        for kind in ("export", "variant"):
-            self.row(f"{kind}:{HIGHEST}")
-            self.remove("unet")
-        if not self.options.skip_reference:
-            self.row("reference")
-            self.remove("reference")
-
-    def whole_export(self) -> None:
-        self.row("parts")
-
-    def unet_plan(self) -> None:
-        self.row("plan", "parts")
-        self.remove("plan")
+    def do(self, row: str) -> None:
+        """Measure a row of ``--rows``."""
+        if row in "45":
+            return self.passes() if row == "4" else self.image()
+        for name, needed, left in steps_of(self.options)[row]:
+            self.row(name, needed)
+            self.remove(*left)
 
     def passes(self) -> None:
         """Each side's file is written, measured and removed, so the disk holds one at a time."""
@@ -456,33 +419,13 @@ class Bench(Rows):
                 self.row(f"variant:{side}")
             written, needed = side, () if side == TORCH else (f"variant:{side}",)
             row = f"pass:{side}{note if note == HALF else ''}"
-            self.row(row, *needed, name=f"pass:{side}{note}", repeats=self.options.repeats)
-            if "7" in self.options.rows.split(","):  # while the side's file is there
-                self.profile(side)
+            self.row(row, needed, name=f"pass:{side}{note}", repeats=self.options.repeats)
+            if "7" in self.options.rows.split(",") and side in PROFILED:  # while the side's file is there
+                self.row(f"profile:{side}", needed)
         self.remove("unet")
-
-    def profiles(self) -> None:
-        for side in (UNQUANTIZED, *self.options.levels.split(",")):
-            self.profile(side)
-            self.remove("unet")
-
-    def profile(self, side: str) -> None:
-        if side in PROFILED:
-            self.row(f"profile:{side}", f"variant:{side}")
 
     def image(self) -> None:
         self.measure("image", self.run_infer, steps=self.options.steps)
-
-    def formats(self) -> None:
-        for name in self.options.presets.split(","):
-            self.row(f"preset:{name}")
-            self.row(f"plan:{name}", f"preset:{name}")
-            self.remove("unet", "plan")
-
-    def hand_overs(self) -> None:
-        for target in HANDED_OVER:
-            self.row(f"handed_over:{target}")
-            self.remove("hand_over")
 
     def run_infer(self) -> dict:
         """``infer.py`` as a user calls it: its command line, and the record that it leaves."""
@@ -503,16 +446,23 @@ class Bench(Rows):
         return found | times | {"composed": "composed" in image}
 
 
-ROWS: dict[str, Callable[[Bench], None]] = {
-    "1": Bench.unet_export,
-    "2": Bench.whole_export,
-    "3": Bench.unet_plan,
-    "4": Bench.passes,
-    "5": Bench.image,
-    "6": Bench.formats,
-    "7": Bench.profiles,
-    "8": Bench.hand_overs,
-}
+ROWS = "12345678"
+Step = tuple[str, Sequence[str], Sequence[str]]  # a row's process, the rows whose files it needs, folders to remove
+
+
+def steps_of(options: argparse.Namespace) -> dict[str, list[Step]]:
+    """The steps of each row but 4 and 5."""
+    presets = [(f"preset:{name}", f"plan:{name}") for name in options.presets.split(",")]
+    sides = [side for side in (UNQUANTIZED, *options.levels.split(",")) if side in PROFILED]
+    reference: list[Step] = [] if options.skip_reference else [("reference", (), ["reference"])]
+    return {
+        "1": [*((f"{kind}:{HIGHEST}", (), ["unet"]) for kind in ("export", "variant")), *reference],
+        "2": [("parts", (), ())],
+        "3": [("plan", ["parts"], ["plan"])],
+        "6": [step for made, plan in presets for step in ((made, (), ()), (plan, [made], ["unet", "plan"]))],
+        "7": [(f"profile:{side}", [f"variant:{side}"], ["unet"]) for side in sides],
+        "8": [(f"handed_over:{target}", (), ["hand_over"]) for target in HANDED_OVER],
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -556,21 +506,22 @@ def ratio(a: dict, b: dict, key: str = "seconds") -> str:
 
 def stages_table(rows: dict) -> str:
     stages = {
-        "1. the UNet to INT8 ONNX": (rows.get("reference", {}), rows.get(f"export:{HIGHEST}", {})),
-        "1. another recipe of it, from statistics and graph": ({}, rows.get(f"variant:{HIGHEST}", {})),
-        "2. `.nemo` to ONNX, all four parts": ({}, rows.get("parts", {})),
-        f"3. the UNet's plan for {TARGET}, batch {IMAGES[0]} to {IMAGES[2]}": ({}, rows.get("plan", {})),
-        f"5. `infer.py`, an image of {rows.get('image', {}).get('steps')} steps": ({}, rows.get("image", {})),
-        **{f"6. the UNet in {name}": ({}, rows.get(f"preset:{name}", {})) for name in PRESETS},
-        **{f"6. its plan in {name} for {TARGET}": ({}, rows.get(f"plan:{name}", {})) for name in PRESETS},
-        **{f"8. for {name}, {fmt}": ({}, rows.get(f"handed_over:{name}", {})) for name, fmt in HANDED_OVER.items()},
+        f"export:{HIGHEST}": "1. the UNet to INT8 ONNX",
+        f"variant:{HIGHEST}": "1. another recipe of it, from statistics and graph",
+        "parts": "2. `.nemo` to ONNX, all four parts",
+        "plan": f"3. the UNet's plan for {TARGET}, batch {IMAGES[0]} to {IMAGES[2]}",
+        "image": f"5. `infer.py`, an image of {rows.get('image', {}).get('steps')} steps",
+        **{f"preset:{name}": f"6. the UNet in {name}" for name in PRESETS},
+        **{f"plan:{name}": f"6. its plan in {name} for {TARGET}" for name in PRESETS},
+        **{f"handed_over:{name}": f"8. for {name}, {fmt}" for name, fmt in HANDED_OVER.items()},
     }
-    lines = [
-        (f"{stage}: {label}", cell(theirs, key, form), cell(ours, key, form), ratio(theirs, ours, key))
-        for stage, (theirs, ours) in stages.items()
-        for key, (label, form) in FIGURES.items()
-        if key in ours or key in theirs or (key == "peak_memory_bytes" and "failed" in ours | theirs)
-    ]
+    lines = []
+    for name, stage in stages.items():
+        ours, theirs = rows.get(name, {}), rows.get("reference", {}) if name.startswith("export") else {}
+        for key, (label, form) in FIGURES.items():
+            if key in ours | theirs or (key == "peak_memory_bytes" and "failed" in ours | theirs):
+                cells = cell(theirs, key, form), cell(ours, key, form), ratio(theirs, ours, key)
+                lines.append((f"{stage}: {label}", *cells))
     return markdown(("", "ModelOpt and torch.onnx", "ours", "ratio"), lines)
 
 
@@ -589,21 +540,12 @@ def passes_table(rows: dict) -> str:
             continue
         label = {TORCH: "torch, fp32", UNQUANTIZED: "OpenVINO, unquantized"}.get(side, f"OpenVINO, level {side}")
         share = flops["quantized"][side] / flops["total"] if "quantized" in flops and side in LEVELS else None
-        lines.append(
-            (
-                label + again,
-                "–" if share is None else f"{share:.1%}",
-                cell(found, "int8_layers", str),
-                cell(stored, "bytes", gigabytes),
-                cell(found, "load_seconds", seconds),
-                cell(found, "seconds", seconds),
-                ratio(framework, found),
-                ratio(unquantized, found),
-                cell(found, "peak_memory_bytes", gigabytes),
-                cell(found, "private_peak_bytes", gigabytes),
-                cell(found, "relative_error", number),
-            )
-        )
+        lines.append((
+            label + again, "–" if share is None else f"{share:.1%}", cell(found, "int8_layers", str),
+            cell(stored, "bytes", gigabytes), cell(found, "load_seconds", seconds), cell(found, "seconds", seconds),
+            ratio(framework, found), ratio(unquantized, found), cell(found, "peak_memory_bytes", gigabytes),
+            cell(found, "private_peak_bytes", gigabytes), cell(found, "relative_error", number),
+        ))  # fmt: skip
     return markdown(
         ("4. one UNet pass", "quantized FLOPs", "INT8 layers", "ONNX", "load", "pass", "torch / this",
          "unquantized / this", "peak memory", "without files", "error"), lines,
@@ -665,9 +607,7 @@ def machine(origin: dict) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--checkpoint", type=input_path, help="a .nemo; one with random weights is made by default")
-    parser.add_argument(
-        "--work", type=input_path, default="outputs/full_size", help="for files and figures (%(default)s)"
-    )
+    parser.add_argument("--work", type=input_path, default="outputs/full_size", help="for files and figures")
     parser.add_argument("--rows", default=",".join(ROWS), help="to measure (%(default)s)")
     parser.add_argument("--size", type=int, default=1024, help="of images (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed UNet passes of each side (%(default)s)")
@@ -681,7 +621,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=input_path, default="benchmarks/results/full_size.md", help="(%(default)s)")
     add_row(parser)
     options = parser.parse_args()
-    if unknown := set(options.rows.split(",")) - ROWS.keys():
+    if unknown := set(options.rows.split(",")) - set(ROWS):
         parser.error(f"--rows has {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     if options.checkpoint and not options.row and not options.checkpoint.exists():
         parser.error(f"there is no {options.checkpoint}")
@@ -698,7 +638,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     bench = Bench(options)
     for row in options.rows.split(","):
-        ROWS[row](bench)
+        bench.do(row)
     if not options.keep:
         bench.remove("parts", "image")
         if options.synthetic:

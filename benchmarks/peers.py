@@ -180,9 +180,8 @@ def quark_w8a8(context: Context) -> Quantized:
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import Int8PerTensorSpec, QConfig, QLayerConfig
 
-    spec = Int8PerTensorSpec(
-        observer_method="min_max", symmetric=True, scale_type="float", round_method="half_even", is_dynamic=False
-    ).to_quantization_spec()
+    rule = {"observer_method": "min_max", "symmetric": True, "scale_type": "float", "round_method": "half_even"}
+    spec = Int8PerTensorSpec(**rule, is_dynamic=False).to_quantization_spec()
     config = QConfig(global_quant_config=QLayerConfig(weight=spec, input_tensors=spec), exclude=context.excluded)
     unet, seconds = timed(lambda: ModelQuantizer(config).quantize_model(context.unet(), context.calls))
     layers = torch_layers(unet, "_weight_quantizer", "_input_quantizer", lambda quantizer: quantizer is not None)
@@ -198,25 +197,17 @@ def onnxruntime_percentile(context: Context) -> Quantized:
 
     source, target = full_precision_onnx(context), context.folder / "onnxruntime.onnx"
     nodes = {layer: node.name for layer, node in onnx_layers(source).items() if layer in context.layers}
-    _, seconds = timed(
-        lambda: quantize_static(
-            source,
-            target,
-            Replay(context.calls),
-            quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv", "MatMul"],
-            nodes_to_quantize=list(nodes.values()),
-            per_channel=True,
-            activation_type=QuantType.QInt8,
-            weight_type=QuantType.QInt8,
-            calibrate_method=CalibrationMethod.Percentile,
-            extra_options={
-                "ActivationSymmetric": True,
-                "OpTypesToExcludeOutputQuantization": ["Conv", "MatMul"],
-                "CalibStridedMinMax": CALIBRATION_STEPS,  # one prompt at a time: it holds every tensor of a stride
-            },
-        )
-    )
+    products = ["Conv", "MatMul"]
+    extra = {
+        "ActivationSymmetric": True,
+        "OpTypesToExcludeOutputQuantization": products,
+        "CalibStridedMinMax": CALIBRATION_STEPS,
+    }  # one prompt at a time: it holds every tensor of a stride
+    _, seconds = timed(lambda: quantize_static(
+        source, target, Replay(context.calls), quant_format=QuantFormat.QDQ, op_types_to_quantize=products,
+        nodes_to_quantize=list(nodes.values()), per_channel=True, activation_type=QuantType.QInt8,
+        weight_type=QuantType.QInt8, calibrate_method=CalibrationMethod.Percentile, extra_options=extra,
+    ))  # fmt: skip
     return Quantized(load_engine("onnxruntime", target), quantized_onnx_layers(target), seconds)
 
 
@@ -255,19 +246,12 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
                 layers[node.friendly_name] = layer
             else:
                 others.append(node.friendly_name)
-    quantized, seconds = timed(
-        lambda: nncf.quantize(
-            model,
-            nncf.Dataset(context.calls, arrays),
-            subset_size=len(context.calls),
-            preset=preset,
-            model_type=nncf.ModelType.TRANSFORMER,
-            ignored_scope=nncf.IgnoredScope(names=others),
-            advanced_parameters=nncf.AdvancedQuantizationParameters(
-                smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=smoothquant_alpha)
-            ),
-        )
-    )
+    alphas = AdvancedSmoothQuantParameters(matmul=smoothquant_alpha)
+    quantized, seconds = timed(lambda: nncf.quantize(
+        model, nncf.Dataset(context.calls, arrays), subset_size=len(context.calls), preset=preset,
+        model_type=nncf.ModelType.TRANSFORMER, ignored_scope=nncf.IgnoredScope(names=others),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=alphas),
+    ))  # fmt: skip
     found = {layers.get(node.friendly_name, node.friendly_name) for node in quantized.get_ops() if is_int8(node)}
     settings = engines.FP32 | {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads()}
     if engines.saturates():  # NNCF avoids that with weights of seven bits, where it is told to
@@ -430,13 +414,12 @@ def table(rows: list[dict]) -> str:
         if "reason" in found:
             return [found["peer"], found["reason"], *["–"] * (len(header) - 2)]
         close = found["fidelity"]
-        lpips = close["lpips"].get("mean", close["lpips"].get("value"))
-        psnr = close["psnr"]
-        values = (psnr["mean"], psnr["min"], close["ssim"]["mean"], lpips, close["latent_sqnr_db"][-1])
-        shown = (
-            "–" if value is None else form.format(value)
-            for form, value in zip(("{:.2f} dB", "{:.2f} dB", "{:.4f}", "{:.4f}", "{:.2f} dB"), values, strict=True)
-        )
+        lpips, psnr = close["lpips"].get("mean", close["lpips"].get("value")), close["psnr"]
+        decibels, scores = (psnr["mean"], psnr["min"]), (close["ssim"]["mean"], lpips)
+        shown = [f"{value:.2f} dB" for value in decibels]
+        shown += ["–" if value is None else f"{value:.4f}" for value in scores]
+        sqnr = close["latent_sqnr_db"][-1]
+        shown.append("–" if sqnr is None else f"{sqnr:.2f} dB")
         seconds = f"{found['calibration_seconds']:.1f} s"
         theirs = psnr["values"]  # None where an image is the same
         over = ours and found["peer"] != "ours" and len(ours) > 1 and None not in (*ours, *theirs)
@@ -466,10 +449,8 @@ def main() -> None:
     calls, seconds = timed(lambda: record_calls(model, calibration, subject.size))
     recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
     print(f"{recorded} every peer; recording took {seconds:.1f} s")
-    context = Context(model, subject.roles, layers, calls, options.out)
-    reference = FullPrecision(
-        subject, read_prompts(options.evaluation)[: options.prompts], options.steps, options.batch
-    )
+    context, prompts = Context(model, subject.roles, layers, calls, options.out), read_prompts(options.evaluation)
+    reference = FullPrecision(subject, prompts[: options.prompts], options.steps, options.batch)
     rows = []
     os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
     with (options.out / "peers.log").open("w", encoding="utf-8") as log:
@@ -482,20 +463,11 @@ def main() -> None:
         f"{len(layers)} layers to quantize."
     )
     write_text(options.out / "peers.md", f"{table(rows)}\n{summary}\n")
-    write_json(
-        options.out / "peers.json",
-        {
-            "prompts": reference.prompts,
-            "calibration_prompts": calibration,
-            "calibration_calls": len(calls),
-            "recording_seconds": seconds,
-            "steps": options.steps,
-            "batch": options.batch,
-            "layers": len(layers),
-            "note": summary,
-            "peers": rows,
-        },
-    )
+    write_json(options.out / "peers.json", {
+        "prompts": reference.prompts, "calibration_prompts": calibration, "calibration_calls": len(calls),
+        "recording_seconds": seconds, "steps": options.steps, "batch": options.batch, "layers": len(layers),
+        "note": summary, "peers": rows,
+    })  # fmt: skip
     print(f"\n{table(rows)}\n{summary}\n{options.out}")
 
 

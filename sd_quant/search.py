@@ -79,8 +79,8 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
     for job, name in name_of.items():
         if name in told:
             value, constraints = told[name]
-            given = {"params": point_of[job], "distributions": distributions}
-            study.add_trial(optuna.trial.create_trial(**given, value=value, constraints=constraints))
+            point, create = point_of[job], optuna.trial.create_trial
+            study.add_trial(create(params=point, distributions=distributions, value=value, constraints=constraints))
     chosen, repeated, draw = list[str](), 0, random.Random(seed)
     while unknown and len(chosen) < count:
         if repeated == MOST_REPEATED:
