@@ -9,29 +9,19 @@ from fnmatch import fnmatch
 ALL = ("*",)
 COMMANDS = ("tests/cli/test_*",)
 JOBS = ("tests/cli/test_families.py", "tests/cli/test_recipes.py", "tests/cli/test_observed.py")
-CLUSTER = (
-    "tests/cli/cluster/*",
-    "tests/cli/test_launchers.py",
-    "tests/cli/test_processes.py",
-    "tests/cli/test_sweep.py",
-)
+CLUSTER = ("tests/cli/cluster/*", *(f"tests/cli/test_{name}.py" for name in ("launchers", "processes", "sweep")))
 HOSTILE = ("tests/cli/test_hostile_input.py", "tests/fuzz/*")
-TARGETS = (
-    "tests/cli/test_hand_over.py",
-    "tests/cli/test_judge.py",
-    "tests/unit/interchange/*",
-    "tests/unit/test_programs.py",
-)
+HANDED = ("tests/cli/test_hand_over.py", "tests/cli/test_judge.py")
+TARGETS = (*HANDED, "tests/unit/interchange/*", "tests/unit/test_programs.py")
 PAGES = ("tests/cli/test_report_browser.py", "addons/votes/tests/test_browser.py")
 
 # Beside what is here, a file of sd_quant/<room> touches tests/unit/<room>, an add-on's its tests, and one of tests its
 # neighbours.
 TABLE: dict[str, tuple[str, ...]] = {
     ".ci/": ALL,
-    ".gitattributes": (),
-    ".gitignore": (),
-    "LICENSE": (),
-    "Makefile": ALL,
+    **dict.fromkeys((".gitattributes", ".gitignore", "LICENSE"), ()),
+    **dict.fromkeys(("Makefile", "conftest.py", "constraints.txt", "pyproject.toml", "setup.py"), ALL),
+    **dict.fromkeys(("export_trt.py", "hand_over.py", "infer.py", "judge.py", "quantize.py"), COMMANDS),
     "README.md": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
     "SECURITY.md": ("tests/unit/test_docs.py",),
     "addons/": ("tests/cli/test_installed.py", "tests/cli/test_main_job.py"),
@@ -42,16 +32,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "benchmarks/results/": (),
     "checkpoints/": COMMANDS,
     "conf/": (*COMMANDS, "tests/unit/test_sweep.py"),
-    "conftest.py": ALL,
-    "constraints.txt": ALL,
     "docs/": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
     "examples/": ("tests/cli/test_notebook.py", "tests/cli/test_extension.py", "tests/unit/test_docs.py"),
-    "export_trt.py": COMMANDS,
-    "hand_over.py": COMMANDS,
-    "infer.py": COMMANDS,
-    "judge.py": COMMANDS,
-    "pyproject.toml": ALL,
-    "quantize.py": COMMANDS,
     "sd_quant/": COMMANDS,  # the modules that stand at its top
     "sd_quant/cache.py": (*CLUSTER, "tests/faults/*"),
     "sd_quant/calibration/": (*JOBS, "tests/cli/test_processes.py"),
@@ -77,17 +59,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "sd_quant/stages/": (*COMMANDS, "tests/faults/*"),
     "sd_quant/sweep.py": CLUSTER,
     "sd_quant/trackers/": ("tests/cli/test_sweep.py",),
-    "setup.py": ALL,
     "tests/": ALL,
-    "tests/cli/": (),
-    "tests/faults/": (),
-    "tests/fuzz/": (),
-    "tests/gpu/": (),
-    "tests/mutations/": (),
+    **dict.fromkeys((f"tests/{name}/" for name in ("cli", "faults", "fuzz", "gpu", "mutations", "unit")), ()),
     "tests/pairs/": ("tests/cli/test_pairs.py",),
     "tests/programs/": ("tests/unit/test_programs.py",),  # and make programs-check
     "tests/run.py": (),
-    "tests/unit/": (),
 }
 
 

@@ -160,14 +160,11 @@ def test_a_candidate_is_judged_by_the_same_calls(done, run_of, case, tmp_path):
     assert judged == pytest.approx(own, abs=1.0), "the same assignment, by another engine"
 
 
-@pytest.mark.parametrize(
-    ("knobs", "sentence"),
-    [
-        (TABLES[:1], "infer.table is null, expected a table, because model.calibration_table is one"),
-        ((*TABLES, "infer.prompts=[a cat]"), "infer.prompts was given and changes nothing, because infer.table has"),
-        ((*TABLES, "infer.num_prompts=2"), "infer.num_prompts is 2, expected null, because infer.table has the calls"),
-    ],
-)
+@pytest.mark.parametrize(("knobs", "sentence"), [
+    (TABLES[:1], "infer.table is null, expected a table, because model.calibration_table is one"),
+    ((*TABLES, "infer.prompts=[a cat]"), "infer.prompts was given and changes nothing, because infer.table has"),
+    ((*TABLES, "infer.num_prompts=2"), "infer.num_prompts is 2, expected null, because infer.table has the calls"),
+])  # fmt: skip
 def test_a_table_alone_and_prompts_beside_one_are_refused(run_of, command, tmp_path, knobs, sentence):
     refused = ("quantize.py", *model_of(run_of(EDITS), EDITS), *knobs, *QUICKLY, f"hydra.run.dir={tmp_path}/out")
     result = command(*refused)

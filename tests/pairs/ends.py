@@ -123,11 +123,5 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say which m
     *("model.calibration_table", "infer.table"),
     *("overwrite", "search", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("infer.reuse", "infer.schedule", "infer.precise_steps"),  # whose values depend on the number of steps
-    *(
-        "judge.candidates",
-        "judge.confidence",
-        "judge.layers",
-        "judge.runtimes",
-        "judge.trust_runs",
-    ),  # of a sweep, and not of its jobs
+    *("judge.candidates", "judge.confidence", "judge.layers", "judge.runtimes", "judge.trust_runs"),  # of a sweep
 }

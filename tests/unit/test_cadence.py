@@ -1,6 +1,7 @@
-"""Every case states when it runs, and continuous integration takes what a change touches, within its time."""
+"""Every case states when it runs and what it needs; continuous integration takes what a change touches, in its time."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from sd_quant.places import HOME
 from tests.cadence import ci, seconds
 from tests.cadence.touched import TABLE, UnknownPath, patterns_of, touched
+from tests.plugin import lacking
 
 pytestmark = pytest.mark.commit
 
@@ -20,13 +22,10 @@ SECONDS_OF_ONE = 100.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mark, expected",
-    [
-        ("", "1 cases have no cadence: *::test_it; mark each"),
-        ("@pytest.mark.weekly", "'weekly' not found in `markers`"),
-    ],
-)
+@pytest.mark.parametrize("mark, expected", [
+    ("", "1 cases have no cadence: *::test_it; mark each"),
+    ("@pytest.mark.weekly", "'weekly' not found in `markers`"),
+])  # fmt: skip
 def test_a_case_without_a_cadence_that_exists_ends_the_run(tmp_path, mark, expected):
     code, printed = pytest_on(tmp_path, f"{mark}\ndef test_it(): pass")
     assert code not in (0, 1) and fnmatch(printed, f"*{expected}*"), printed
@@ -72,19 +71,16 @@ def test_every_pattern_of_the_table_matches_a_file_of_cases():
     assert unmatched == set()
 
 
-@pytest.mark.parametrize(
-    "changed, among, not_among",
-    [
-        ("sd_quant/launchers/slurm.py", "tests/cli/cluster/test_slurm.py", "tests/unit/export/test_formats.py"),
-        ("sd_quant/sweep.py", "tests/cli/cluster/test_ray.py", "tests/unit/export/test_formats.py"),
-        ("sd_quant/interchange/nunchaku/tiles.py", "tests/cli/test_hand_over.py", "tests/cli/cluster/test_ray.py"),
-        ("sd_quant/report/page/page.js", "tests/cli/test_report_browser.py", "tests/cli/test_launchers.py"),
-        ("tests/cli/test_judge.py", "tests/cli/test_judge.py", "tests/cli/test_hand_over.py"),
-        ("tests/unit/export/conftest.py", "tests/unit/export/test_formats.py", "tests/cli/test_judge.py"),
-        ("docs/gpu.md", "tests/unit/test_docs.py", "tests/cli/test_judge.py"),
-        ("pyproject.toml", "tests/cli/cluster/test_ray.py", ""),
-    ],
-)
+@pytest.mark.parametrize("changed, among, not_among", [
+    ("sd_quant/launchers/slurm.py", "tests/cli/cluster/test_slurm.py", "tests/unit/export/test_formats.py"),
+    ("sd_quant/sweep.py", "tests/cli/cluster/test_ray.py", "tests/unit/export/test_formats.py"),
+    ("sd_quant/interchange/nunchaku/tiles.py", "tests/cli/test_hand_over.py", "tests/cli/cluster/test_ray.py"),
+    ("sd_quant/report/page/page.js", "tests/cli/test_report_browser.py", "tests/cli/test_launchers.py"),
+    ("tests/cli/test_judge.py", "tests/cli/test_judge.py", "tests/cli/test_hand_over.py"),
+    ("tests/unit/export/conftest.py", "tests/unit/export/test_formats.py", "tests/cli/test_judge.py"),
+    ("docs/gpu.md", "tests/unit/test_docs.py", "tests/cli/test_judge.py"),
+    ("pyproject.toml", "tests/cli/cluster/test_ray.py", ""),
+])  # fmt: skip
 def test_a_change_runs_what_its_folder_touches(changed, among, not_among):
     files = touched([changed], FILES)
     assert among in files and not_among not in files
@@ -98,9 +94,8 @@ def test_a_file_keeps_its_day_whatever_a_change_touches(monkeypatch, capsys):
     for changed in ([], [nightly[0][1]], [nightly[-1][1]]):
         monkeypatch.setattr(ci, "changed_since", lambda base, changed=changed: changed)
         assert ci.main(["--plan", "--base", "HEAD", "--day", "3"]) == 0
-        ran.append(
-            set(capsys.readouterr().out.split()) & {file for _, file in nightly} - {nightly[0][1], nightly[-1][1]}
-        )
+        others = {file for _, file in nightly} - {nightly[0][1], nightly[-1][1]}
+        ran.append(set(capsys.readouterr().out.split()) & others)
     assert ran[0] == ran[1] == ran[2] and len(ran[0]) > 3
 
 
@@ -156,9 +151,8 @@ def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):
         encoding="utf-8",
     )
     after = seconds.sums("test", seconds.cases_of(junit))
-    assert after == {("test", "tests/unit/test_text.py"): 2.0, ("test", "tests/cli/test_new.py"): 3.0} | {
-        ("test", "tests/unit/test_gguf.py"): 0.0
-    }
+    expected = {"tests/unit/test_text.py": 2.0, "tests/cli/test_new.py": 3.0, "tests/unit/test_gguf.py": 0.0}
+    assert after == {("test", file): taken for file, taken in expected.items()}
     seconds.write(tmp_path / "kept.tsv", after)
     assert seconds.read(tmp_path / "kept.tsv") == after
     assert seconds.cases_of(tmp_path / "none.xml") == [] and seconds.read(tmp_path / "none.tsv") == {}
@@ -166,3 +160,16 @@ def test_seconds_are_read_from_what_pytest_wrote_and_compared(tmp_path):
     assert lines[0] == "test: 5 s in 3 files; of the 1 that ran before 2 s, then 9 s"
     assert lines[1].split() == ["-7.0", "s", "tests/unit/test_text.py"]
     assert lines[2].split() == ["+3.0", "s", "tests/cli/test_new.py", "(new)"]
+
+
+@pytest.mark.parametrize(("needs", "said"), [
+    ({"cores": 1, "memory_gb": 0.01, "files": 10}, None),
+    ({"cores": 10_000}, "needs 10000 cores, found "),
+    ({"memory_gb": 1e6}, "needs 1000000.0 GB of memory, found "),
+    ({"files": 1000}, "needs 1000 open files, found 256"),
+])  # fmt: skip
+def test_what_is_missing_is_said(monkeypatch, needs, said):
+    limits = {resource.RLIMIT_NOFILE: (256, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits.get(what, (resource.RLIM_INFINITY,) * 2))
+    found = lacking(**needs)
+    assert found is None if said is None else found.startswith(said)

@@ -29,24 +29,21 @@ def composed(*overrides: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("quant_levle=3", "there is no knob quant_levle; did you mean quant_level"),
-        ("quantize.n_step=3", "there is no knob quantize.n_step; did you mean quantize.n_steps"),
-        ("+quantize.alhpa=0.5", "there is no knob quantize.alhpa; did you mean alpha?"),
-        ("steps=3", "there is no knob steps; did you mean infer.steps?"),
-        ("to=comfyui", "there is no knob to in quantize; it is a knob of hand_over"),
-        ("xyzabc=3", "there is no knob xyzabc; none is like it; --help lists all"),
-        ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
-        ("model=xyzzy", "there is no preset model=xyzzy; none is like it; --help lists all"),
-        ("hydra/launcher=one_hots", "there is no preset hydra/launcher=one_hots; did you mean one_host?"),
-        ("export_trt=xyzzy", "there is no preset export_trt=xyzzy; known are auto, none, tensorrt, tensorrt_rtx"),
-        ("model=sdxl_nemo", "the knob model.path has no value; give it one on the command line"),
-        ("model.päth=3", "there is no knob model.päth, because no name has ä in it"),
-        *((override, "") for override in ("alpha=[", "nosuch/group=a", "alpha=${nowhere}", "~nosuch")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("override", "sentence"), [
+    ("quant_levle=3", "there is no knob quant_levle; did you mean quant_level"),
+    ("quantize.n_step=3", "there is no knob quantize.n_step; did you mean quantize.n_steps"),
+    ("+quantize.alhpa=0.5", "there is no knob quantize.alhpa; did you mean alpha?"),
+    ("steps=3", "there is no knob steps; did you mean infer.steps?"),
+    ("to=comfyui", "there is no knob to in quantize; it is a knob of hand_over"),
+    ("xyzabc=3", "there is no knob xyzabc; none is like it; --help lists all"),
+    ("infer=openvin", "there is no preset infer=openvin; did you mean openvino?"),
+    ("model=xyzzy", "there is no preset model=xyzzy; none is like it; --help lists all"),
+    ("hydra/launcher=one_hots", "there is no preset hydra/launcher=one_hots; did you mean one_host?"),
+    ("export_trt=xyzzy", "there is no preset export_trt=xyzzy; known are auto, none, tensorrt, tensorrt_rtx"),
+    ("model=sdxl_nemo", "the knob model.path has no value; give it one on the command line"),
+    ("model.päth=3", "there is no knob model.päth, because no name has ä in it"),
+    *((override, "") for override in ("alpha=[", "nosuch/group=a", "alpha=${nowhere}", "~nosuch")),
+])  # fmt: skip
 def test_a_complaint_becomes_one_sentence_with_the_nearest_name(override, sentence):
     with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as complaint:
         job_of(QuantizeJob, composed(override))
@@ -58,13 +55,10 @@ def test_a_complaint_becomes_one_sentence_with_the_nearest_name(override, senten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "given", "sentence"),
-    [
-        ("infer", "quant_level=3", "there is no knob quant_level in infer; it is a knob of quantize"),
-        ("judge", "infer=torch", "infer is a group of knobs in judge, expected infer.<knob>=<value>"),
-    ],
-)
+@pytest.mark.parametrize(("command", "given", "sentence"), [
+    ("infer", "quant_level=3", "there is no knob quant_level in infer; it is a knob of quantize"),
+    ("judge", "infer=torch", "infer is a group of knobs in judge, expected infer.<knob>=<value>"),
+])  # fmt: skip
 def test_what_another_command_takes_is_said_to_be_its_own(command, given, sentence):
     with pytest.raises(ConfigError) as refused, composing(command):
         compose(command, [given])
@@ -93,13 +87,10 @@ def test_a_complaint_without_a_pattern_keeps_its_words():
 ALIASES = ["a0: &a0 [1, 2]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("defaults: [mine]", "^a file of presets has itself among"),
-        ("\n".join(ALIASES), "than 20000 entries; write it w"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("defaults: [mine]", "^a file of presets has itself among"),
+    ("\n".join(ALIASES), "than 20000 entries; write it w"),
+])  # fmt: skip
 def test_a_preset_that_never_ends_is_refused(tmp_path, text, said):
     (tmp_path / "quantize").mkdir()
     (tmp_path / "quantize/mine.yaml").write_text(text)

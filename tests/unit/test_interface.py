@@ -63,31 +63,28 @@ def test_what_is_exported_is_there():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda model: sd_quant.open("nothing"), "there is no preset model=nothing; none is like it"),
-        (lambda model: sd_quant.open("sdxl"), "the knob model.path has no value"),
-        (lambda model: sd_quant.open("sdxl", "no/such"), "model.path names no/such, which does not exist"),
-        (lambda model: sd_quant.open(widht=64), "there is no knob model.widht; did you mean model.width"),
-        (lambda model: sd_quant.open(width=63), "model.width is 63, expected a multiple of 8"),
-        (lambda model: model.quantize(NOTHING, "int9"), "there is no preset quantize=int9; did you mean int8"),
-        (lambda model: model.quantize(NOTHING, quant_level=7), "quant_level is 7.0, expected one of"),
-        (lambda model: model.quantize(NOTHING, alhpa=1), "there is no knob quantize.alhpa; did you mean quantize.alp"),
-        (lambda model: model.quantize(NOTHING, n_steps=3), "^quantize does not use n_steps; give it to calibrate"),
-        (lambda model: model.calibrate(quant_level=3), "^calibrate does not use quant_level; give it to quantize$"),
-        (lambda model: model.calibrate(alhpa=0.5), "there is no knob quantize.alhpa; did you mean quantize.alp"),
-        (lambda model: model.calibrate(hessian=256), "quantize.hessian is 256, expected 0, because int8 has 8 bits"),
-        (lambda model: model.calibrate("a cat", calib_size=3),
-         "^calibrate does not use calib_size beside prompts; leave one of them out"),
-        (lambda model: model.calibrate([]), r"^prompts is \[\], expected a text or a list of at least one; give what"),
-        (lambda model: model.images(["a cat", 5]), r"^prompts is \['a cat', 5\], expected a text or a list of"),
-        (lambda model: model.images(5), "^prompts is 5, expected a text or a list"),
-        (lambda model: model.images(["a cat"], stepz=1), "there is no knob infer.stepz; did you mean infer.steps"),
-        (lambda model: model.images(["a cat"], steps=10**6), "infer.steps is 1000000, expected from 1 to 100000"),
-        (lambda model: sd_quant.compare([], ["a cat"]), "recipes of 0 models were given, expected some of one model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "sentence"), [
+    (lambda model: sd_quant.open("nothing"), "there is no preset model=nothing; none is like it"),
+    (lambda model: sd_quant.open("sdxl"), "the knob model.path has no value"),
+    (lambda model: sd_quant.open("sdxl", "no/such"), "model.path names no/such, which does not exist"),
+    (lambda model: sd_quant.open(widht=64), "there is no knob model.widht; did you mean model.width"),
+    (lambda model: sd_quant.open(width=63), "model.width is 63, expected a multiple of 8"),
+    (lambda model: model.quantize(NOTHING, "int9"), "there is no preset quantize=int9; did you mean int8"),
+    (lambda model: model.quantize(NOTHING, quant_level=7), "quant_level is 7.0, expected one of"),
+    (lambda model: model.quantize(NOTHING, alhpa=1), "there is no knob quantize.alhpa; did you mean quantize.alp"),
+    (lambda model: model.quantize(NOTHING, n_steps=3), "^quantize does not use n_steps; give it to calibrate"),
+    (lambda model: model.calibrate(quant_level=3), "^calibrate does not use quant_level; give it to quantize$"),
+    (lambda model: model.calibrate(alhpa=0.5), "there is no knob quantize.alhpa; did you mean quantize.alp"),
+    (lambda model: model.calibrate(hessian=256), "quantize.hessian is 256, expected 0, because int8 has 8 bits"),
+    (lambda model: model.calibrate("a cat", calib_size=3),
+     "^calibrate does not use calib_size beside prompts; leave one of them out"),
+    (lambda model: model.calibrate([]), r"^prompts is \[\], expected a text or a list of at least one; give what"),
+    (lambda model: model.images(["a cat", 5]), r"^prompts is \['a cat', 5\], expected a text or a list of"),
+    (lambda model: model.images(5), "^prompts is 5, expected a text or a list"),
+    (lambda model: model.images(["a cat"], stepz=1), "there is no knob infer.stepz; did you mean infer.steps"),
+    (lambda model: model.images(["a cat"], steps=10**6), "infer.steps is 1000000, expected from 1 to 100000"),
+    (lambda model: sd_quant.compare([], ["a cat"]), "recipes of 0 models were given, expected some of one model"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_sentence_of_the_command(model, call, sentence):
     with pytest.raises(ConfigError, match=sentence):
         call(model)

@@ -29,21 +29,18 @@ def case(tmp_path):
     return Case(ROW, {"name": "int8", "output": str(tmp_path / "output.safetensors")}, predicted)
 
 
-@pytest.mark.parametrize(
-    "changed, verdict",
-    [
-        ({}, "ok"),
-        ({"opened": "", "far": "opening: KeyError"}, "FAILED"),
-        ({"missing": ["a.weight"]}, "FAILED"),
-        ({"left": ["a.weight_scale"]}, "FAILED"),
-        ({"quantized": 1}, "FAILED"),  # it takes a layer for one that is not quantized
-        ({"layers": {"exact": 2e-5, "rounded": 2e-5}}, "FAILED"),
-        ({"layers": {"exact": 1e-7, "rounded": 0.01}}, "FAILED"),  # layers as they are, and a call that is not
-        ({"layers": {}, "far": "no kernels without a GPU"}, "loaded"),
-        ({"layers": {}, "far": "no kernels without a GPU", "left": ["b"]}, "FAILED"),
-        ({"layers": {}}, "FAILED"),
-    ],
-)
+@pytest.mark.parametrize("changed, verdict", [
+    ({}, "ok"),
+    ({"opened": "", "far": "opening: KeyError"}, "FAILED"),
+    ({"missing": ["a.weight"]}, "FAILED"),
+    ({"left": ["a.weight_scale"]}, "FAILED"),
+    ({"quantized": 1}, "FAILED"),  # it takes a layer for one that is not quantized
+    ({"layers": {"exact": 2e-5, "rounded": 2e-5}}, "FAILED"),
+    ({"layers": {"exact": 1e-7, "rounded": 0.01}}, "FAILED"),  # layers as they are, and a call that is not
+    ({"layers": {}, "far": "no kernels without a GPU"}, "loaded"),
+    ({"layers": {}, "far": "no kernels without a GPU", "left": ["b"]}, "FAILED"),
+    ({"layers": {}}, "FAILED"),
+])  # fmt: skip
 def test_a_verdict_needs_every_fact(case, changed, verdict):
     assert judged(ROW, SOUND | changed, case, PROGRAM).verdict == verdict
 

@@ -158,15 +158,12 @@ def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(beg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["search=0"], r"search is 0.*, expected a whole number of jobs from 1, or a share below 1"),
-        (["search=1.5"], "search is 1.5, expected a whole number"),
-        (["search=3", "verdict.speedup=null"], "search is 3, expected verdict.speedup= or verdict.image_ms= beside it"),
-        (["search=5"], r"^search is 5, expected at most the 3 jobs of the grid \(1 of its 4 give the assignment of an"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["search=0"], r"search is 0.*, expected a whole number of jobs from 1, or a share below 1"),
+    (["search=1.5"], "search is 1.5, expected a whole number"),
+    (["search=3", "verdict.speedup=null"], "search is 3, expected verdict.speedup= or verdict.image_ms= beside it"),
+    (["search=5"], r"^search is 5, expected at most the 3 jobs of the grid \(1 of its 4 give the assignment of an"),
+])  # fmt: skip
 def test_a_search_that_cannot_be_is_refused(arguments, sentence):
     with cli.composing("quantize"), pytest.raises(ConfigError, match=sentence):
         given = ["quant_level=1,3", "alpha=0.5,0.8", "verdict.speedup=1.2", *arguments]

@@ -61,31 +61,25 @@ def test_the_folder_depends_on_the_jobs_alone():
     assert usual == same and len({usual, others, plan("quant_level=1,3")[1]}) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["quant_level=1,7"], r"^job quant_level=7: quant_level is 7.0, expected one of"),
-        (["alpha=0.8,0.80"], r"^two jobs of the sweep are one: alpha=0.8 and alpha=0.8; leave one of the values out$"),
-        (["alpha=interval(0,1)"], r"^alpha=interval\(0,1\) is an interval, expected values such as 0.5,0.8"),
-        (["infer.seed=range(0,1001)"], "^the command means more than 1000 jobs, expected at most so many; vary fewer"),
-        (["infer.seed=range(0,1000)", "alpha=0.5,1"], "^the command means more than 1000 jobs"),
-        (["infer.seed=range(0,1000000000000)"], "^the command means more than 1000 jobs"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["quant_level=1,7"], r"^job quant_level=7: quant_level is 7.0, expected one of"),
+    (["alpha=0.8,0.80"], r"^two jobs of the sweep are one: alpha=0.8 and alpha=0.8; leave one of the values out$"),
+    (["alpha=interval(0,1)"], r"^alpha=interval\(0,1\) is an interval, expected values such as 0.5,0.8"),
+    (["infer.seed=range(0,1001)"], "^the command means more than 1000 jobs, expected at most so many; vary fewer"),
+    (["infer.seed=range(0,1000)", "alpha=0.5,1"], "^the command means more than 1000 jobs"),
+    (["infer.seed=range(0,1000000000000)"], "^the command means more than 1000 jobs"),
+])  # fmt: skip
 def test_an_impossible_job_is_refused_before_any_starts(arguments, sentence):
     with pytest.raises(Exception, match=sentence):
         plan(*arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["quant_level=1,2", "alpha=0.5,1", "calib_size=8"],
-        ["infer=openvino,onnxruntime", "calib_size=range(8,17,8)", "~trackers"],
-        ["alpha=0.5,1", "quant_level=3,2", "alpha=0.8,0.9,auto"],
-        ["infer.prompts=[a b],[c]", "quantize.exp_name='a,b',c", "+files.x=1,2"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["quant_level=1,2", "alpha=0.5,1", "calib_size=8"],
+    ["infer=openvino,onnxruntime", "calib_size=range(8,17,8)", "~trackers"],
+    ["alpha=0.5,1", "quant_level=3,2", "alpha=0.8,0.9,auto"],
+    ["infer.prompts=[a b],[c]", "quantize.exp_name='a,b',c", "+files.x=1,2"],
+])  # fmt: skip
 def test_the_jobs_are_those_of_hydras_sweeper_in_its_order(arguments):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         _, jobs = sweep.expand("quantize", arguments)

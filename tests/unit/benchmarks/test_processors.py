@@ -28,19 +28,16 @@ OLD = {
 }
 
 
-@pytest.mark.parametrize(
-    "changed, found",
-    [
-        ({}, []),
-        (OLD, []),
-        ({"int8_layers": 0}, ["says that 150 of 150 layers are INT8, and OpenVINO executes 0"]),
-        (OLD | {"int8_layers": 150}, ["says that 0 of 150 layers are INT8, and OpenVINO executes 150"]),
-        ({"own_speedup": 0.9}, ["does not say SLOWER, and its own rounds give 0.90x"]),
-        ({"speedup": 0.8}, ["does not say SLOWER, and timed again give 0.80x"]),
-        ({"own_speedup": 0.98, "speedup": 0.95}, []),  # within what a latency varies by
-        (OLD | {"own_speedup": 1.2}, ["says SLOWER, and its own rounds give 1.20x"]),
-    ],
-)
+@pytest.mark.parametrize("changed, found", [
+    ({}, []),
+    (OLD, []),
+    ({"int8_layers": 0}, ["says that 150 of 150 layers are INT8, and OpenVINO executes 0"]),
+    (OLD | {"int8_layers": 150}, ["says that 0 of 150 layers are INT8, and OpenVINO executes 150"]),
+    ({"own_speedup": 0.9}, ["does not say SLOWER, and its own rounds give 0.90x"]),
+    ({"speedup": 0.8}, ["does not say SLOWER, and timed again give 0.80x"]),
+    ({"own_speedup": 0.98, "speedup": 0.95}, []),  # within what a latency varies by
+    (OLD | {"own_speedup": 1.2}, ["says SLOWER, and its own rounds give 1.20x"]),
+])  # fmt: skip
 def test_what_is_said_is_held_against_what_is_executed_and_timed(processors, changed, found):
     assert processors.falsehoods(TRUE | changed) == found
 

@@ -132,14 +132,11 @@ def image(pipeline, name: str, prompt: str | list[str], **options) -> np.ndarray
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of diffusers and torch: autocast, flex attention, tokenizers
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release)
-        for name in CASES
-        if name not in from_images.CASES  # those are compared with diffusers in `test_pipeline`
-    ],
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.release)
+    for name in CASES
+    if name not in from_images.CASES  # those are compared with diffusers in `test_pipeline`
+])  # fmt: skip
 def test_a_folder_opens_and_makes_images_or_frames_of_its_prompts(name, tmp_path):
     case = CASES[name]
     if set(lacking(case)) - OPENED_ALONE:

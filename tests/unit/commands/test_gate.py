@@ -19,24 +19,21 @@ from ..report.sweeps import record_of
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "the knob run is missing"),
-        ("run=x", "no criterion is given"),
-        ("run=x min_psnr", "the argument min_psnr has no value"),
-        ("run=x min_psrn=3", "did you mean min_psnr"),
-        ("run=x min_psnr=abc", "min_psnr is 'abc', expected a number"),
-        ("run=x min_psnr=nan", "expected a finite number"),
-        ("run=x max_lpips=-1", "expected from 0 to 100000"),
-        ("run=x worst_share=1e-300", "worst_share is 1e-300, expected from 0.0001 to 0.9999"),
-        ("run=x confidence=0.9999999999999999", "expected a number from 0.5 to 0.9999"),
-        ("run=x min_psnr=1 output=gate.JSON confidence=2", "confidence is 2.0, expected a number from 0.5"),
-        ("run=x psnr_margin=1", "baseline is null, expected a folder"),
-        ("run=x baseline=y min_psnr=1", "expected null, because none of psnr_margin"),
-        ("run=x min_psnr=1 output=gate.txt", "ends with .json or .xml"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("", "the knob run is missing"),
+    ("run=x", "no criterion is given"),
+    ("run=x min_psnr", "the argument min_psnr has no value"),
+    ("run=x min_psrn=3", "did you mean min_psnr"),
+    ("run=x min_psnr=abc", "min_psnr is 'abc', expected a number"),
+    ("run=x min_psnr=nan", "expected a finite number"),
+    ("run=x max_lpips=-1", "expected from 0 to 100000"),
+    ("run=x worst_share=1e-300", "worst_share is 1e-300, expected from 0.0001 to 0.9999"),
+    ("run=x confidence=0.9999999999999999", "expected a number from 0.5 to 0.9999"),
+    ("run=x min_psnr=1 output=gate.JSON confidence=2", "confidence is 2.0, expected a number from 0.5"),
+    ("run=x psnr_margin=1", "baseline is null, expected a folder"),
+    ("run=x baseline=y min_psnr=1", "expected null, because none of psnr_margin"),
+    ("run=x min_psnr=1 output=gate.txt", "ends with .json or .xml"),
+])  # fmt: skip
 def test_what_no_gate_can_be_made_of_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         gate.job_of(words.split())

@@ -24,35 +24,29 @@ def on(monkeypatch):
     return lambda found: monkeypatch.setattr(gpu, "current_gpu", lambda: found)
 
 
-@pytest.mark.parametrize(
-    ("found", "knobs", "engine", "because"),
-    [
-        (None, {}, "openvino", NO_GPU),
-        ("SM89", {}, "tensorrt_rtx", "the GPU is SM89, which runs the plans that are built"),
-        ("SM86", {}, "tensorrt_rtx", "the GPU is SM86, which runs the plans that are built"),
-        ("SM86", {"trt.targets": ["SM89", "SM120"]}, "openvino",
-         "the GPU is SM86, which runs no plan of tensorrt_rtx for SM89 and SM120"),
-        ("SM86", {"trt.targets": []}, "tensorrt_rtx", "the GPU is SM86, which runs the plans that are built"),
-        ("SM75", {}, "openvino", "the GPU is SM75, which runs no plan of tensorrt_rtx for SM89 and SM120"),
-        ("SM90", {"trt.targets": []}, "openvino", "the GPU is SM90, which runs no plan of tensorrt_rtx in int8"),
-        ("SM89", {"trt.library": "none"}, "openvino", "no plans are built"),
-        ("SM89", {"quantize.quant_level": 4.0, "quantize.enable.attention": "int8"}, "openvino",
-         "TensorRT takes no unsigned codes, and has a kernel for attention as it is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "knobs", "engine", "because"), [
+    (None, {}, "openvino", NO_GPU),
+    ("SM89", {}, "tensorrt_rtx", "the GPU is SM89, which runs the plans that are built"),
+    ("SM86", {}, "tensorrt_rtx", "the GPU is SM86, which runs the plans that are built"),
+    ("SM86", {"trt.targets": ["SM89", "SM120"]}, "openvino",
+     "the GPU is SM86, which runs no plan of tensorrt_rtx for SM89 and SM120"),
+    ("SM86", {"trt.targets": []}, "tensorrt_rtx", "the GPU is SM86, which runs the plans that are built"),
+    ("SM75", {}, "openvino", "the GPU is SM75, which runs no plan of tensorrt_rtx for SM89 and SM120"),
+    ("SM90", {"trt.targets": []}, "openvino", "the GPU is SM90, which runs no plan of tensorrt_rtx in int8"),
+    ("SM89", {"trt.library": "none"}, "openvino", "no plans are built"),
+    ("SM89", {"quantize.quant_level": 4.0, "quantize.enable.attention": "int8"}, "openvino",
+     "TensorRT takes no unsigned codes, and has a kernel for attention as it is"),
+])  # fmt: skip
 def test_the_engine_of_a_job_is_what_runs_its_plans_here(on, found, knobs, engine, because):
     on(found)
     chosen = job("quantize", knobs).infer
     assert (chosen.engine, chosen.chosen_because) == (engine, because)
 
 
-@pytest.mark.parametrize(
-    ("found", "fmt", "chosen"),
-    [
-        ("SM90", "int8", ("tensorrt", "the GPU is SM90, which runs the plans that are built")),
-        ("SM80", "fp8", ("openvino", "the GPU is SM80, which runs no plan of tensorrt in fp8")),
-    ],
-)
+@pytest.mark.parametrize(("found", "fmt", "chosen"), [
+    ("SM90", "int8", ("tensorrt", "the GPU is SM90, which runs the plans that are built")),
+    ("SM80", "fp8", ("openvino", "the GPU is SM80, which runs no plan of tensorrt in fp8")),
+])  # fmt: skip
 def test_tensorrt_builds_for_the_gpu_that_is_there(on, monkeypatch, found, fmt, chosen):
     monkeypatch.setattr(plans, "find_spec", lambda name: name)
     trt = job("quantize", {"infer.engine": "openvino"}).trt

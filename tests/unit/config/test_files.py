@@ -40,50 +40,47 @@ GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.p
 STRENGTH = r"model.loras .* a file, or file:strength with a number"
 
 
-@pytest.mark.parametrize(
-    ("primary", "knobs", "sentence"),
-    [
-        ("infer", GIVEN | {"files.unet_xl": "{run}/onnx/unet_xl/unet_xl.onnx"},
-         r"no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"),
-        ("infer", {"run": "{run}", "variant": "full_precision"},
-         "variant is full_precision, expected quantized, because run= names no folder with"),
-        ("infer", {"infer.out_path": "{here}/finished"},
-         "infer.out_path is .*, expected another folder than a finished run's"),
-        ("infer", GIVEN | {"infer.out_path": "{here}/users"}, "the metrics.json of this command would replace .*json"),
-        ("export_trt", GIVEN | {"infer.out_path": "{here}/users"},
-         "the config.yaml of this command would replace .*, which is"),
-        ("infer", GIVEN | {"infer.prompts": ["a"] * 101, "infer.num_samples": 10_000},
-         "infer.num_samples is 10000, expected at most 9900: 1000000 images of 101 prompts"),
-        ("infer", {"model.controlnets": ["unet_canny:strong"]}, "model.controlnets .* a folder, or folder:scale with"),
-        *(("infer", {"model.loras": [stated]}, STRENGTH)
-          for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", "")),
-        ("export_trt", {"model.path": "missing.nemo"}, "model.path names missing.nemo, which does not exist"),
-        ("export_trt", GIVEN | {"model.family": "sd15"}, "model.path is .*, a file, expected for"),
-        ("export_trt", {"run": "{run}", "trt.library": "none"},
-         "trt.library is none, expected a library that builds plans"),
-        ("export_trt", {"run": "{run}", "infer.out_path": "{archive}/new"},
-         r".* cannot be written, because of .*empty\.nemo; set infer\.out_path$"),
-        ("quantize", GIVEN | {"cache.dir": "{archive}/cache"}, r"the cache .* cannot be written, .*; set cache\.dir"),
-        ("quantize", {"infer.image": "missing.png"}, "infer.image names missing.png, which does not exist"),
-        ("quantize", {"infer.image": "{images}", "infer.mask": "{here}/masks"},
-         "infer.mask is .* holds no mask for 1 of 2 images, such as b.png"),
-        ("quantize", GIVEN | {"infer.prompts": []},
-         r"infer\.prompts is an empty list, expected at least one prompt; give some, as in 'infer.prompts=\["),
-        ("quantize", GIVEN | {"infer.prompts": "cat"},
-         r"infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"),
-        ("quantize", DRAWN | {"infer.num_prompts": 4},
-         r"infer.num_prompts is 4, expected at most 3, which {here}/set.tsv has$"),
-        ("quantize", DRAWN | {"infer.prompts_category": "Colour"}, ".*expected 'Colour' among them; name another with"),
-        *(("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value},
-           f"infer.{knob} is {value}, expected {idle}, because ")
-          for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"),
-                                    ("prompts_seed", 1, "0"))),
-        ("quantize", GIVEN | {"model.calibration_prompts": "{here}/prompts.txt", "quantize.calib_size": 4},
-         "calib_size is 4, expected at most the 3 prompts of the prompt file$"),
-        ("quantize", GIVEN | {"model.calibration_prompts": "no/such.txt", "quantize.calibration": "no/such/cache"},
-         "calibration names no/such/cache, which .*; give a statistics"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("primary", "knobs", "sentence"), [
+    ("infer", GIVEN | {"files.unet_xl": "{run}/onnx/unet_xl/unet_xl.onnx"},
+     r"no file is given for vae, clip1, clip2; set run=.* or vae=<path of its"),
+    ("infer", {"run": "{run}", "variant": "full_precision"},
+     "variant is full_precision, expected quantized, because run= names no folder with"),
+    ("infer", {"infer.out_path": "{here}/finished"},
+     "infer.out_path is .*, expected another folder than a finished run's"),
+    ("infer", GIVEN | {"infer.out_path": "{here}/users"}, "the metrics.json of this command would replace .*json"),
+    ("export_trt", GIVEN | {"infer.out_path": "{here}/users"},
+     "the config.yaml of this command would replace .*, which is"),
+    ("infer", GIVEN | {"infer.prompts": ["a"] * 101, "infer.num_samples": 10_000},
+     "infer.num_samples is 10000, expected at most 9900: 1000000 images of 101 prompts"),
+    ("infer", {"model.controlnets": ["unet_canny:strong"]}, "model.controlnets .* a folder, or folder:scale with"),
+    *(("infer", {"model.loras": [stated]}, STRENGTH)
+      for stated in ("b.safetensors:much", "b.safetensors:nan", "b.safetensors:", ":0.5", "")),
+    ("export_trt", {"model.path": "missing.nemo"}, "model.path names missing.nemo, which does not exist"),
+    ("export_trt", GIVEN | {"model.family": "sd15"}, "model.path is .*, a file, expected for"),
+    ("export_trt", {"run": "{run}", "trt.library": "none"},
+     "trt.library is none, expected a library that builds plans"),
+    ("export_trt", {"run": "{run}", "infer.out_path": "{archive}/new"},
+     r".* cannot be written, because of .*empty\.nemo; set infer\.out_path$"),
+    ("quantize", GIVEN | {"cache.dir": "{archive}/cache"}, r"the cache .* cannot be written, .*; set cache\.dir"),
+    ("quantize", {"infer.image": "missing.png"}, "infer.image names missing.png, which does not exist"),
+    ("quantize", {"infer.image": "{images}", "infer.mask": "{here}/masks"},
+     "infer.mask is .* holds no mask for 1 of 2 images, such as b.png"),
+    ("quantize", GIVEN | {"infer.prompts": []},
+     r"infer\.prompts is an empty list, expected at least one prompt; give some, as in 'infer.prompts=\["),
+    ("quantize", GIVEN | {"infer.prompts": "cat"},
+     r"infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"),
+    ("quantize", DRAWN | {"infer.num_prompts": 4},
+     r"infer.num_prompts is 4, expected at most 3, which {here}/set.tsv has$"),
+    ("quantize", DRAWN | {"infer.prompts_category": "Colour"}, ".*expected 'Colour' among them; name another with"),
+    *(("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value},
+       f"infer.{knob} is {value}, expected {idle}, because ")
+      for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"),
+                                ("prompts_seed", 1, "0"))),
+    ("quantize", GIVEN | {"model.calibration_prompts": "{here}/prompts.txt", "quantize.calib_size": 4},
+     "calib_size is 4, expected at most the 3 prompts of the prompt file$"),
+    ("quantize", GIVEN | {"model.calibration_prompts": "no/such.txt", "quantize.calibration": "no/such/cache"},
+     "calibration names no/such/cache, which .*; give a statistics"),
+])  # fmt: skip
 def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sentence):
     named = {knob: value.format(**places) if isinstance(value, str) else value for knob, value in knobs.items()}
     with refused(sentence.replace("{here}", str(places["here"]))):
@@ -151,18 +148,15 @@ def test_either_denoiser_of_a_run_can_be_opened(run):
     assert part_paths(given, "onnx") == quantized
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["a.gguf", "b/c.safetensors"], ["a.gguf", "c.safetensors"]),
-        (["x/unet", "y/unet"], ["x-unet", "y-unet"]),
-        (["1/x/unet", "2/x/unet", "a.gguf"], ["1-x-unet", "2-x-unet", "3-..a.gguf"]),
-        (["a b;c.gguf"], ["a-b-c.gguf"]),
-        (["x/y/.."], ["x"]),
-        (["report.html", "x/sweep.json"], ["report-html", "sweep-json"]),
-        (["a;b", "a b"], ["1-..a-b", "2-..a-b"]),
-    ],
-)
+@pytest.mark.parametrize(("paths", "names"), [
+    (["a.gguf", "b/c.safetensors"], ["a.gguf", "c.safetensors"]),
+    (["x/unet", "y/unet"], ["x-unet", "y-unet"]),
+    (["1/x/unet", "2/x/unet", "a.gguf"], ["1-x-unet", "2-x-unet", "3-..a.gguf"]),
+    (["a b;c.gguf"], ["a-b-c.gguf"]),
+    (["x/y/.."], ["x"]),
+    (["report.html", "x/sweep.json"], ["report-html", "sweep-json"]),
+    (["a;b", "a b"], ["1-..a-b", "2-..a-b"]),
+])  # fmt: skip
 def test_each_candidate_has_a_name_of_its_own(paths, names, tmp_path, monkeypatch):
     """Which is that of a folder too."""
     monkeypatch.chdir(tmp_path)

@@ -14,16 +14,13 @@ from .composition import TABLE, job
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    ("stated", "expected"),
-    [
-        ("style.safetensors", ("style.safetensors", 1.0)),
-        ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
-        ("b.safetensors:-1", ("b.safetensors", -1.0)),
-        ("v1:0.8.SafeTensors", ("v1:0.8.SafeTensors", 1.0)),
-        ("v1:0.8.safetensors:2", ("v1:0.8.safetensors", 2.0)),
-    ],
-)
+@pytest.mark.parametrize(("stated", "expected"), [
+    ("style.safetensors", ("style.safetensors", 1.0)),
+    ("a/b.safetensors:0.8", ("a/b.safetensors", 0.8)),
+    ("b.safetensors:-1", ("b.safetensors", -1.0)),
+    ("v1:0.8.SafeTensors", ("v1:0.8.SafeTensors", 1.0)),
+    ("v1:0.8.safetensors:2", ("v1:0.8.safetensors", 2.0)),
+])  # fmt: skip
 def test_a_lora_has_a_strength(stated, expected):
     model = job("infer", {"model.loras": [stated]}).model
     assert lora_of(model.loras[0]) == (*expected, None)
@@ -71,19 +68,16 @@ def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from
         job("quantize", knobs | elsewhere | {"infer.reuse": 0.25}).check_files()
 
 
-@pytest.mark.parametrize(
-    ("value", "asks", "schedule"),
-    [
-        ("first1,last2", PreciseSteps(1, 2), "hccchh"),
-        ("first6", PreciseSteps(6), "hhhhhh"),
-        ("last2", PreciseSteps(last=2), "cccchh"),
-        (4, PreciseSteps(count=4), None),
-        ("5", PreciseSteps(count=5), None),
-        ("2.5dB", PreciseSteps(gain_db=2.5), None),
-        ("10%", PreciseSteps(percent=10.0), None),
-        ("auto", PreciseSteps(), None),
-    ],
-)
+@pytest.mark.parametrize(("value", "asks", "schedule"), [
+    ("first1,last2", PreciseSteps(1, 2), "hccchh"),
+    ("first6", PreciseSteps(6), "hhhhhh"),
+    ("last2", PreciseSteps(last=2), "cccchh"),
+    (4, PreciseSteps(count=4), None),
+    ("5", PreciseSteps(count=5), None),
+    ("2.5dB", PreciseSteps(gain_db=2.5), None),
+    ("10%", PreciseSteps(percent=10.0), None),
+    ("auto", PreciseSteps(), None),
+])  # fmt: skip
 def test_a_value_names_places_a_number_a_target_or_nothing(value, asks, schedule):
     found = precise_steps(value, 6)
     assert found == asks and found.schedule(6) == schedule
@@ -113,17 +107,14 @@ def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
         assert len(choosing) == 16 and len(choosing & seen) == both
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ends"),
-    [
-        ("hhcch", (2, 1)),
-        ("ccc", (0, 0)),
-        (None, (0, 0)),
-        ("hhh", (3, 0)),
-        ("chc", None),
-        ("hcf", None),
-        ("hcrch", (1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "ends"), [
+    ("hhcch", (2, 1)),
+    ("ccc", (0, 0)),
+    (None, (0, 0)),
+    ("hhh", (3, 0)),
+    ("chc", None),
+    ("hcf", None),
+    ("hcrch", (1, 1)),
+])  # fmt: skip
 def test_published_policies_know_ends_alone(schedule, ends):
     assert ends_of(schedule) == ends

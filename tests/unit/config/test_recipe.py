@@ -93,15 +93,12 @@ def test_a_preset_that_cannot_be_read_is_none_for_other_parts(content, monkeypat
     assert part_presets() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("q4_k", "; q4_k is a format, of q4_k_weight_only"),
-        ("int4_in_int8", "; int4_in_int8 is a format, of convrot_w4a8"),
-        ("q5_1", "; q5_1 is a format that no preset has: write one, as docs/formats.md says"),
-        ("int3", "svdquant_w4a4"),
-    ],
-)
+@pytest.mark.parametrize(("name", "end"), [
+    ("q4_k", "; q4_k is a format, of q4_k_weight_only"),
+    ("int4_in_int8", "; int4_in_int8 is a format, of convrot_w4a8"),
+    ("q5_1", "; q5_1 is a format that no preset has: write one, as docs/formats.md says"),
+    ("int3", "svdquant_w4a4"),
+])  # fmt: skip
 def test_a_format_alone_is_no_choice_and_the_presets_that_have_it_are_named(name, end):
     with pytest.raises(ConfigError) as refusal:
         job("int8", {"choices": [name]})
@@ -170,20 +167,17 @@ def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
     assert header.startswith("#") and [block.count("\n") for block in blocks] == [0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "assignment is .* has no layers, expected a mapping from names of layers to presets or fp16"),
-        ("- conv: int8", "has no layers"),
-        ("conv: 8", "assignment gives 'conv' '8', expected a mapping"),
-        ("conv: [int8]", "assignment gives 'conv' "),
-        ("conv: {preset: int8}", "assignment gives 'conv' .*, expected .* or to {preset: ..., alpha: ...}"),
-        ("conv: {preset: int8, alpha: 2}", "the alpha of conv in .* is 2.0, expected a number from 0 to 1, or auto"),
-        ("conv: int8\nconv: fp16", "cannot be read .*'conv' stands twice"),
-        ("conv: !!python/object:os.system {}", "cannot be read"),
-        ("a: [", "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("", "assignment is .* has no layers, expected a mapping from names of layers to presets or fp16"),
+    ("- conv: int8", "has no layers"),
+    ("conv: 8", "assignment gives 'conv' '8', expected a mapping"),
+    ("conv: [int8]", "assignment gives 'conv' "),
+    ("conv: {preset: int8}", "assignment gives 'conv' .*, expected .* or to {preset: ..., alpha: ...}"),
+    ("conv: {preset: int8, alpha: 2}", "the alpha of conv in .* is 2.0, expected a number from 0 to 1, or auto"),
+    ("conv: int8\nconv: fp16", "cannot be read .*'conv' stands twice"),
+    ("conv: !!python/object:os.system {}", "cannot be read"),
+    ("a: [", "cannot be read"),
+])  # fmt: skip
 def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
@@ -195,35 +189,32 @@ def test_a_file_that_is_missing_is_refused():
         entries_in("no/such.yaml")
 
 
-@pytest.mark.parametrize(
-    "preset, target, how",
-    [
-        ("int8", "comfyui", PER_ROW),
-        ("int8", "diffusers_torchao", STATIC),
-        ("int8_dynamic", "diffusers_torchao", PER_ROW),
-        ("int8", "gguf", FP16),
-        ("int8_weight_only", "gguf", FP16),
-        ("int8_weight_only", "comfyui", PER_ROW),  # which quantizes inputs whatever the recipe says
-        ("int8_weight_only", "diffusers_torchao", FP16),
-        ("fp8", "comfyui", STATIC),
-        ("fp8_per_row", "comfyui", None),
-        ("fp8_per_row", "diffusers_bfl", PER_ROW),
-        ("nvfp4", "comfyui", AS_ASSIGNED),
-        ("svdquant_w4a4", "nunchaku", IN_BLOCKS),
-        ("svdquant_w4a16", "nunchaku", None),
-        ("svdquant_w4a16", "gguf", None),  # which has no branch
-        ("rotated_w4a4", "diffusers_sdnq", None),
-        ("mxfp4", "comfyui", None),
-        ("mxfp8", "comfyui", AS_ASSIGNED),
-        ("fp8_per_block", "sglang_fp8", IN_BLOCKS),
-        ("fp8_per_block", "modelopt_export", None),
-        ("convrot_w4a4", "comfyui", PER_ROW),
-        ("convrot_w4a8", "comfyui", PER_ROW),
-        ("convrot_w4a8", "onnx", None),
-        ("q4_k_weight_only", "gguf", FP16),
-        ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
-    ],
-)
+@pytest.mark.parametrize("preset, target, how", [
+    ("int8", "comfyui", PER_ROW),
+    ("int8", "diffusers_torchao", STATIC),
+    ("int8_dynamic", "diffusers_torchao", PER_ROW),
+    ("int8", "gguf", FP16),
+    ("int8_weight_only", "gguf", FP16),
+    ("int8_weight_only", "comfyui", PER_ROW),  # which quantizes inputs whatever the recipe says
+    ("int8_weight_only", "diffusers_torchao", FP16),
+    ("fp8", "comfyui", STATIC),
+    ("fp8_per_row", "comfyui", None),
+    ("fp8_per_row", "diffusers_bfl", PER_ROW),
+    ("nvfp4", "comfyui", AS_ASSIGNED),
+    ("svdquant_w4a4", "nunchaku", IN_BLOCKS),
+    ("svdquant_w4a16", "nunchaku", None),
+    ("svdquant_w4a16", "gguf", None),  # which has no branch
+    ("rotated_w4a4", "diffusers_sdnq", None),
+    ("mxfp4", "comfyui", None),
+    ("mxfp8", "comfyui", AS_ASSIGNED),
+    ("fp8_per_block", "sglang_fp8", IN_BLOCKS),
+    ("fp8_per_block", "modelopt_export", None),
+    ("convrot_w4a4", "comfyui", PER_ROW),
+    ("convrot_w4a8", "comfyui", PER_ROW),
+    ("convrot_w4a8", "onnx", None),
+    ("q4_k_weight_only", "gguf", FP16),
+    ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
+])  # fmt: skip
 def test_how_a_target_computes_a_preset(preset, target, how):
     assert inputs_held(TARGETS[target], own_recipe(preset)) == how
 
