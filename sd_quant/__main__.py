@@ -37,10 +37,7 @@ def main() -> None:
 
 
 def complete(line: str) -> None:
-    """Print the words that may follow ``line``, for a shell with the completion of ``quantize -sc install=bash``.
-
-    Hydra expects programs of one word, so it gets the line without the first.
-    """
+    """Print the words that may follow ``line`` in a shell with Hydra's completion, made for programs of one word."""
     _, *words = line.split(" ", 2)
     if len(words) < 2:
         print(*COMMANDS)

@@ -184,10 +184,7 @@ def check_command(command: Command, overrides: list[str], plain: DictConfig) -> 
 
 
 def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]) -> int:
-    """Check all jobs, let Hydra run them with ``main``, and make the report of however many are done.
-
-    Returns the exit code.
-    """
+    """Check all jobs, let Hydra run them with ``main``, make a report of what is done. Returns the exit code."""
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
         by_name = dict(zip((entry["name"] for entry in plan["jobs"]), jobs, strict=True))
@@ -244,8 +241,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
 def importing() -> Iterator[None]:
     """Keep the garbage collector away from the millions of objects that the imports in the block make.
 
-    Only the first block in a process does so: to a later job of a sweep everything is imported, and freezing again
-    would keep the garbage of the job before it.
+    Only the first block of a process does so: freezing again would keep the garbage of a sweep's job before.
     """
     if gc.get_freeze_count():
         yield
@@ -262,8 +258,7 @@ def importing() -> Iterator[None]:
 def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
     """Wrap ``task``: announce a job of a sweep, and write the reason of a failure into the job's folder.
 
-    A refusal of a single run ends the process here, because Hydra would print a line of its own. In a sweep Hydra has
-    to see it, to go on with the next job.
+    A refusal of a single run ends the process here, before Hydra prints a line of its own; a sweep goes on.
     """
 
     @functools.wraps(task)
@@ -303,8 +298,7 @@ def removed(directory: Path) -> SdQuantError:
 def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> Exception:
     """Log why a job failed, write it into the job's folder, and return the error that is to be raised.
 
-    A single run says a refusal as its last line, and Hydra shows the traceback of a crash. A sweep goes on: it logs the
-    traceback here and raises a refusal, because not every exception can be pickled by a launcher.
+    In a sweep it is a refusal, and a traceback is logged: not every exception can be pickled by a launcher.
     """
     refused = of_the_machine(error) or error if directory.is_dir() else removed(directory)
     known = isinstance(refused, SdQuantError)

@@ -123,10 +123,7 @@ def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> Quantiz
 
 
 def settled(knobs: DictConfig) -> dict[str, Any]:
-    """Resolve the knobs of a job that starts, by the model of its earlier run and by what its checkpoint states.
-
-    Raises ConfigError for a knob without a value, ArtifactError for a run whose configuration is damaged.
-    """
+    """Resolve the knobs of a job by the model of its earlier run and by its checkpoint. Raises SdQuantError."""
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = sweep.in_texts(without_interpolation, model)  # before the size and the prompts are taken from it
     knobs = sweep.with_literal_texts(knobs)
@@ -178,10 +175,9 @@ def check_assigned(words: Sequence[str]) -> None:
 
 
 def readable(argument: str, multirun: bool) -> str:
-    """Return a command's argument with quotes around the texts that Hydra's grammar has in quotes alone.
+    """Return a command's argument with quotes around texts that Hydra's grammar has in quotes alone, such as ``é``.
 
-    Among these are all with letters beyond English, with ``!``, ``(``, ``#`` or ``~``, and with a space at an end.
-    Raises ConfigError where such a text may be read in several ways, with the argument as it has to be typed.
+    Raises ConfigError for a text of several readings, with the argument as it has to be typed.
     """
     if PLACES.fullmatch(argument):  # one value, whose comma separates no jobs
         return argument.replace("=", '="', 1) + '"'
@@ -272,8 +268,7 @@ def refusal(error: Exception, config_name: str) -> SdQuantError:
             f"the argument {several[1]} has several values, expected one; write {meant} if it is one text or a list, "
             "or add --multirun for a job of each"
         )
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown:
+    if unknown := re.search(r"Could not override '([^']+)'", text):
         name = unknown[1]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             known = {command: knobs_of(compose(command)) for command in JOBS}

@@ -443,7 +443,7 @@ def to_generate(
     """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
     job = model.job(None, UNUSED, with_prompts(prompts, knobs))
     because = "quantize.py chooses the steps; its record has them, for infer.schedule"
-    check_unused(job.infer, "infer.", [("reuse", None, because)])
+    check_unused(job.infer, "infer.", (True, {"reuse": None}, because))
     check(not job.infer.chooses_precise, "infer.precise_steps", job.infer.precise_steps, f"places, because {because}")
     # images from images take one part more, and its weights were read with the others
     session = open_session(job.model, finite=False) if job.model.encoder else model.session

@@ -17,7 +17,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,17 +102,19 @@ def check(holds: bool, knob: str, value: object, expected: str) -> None:
         raise ConfigError(f"{knob} is {value}, expected {expected}")
 
 
-def check_unused(section: object, path: str, rules: Iterable[tuple[str, object, str]]) -> None:
-    """Raises ConfigError when a knob of ``section`` is used that has no effect, or cannot work, beside the others.
+Unused = tuple[
+    object, Mapping[str, object], str
+]  # a condition, knobs with the values at which they do nothing, and why
 
-    ``rules`` yields such knobs, each with the value at which it does nothing and the reason. ``path`` precedes their
-    names.
-    """
-    for name, idle, because in rules:
-        if (value := getattr(section, name)) != idle:
-            knob = called(fields_of(type(section))[name][1], path + name)
-            expected = idle if isinstance(idle, str) else json.dumps(idle)
-            check(False, knob, value, f"{expected}, because {because}")
+
+def check_unused(section: object, path: str, *rules: Unused) -> None:
+    """Raises ConfigError for a knob of ``section`` without effect by a rule that holds; ``path`` precedes its name."""
+    for holds, values, because in rules:
+        for name, idle in values.items() if holds else ():
+            if (value := getattr(section, name)) != idle:
+                knob = called(fields_of(type(section))[name][1], path + name)
+                expected = idle if isinstance(idle, str) else json.dumps(idle)
+                check(False, knob, value, f"{expected}, because {because}")
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

@@ -45,10 +45,9 @@ class Outcome:
 
 
 def planned(plan: dict, search: float) -> dict:
-    """Return the plan of a grid as that of a search in it, none of whose jobs is proposed yet.
+    """Return the plan of a search in a grid, without jobs yet; ``search`` is their number, or a share of the grid's.
 
-    ``search`` is a number of jobs, or a share below 1 of those that differ. Raises ConfigError for more than there are,
-    ResourceError without Optuna.
+    Raises ConfigError for more than there are, ResourceError without Optuna.
     """
     if find_spec("optuna") is None:
         install = "pip install 'sd-quant[search]'"
@@ -120,10 +119,9 @@ def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict
 
 
 def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
-    """Return the different values of a knob as JSON, and whether they have an order.
+    """Return the different values of a knob as JSON, and whether they have an order, as numbers do.
 
-    Numbers do. Null among them is the end of the axis at which the user has put it: no reuse is less than 0.2, and the
-    usual steps are more than 10.
+    Null among numbers is the end of the axis at which the user has put it: no reuse is less than 0.2.
     """
     different = {json.dumps(value): value for value in values}
     numbers = sorted((text for text, value in different.items() if type(value) in (int, float)), key=different.get)
@@ -134,10 +132,7 @@ def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
 
 
 def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[str, float]]]:
-    """Return what a study is told of each job: its value, and what must not be above 0.
-
-    One that failed is as bad as the worst that did not.
-    """
+    """Return each job's value for a study, and its constraints, above 0 if broken; a failed job is as the worst."""
     found = [outcome for outcome in known.values() if outcome is not None] or [Outcome(0.0, 1.0)]
     worst = Outcome(min(each.fidelity for each in found), max(each.shortfall for each in found), passes=False)
     outcomes = {name: outcome or worst for name, outcome in known.items()}
@@ -149,10 +144,7 @@ def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[
 
 
 def outcome_of(option: Option, rule: Rule) -> Outcome | None:
-    """Return what a measured recipe has shown; None where its latency cannot be compared with the target.
-
-    The speed-up is the low end of its interval, as the verdict asks, or where that is unknown its value.
-    """
+    """Return the outcome of a measured recipe, by the low end of its speed-up as the verdict; None without target."""
     if (wanted := wanted_speedup(option, rule)) is None:
         return None
     surely = max(speedup_of(option, rule.confidence).low, 0.0) or option.speedup
@@ -178,10 +170,7 @@ def next_jobs(directory: Path, at_once: int) -> list[dict]:
 
 @contextmanager
 def proposing() -> Iterator[None]:
-    """Let Hydra's sweeper do in the block what a search proposes.
-
-    A sweeper of one's own would have to be in the package ``hydra_plugins``, which Hydra imports at every start.
-    """
+    """Let Hydra's sweeper do a search in the block; a plugin of one's own would be imported at every start."""
     sweeper = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper  # Hydra has loaded it anew
     usual, sweeper.sweep = sweeper.sweep, sweep_by_proposals
     try:
@@ -191,10 +180,9 @@ def proposing() -> Iterator[None]:
 
 
 def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
-    """Launch the jobs that a search has begun before, which are checked like those of a sweep, and what it proposes.
+    """Launch the jobs that a search has begun before, and then those that it proposes.
 
-    As many are proposed at a time as ``hydra.sweeper.max_batch_size`` or the launcher's ``n_jobs`` says. Without either
-    it is one, which profits from the results of all before it.
+    They are as many at a time as ``hydra.sweeper.max_batch_size`` or the launcher's ``n_jobs``, else one.
     """
     directory = Path(self.config.hydra.sweep.dir)
     at_once = self.max_batch_size or max(1, self.config.hydra.launcher.get("n_jobs") or 1)

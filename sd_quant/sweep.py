@@ -1,10 +1,9 @@
 """A sweep: which jobs a command means, their names and folders, and which of them are still to be done.
 
 Hydra starts the jobs, here or through a launcher. Before the first, ``sweep.json`` is written into the sweep's folder.
-It lists the jobs in Hydra's order, each named by the knobs that vary, so a job finds its own folder by its number. The
-folder's name is the time and a hash of the jobs, so the same command finds the newest sweep that it has begun, and goes
-on there. Roads not taken: Hydra's ``override_dirname``, which takes 0.8 and 0.80 for two values, and a list of jobs in
-memory, which ends with its process.
+It lists the jobs in Hydra's order, named by the knobs that vary: a job finds its folder by its number. The folder's
+name is the time and a hash of the jobs: the same command continues the newest sweep of it. Roads not taken: Hydra's
+``override_dirname``, for which 0.8 and 0.80 are two values, and a list of jobs in memory, which ends with its process.
 """
 
 import dataclasses
@@ -98,10 +97,7 @@ def parse(arguments: Sequence[str]) -> list:
 
 
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the knobs that vary, and each job's overrides in the order of Hydra's basic sweeper.
-
-    Raises ConfigError for another sweeper, a range that cannot be counted, and more than ``MOST_JOBS`` jobs.
-    """
+    """Return the knobs that vary, and each job's overrides in the order of Hydra's sweeper. Raises ConfigError."""
     sweeper = plain_config(config_name, arguments).hydra.sweeper
     if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
         raise ConfigError(f"hydra/sweeper is {sweeper.get('_target_')}, expected Hydra's basic one: it names jobs here")
@@ -128,8 +124,7 @@ def plan_of(
 ) -> tuple[dict, str, list[Any]]:
     """Return the content of ``sweep.json``, the folder's name but for the time, and the jobs, which ``job_of`` checks.
 
-    Of jobs that are sure to give the same assignment only the first is done: the others name it as ``same_as``.
-    Raises ConfigError, naming the job, when one of them is impossible.
+    Jobs that are sure to give the assignment of an earlier one name it as ``same_as``. Raises ConfigError with the job.
     """
     varied, overridden = expand(config_name, arguments)
     varied = [name.lstrip("+") for name in varied]
@@ -171,7 +166,6 @@ def plan_of(
 
 
 def dated(name: str) -> str:
-    """Put the time in front of a folder's name."""
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
 
 
@@ -181,10 +175,7 @@ def begun(folder: Path, name: str) -> Path | None:
 
 
 def candidates_of(jobs: Sequence[Any]) -> list[dict]:
-    """Return the third-party checkpoints that are judged beside the jobs.
-
-    Raises ConfigError unless all jobs name the same ones, and share the model and the settings of the images.
-    """
+    """Return the third-party checkpoints beside the jobs. Raises ConfigError for jobs of several models or images."""
     if not hasattr(jobs[0], "judge"):
         return []
     planned = [job.judge.planned() for job in jobs]
@@ -352,8 +343,7 @@ def check_shared(directory: Path) -> None:
 def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str]:
     """Return the exit code of a sweep and the sentence about its jobs that are not done.
 
-    ``ended_with`` is the error that reached the process which started the jobs. It is the launcher's if there are jobs
-    that have neither succeeded nor failed, else a job's own.
+    ``ended_with`` is the launcher's error if some jobs have neither succeeded nor failed, else a job's own.
     """
     bad = [job for job in sweep.jobs if job.status != DONE]
     unproposed = jobs_in_all(sweep) - len(sweep.names) if ended_with is not None else 0

@@ -1,9 +1,9 @@
 """Print what is installed, what works on this machine and which engine runs which format, to paste into an issue.
 
-It takes a second, because nothing heavy is imported: packages are read from their metadata, GPUs from nvidia-smi. So a
-package that is installed and does not load goes unnoticed. Modules that read YAML or requirements are imported where
-they are used, because they may be what is missing. No path is printed, because paths hold names of people. The road not
-taken is to import torch and every runtime, which takes ten seconds and ends with the first that is broken.
+Nothing heavy is imported: packages are read from their metadata, GPUs from nvidia-smi, and a package that is installed
+and does not load goes unnoticed. Modules that read YAML or requirements may be missing, so they are imported where they
+are used. No path is printed: paths hold names of people. The road not taken is to import torch and every runtime, which
+takes ten seconds and ends with the first that is broken.
 """
 
 import argparse

@@ -90,9 +90,8 @@ class Metrics:
 
     def check_sizes(self, sizes: object) -> None:
         """Raises ConfigError for a score of images of one size where they have several ``sizes``."""
-        if sizes is not None:
-            because = "this score needs images of one size, and infer.sizes is given"
-            check_unused(self, "metrics.", [(name, None, because) for name in ("clip_weights", "fid_references")])
+        because = "this score needs images of one size, and infer.sizes is given"
+        check_unused(self, "metrics.", (sizes is not None, dict.fromkeys(("clip_weights", "fid_references")), because))
 
     def check_files(self) -> None:
         for key, knob in NAMED.items():

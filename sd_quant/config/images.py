@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,20 @@ from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
 from sd_quant.inference.samplers import COMPUTED, FULL, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
-from sd_quant.knobs import COUNT, FROM_0, MORE_THAN_0, SEED, SHARE, Limit, Only, between, check, check_unused, one_of
+from sd_quant.knobs import (
+    COUNT,
+    FROM_0,
+    MORE_THAN_0,
+    SEED,
+    SHARE,
+    Limit,
+    Only,
+    Unused,
+    between,
+    check,
+    check_unused,
+    one_of,
+)
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
@@ -125,40 +138,34 @@ class Infer:
     allow_untrusted_plan: Annotated[bool, "load a plan that has no record of its build"]
 
     def __post_init__(self):
-        check_unused(self, "infer.", self.unused_knobs())
+        check_unused(self, "infer.", *self.unused_knobs())
         if self.image is not None:
             self.check_strength(self.mask, self.steps, "infer.steps")
         self.check_schedule()
 
-    def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
-        if not isinstance(self.prompts, str):
-            for name in ("num_prompts", "prompts_category"):
-                yield name, None, "infer.prompts is a list and names no file"
-        if self.table is not None:
-            for name in ("num_prompts", "prompts_category", "latents", "image"):
-                yield name, None, "infer.table has the calls of all images, in its order"
-        if self.num_prompts is None:
-            yield "prompts_seed", 0, "without infer.num_prompts nothing is drawn"
-        if self.engine != AUTO and RUNTIMES[self.engine].device == "cpu":
-            yield "cuda_graph", False, f"infer.engine={self.engine} runs on the processor"
-        if self.scale <= 1:
-            because = f"at infer.scale={self.scale:g} nothing is guided, so no negative prompt is read"
-            yield "negative_prompt", None, because
-            yield "guidance_until", None, f"at infer.scale={self.scale:g} nothing is guided"
-        if self.schedule is not None:
-            yield "reuse", None, "infer.schedule says which steps are computed"
-            yield "precise_steps", None, "infer.schedule says which steps are precise"
-        if self.reuse is not None:
-            yield "precise_steps", None, "infer.reuse chooses a schedule too; infer.schedule can have both"
-        if self.sizes is not None:
-            yield "latents", None, "noise has one size, and infer.sizes is given"
-            yield "image", None, "source images are read at one size, and infer.sizes is given"
-            yield "control", [], "condition images are read at one size, and infer.sizes is given"
-        if self.image is None:
-            yield "mask", None, "there is no infer.image"
-            yield "strength", None, "there is no infer.image"
-        else:
-            yield "latents", None, "the noise that is added to infer.image is drawn from the seeds"
+    def unused_knobs(self) -> list[Unused]:
+        listed, table, sizes = not isinstance(self.prompts, str), self.table is not None, self.sizes is not None
+        unguided, because = self.scale <= 1, f"at infer.scale={self.scale:g} nothing is guided"
+        return [
+            (listed, {"num_prompts": None, "prompts_category": None}, "infer.prompts is a list and names no file"),
+            (table, dict.fromkeys(("num_prompts", "prompts_category", "latents", "image")),
+             "infer.table has the calls of all images, in its order"),
+            (self.num_prompts is None, {"prompts_seed": 0}, "without infer.num_prompts nothing is drawn"),
+            (self.engine != AUTO and RUNTIMES[self.engine].device == "cpu", {"cuda_graph": False},
+             f"infer.engine={self.engine} runs on the processor"),
+            (unguided, {"negative_prompt": None}, f"{because}, so no negative prompt is read"),
+            (unguided, {"guidance_until": None}, because),
+            (self.schedule is not None, {"reuse": None}, "infer.schedule says which steps are computed"),
+            (self.schedule is not None, {"precise_steps": None}, "infer.schedule says which steps are precise"),
+            (self.reuse is not None, {"precise_steps": None},
+             "infer.reuse chooses a schedule too; infer.schedule can have both"),
+            (sizes, {"latents": None}, "noise has one size, and infer.sizes is given"),
+            (sizes, {"image": None}, "source images are read at one size, and infer.sizes is given"),
+            (sizes, {"control": []}, "condition images are read at one size, and infer.sizes is given"),
+            (self.image is None, {"mask": None, "strength": None}, "there is no infer.image"),
+            (self.image is not None, {"latents": None},
+             "the noise that is added to infer.image is drawn from the seeds"),
+        ]  # fmt: skip
 
     def with_engine(self, choose: Callable[[], tuple[str, str]]) -> "Infer":
         """Replace the engine auto by the one that ``choose`` returns, with the reason."""

@@ -69,7 +69,7 @@ class InferJob:
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         because = "quantize.py chooses the steps; the record of its run has them under levers, for infer.schedule"
-        check_unused(self.infer, "infer.", [("reuse", None, because)])
+        check_unused(self.infer, "infer.", (True, {"reuse": None}, because))
         chosen = self.infer.precise_steps if self.infer.chooses_precise else None
         check(chosen is None, "infer.precise_steps", chosen, f"places, because {because}")
         fits = self.infer.engine == AUTO or RUNTIMES[self.infer.engine].unquantized
@@ -103,8 +103,8 @@ class JudgeJob:
     def __post_init__(self):
         self.model.check_sides("infer", self.infer.width, self.infer.height, self.infer.sizes)
         self.metrics.check_sizes(self.infer.sizes)
-        because = "candidates are compared by their bits alone"
-        check_unused(self.infer, "infer.", [(name, None, because) for name in LEVERS])
+        levers = True, dict.fromkeys(LEVERS), "candidates are compared by their bits alone"
+        check_unused(self.infer, "infer.", levers)
         check(bool(self.judge.candidates), "candidates", "empty", "at least one file or folder")
         expected = (
             "torch, which computes what each checkpoint's own library does; judge.runtimes=true runs that library too"

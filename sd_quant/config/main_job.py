@@ -46,8 +46,8 @@ class RecipeJob:
         self.quantize = with_own_name(self.quantize)
         check_recipe(self.quantize)
         self.quantize = with_attention(self.quantize)
-        if not self.model.loras:
-            check_unused(self.quantize, "quantize.", [("loras", FUSED, "model.loras names no LoRA")])
+        no_loras = not self.model.loras, {"loras": FUSED}, "model.loras names no LoRA"
+        check_unused(self.quantize, "quantize.", no_loras)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
         for part, preset in self.quantize.quantized_parts.items() if self.quantize.calibration is not None else ():
@@ -137,10 +137,9 @@ class QuantizeJob(RecipeJob):
         )
         check(NO_FP32 not in (self.trt.targets or ()), "trt.targets", self.trt.targets, expected)
         check_engine(self.infer.engine, self.quantize, self.trt)
-        if self.infer.engine == COMPILED:
-            because = f"with infer.engine={COMPILED} the unquantized engine is that baseline"
-            check_unused(self, "", [("compiled_baseline", False, because)])
-        check_unused(self.infer, "infer.", [("out_path", None, "a run keeps everything in hydra.run.dir")])
+        because = f"with infer.engine={COMPILED} the unquantized engine is that baseline"
+        check_unused(self, "", (self.infer.engine == COMPILED, {"compiled_baseline": False}, because))
+        check_unused(self.infer, "infer.", (True, {"out_path": None}, "a run keeps everything in hydra.run.dir"))
         if self.search is not None:
             expected = "verdict.speedup= or verdict.image_ms= beside it: a search needs a target"
             targets = self.verdict.speedup, self.verdict.image_ms
@@ -238,7 +237,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
             check(able, f"quantize.parts.{part}", preset, expected)
         codes = f"infer.engine={engine} multiplies codes with codes, and fit leaves inputs of other parts in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
-        check_unused(quantize, "quantize.", [("fit", None, codes), ("rank", 0, branch), ("loras", FUSED, branch)])
+        check_unused(quantize, "quantize.", (True, {"fit": None}, codes), (True, {"rank": 0, "loras": FUSED}, branch))
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)

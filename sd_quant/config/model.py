@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.accepted import check_kind
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
-from sd_quant.knobs import COUNT, Called, Limit, check, check_unused, one_of
+from sd_quant.knobs import COUNT, Called, Limit, Unused, check, check_unused, one_of
 from sd_quant.models import EXPORTED, FAMILIES, OBSERVED, STORED, VAE_ENCODER, Dtypes, controlnet_names
 from sd_quant.places import existing, input_path
 from sd_quant.report.record import CONTROLNET, LORA, VAE
@@ -94,7 +94,7 @@ class Model:
     recommended: Annotated[dict[str, float | int], "defaults of other knobs"]
 
     def __post_init__(self):
-        check_unused(self, "model.", self.unused_knobs())
+        check_unused(self, "model.", *self.unused_knobs())
         self.check_sides("model", self.width, self.height, self.sizes)
         fits = self.io in (None, "diffusers") or self.family == "sdxl"
         check(fits, "export.io", self.io, f"diffusers or null, because NeMo has no names for {self.family}")
@@ -116,23 +116,23 @@ class Model:
             fits = all(pixels % GRAIN == 0 for pixels in size_of(stated))
             check(fits, f"{section}.sizes", stated, f"WIDTHxHEIGHT such as 832x1216, each side {expected}")
 
-    def unused_knobs(self) -> Iterator[tuple[str, object, str]]:
-        if self.sizes is not None:
-            yield "calibration_image", None, "source images are read at one size, and model.sizes is given"
-            yield "calibration_control", [], "condition images are read at one size, and model.sizes is given"
-        if self.calibration_image is None:
-            yield "calibration_mask", None, "there is no model.calibration_image"
-        if self.family != "sdxl":
-            yield "pipeline", None, f"only SDXL comes in files of NeMo's, and model.family is {self.family}"
-        if self.family != OBSERVED:
-            because = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
-            yield "excluded", [], f"{because}; quantize.exclude has patterns for all families"
-            yield "denoiser", None, f"{because}; this family has one denoiser"
-            yield "calibration_table", None, because
-        else:
-            yield "vae", None, "an autoencoder is swapped in known families alone: save the pipeline with another"
-            yield "parts", [], "the parts of a pipeline that is observed are the networks that it calls"
-            yield "controlnets", [], "a pipeline that is observed has its ControlNet in its folder"
+    def unused_knobs(self) -> list[Unused]:
+        observed, sizes = self.family == OBSERVED, self.sizes is not None
+        alone = f"the pipeline of {self.family} is called by its own rules, and only model=diffusers observes one"
+        return [
+            (sizes, {"calibration_image": None}, "source images are read at one size, and model.sizes is given"),
+            (sizes, {"calibration_control": []}, "condition images are read at one size, and model.sizes is given"),
+            (self.calibration_image is None, {"calibration_mask": None}, "there is no model.calibration_image"),
+            (self.family != "sdxl", {"pipeline": None},
+             f"only SDXL comes in files of NeMo's, and model.family is {self.family}"),
+            (not observed, {"excluded": []}, f"{alone}; quantize.exclude has patterns for all families"),
+            (not observed, {"denoiser": None}, f"{alone}; this family has one denoiser"),
+            (not observed, {"calibration_table": None}, alone),
+            (observed, {"vae": None},
+             "an autoencoder is swapped in known families alone: save the pipeline with another"),
+            (observed, {"parts": []}, "the parts of a pipeline that is observed are the networks that it calls"),
+            (observed, {"controlnets": []}, "a pipeline that is observed has its ControlNet in its folder"),
+        ]  # fmt: skip
 
     def adapters(self) -> list["Lora[Path]"]:
         """Return the files of ``loras`` with their strengths, 1 where none is given."""

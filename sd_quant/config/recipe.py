@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 
 from sd_quant.config.assignment_file import FP16, entries_in
 from sd_quant.errors import ConfigError
-from sd_quant.knobs import COUNT, SEED, Called, Limit, between, check, check_unused, one_of, read
+from sd_quant.knobs import COUNT, SEED, Called, Limit, Unused, between, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
@@ -302,7 +301,7 @@ def check_recipe(quantize: Quantize) -> None:
     expected = f"at most 3, because {label} has no format for attention's matrix products; give it one by {able}"
     found = quantize.attention or enable.attention
     check(quantize.quant_level < 4 or found is not None, "quant_level", quantize.quant_level, expected)
-    check_unused(quantize, "quantize.", unused_knobs(quantize))
+    check_unused(quantize, "quantize.", *unused_knobs(quantize))
     expected = f"at least {1 / steps:g}, one of the {steps} steps, because it selects no step"
     check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
     check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
@@ -311,51 +310,45 @@ def check_recipe(quantize: Quantize) -> None:
     check_hessian(quantize)
 
 
-def unused_knobs(quantize: Quantize) -> Iterator[tuple[str, object, str]]:
-    """Yield the knobs without effect beside the others, each with the value at which it is not used and the reason."""
+def unused_knobs(quantize: Quantize) -> list[Unused]:
+    """Return the knobs without effect beside the others."""
     conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
-    if quantize.quant_level < 4:
-        yield "attention", None, f"quant_level={quantize.quant_level:g} leaves attention's products alone, 4 does not"
-    if quantize.assignment is not None:
-        for knob, idle in (("keep", 0), ("budget", None), ("fit", None)):
-            yield knob, idle, f"assignment={quantize.assignment} decides for each layer"
-    if quantize.budget is not None:
-        yield "keep", 0, f"quantize.budget={quantize.budget} chooses what stays in fp16"
-    if quantize.fit is None:
-        yield "resident", "all", "there is no fit, whose memory it is about"
-    else:
-        for knob, idle in (("keep", 0), ("budget", None), ("parts", None)):
-            yield knob, idle, f"fit={quantize.fit} chooses the formats of all layers of all parts"
-    if quantize.smoothing == "none":
-        yield "alpha", None, f"{label} smooths nothing"
-    if not (FORMATS[conv.weight].static_scale or FORMATS[linear.weight].static_scale):
-        yield "per_channel", False, f"{label} has scales per block"
-    if conv.activation is None:
-        for name, value in (("percentile", 1), ("collect_method", "mean-max"), ("shift", False)):
-            yield name, value, f"{label} leaves the inputs of convolutions alone"
-    elif not FORMATS[conv.activation].equal_levels:
-        yield "shift", False, f"{conv.activation} is more precise near zero than far from it, so a shift gains nothing"
-    elif not quantize.per_channel:
-        yield "shift", False, "without quantize.per_channel fp16 would round away a part of the bias that it needs"
-    if linear.activation is None:
-        for name, value in (("per_token", False), ("rotation", 0)):
-            yield name, value, f"{label} leaves the inputs of linears alone"
-    elif not FORMATS[linear.activation].static_scale:
-        yield "per_token", False, f"{label} has scales per block"
-    elif not quantize.per_token:
-        yield "rotation", 0, "the ranges of rotated inputs were not calibrated; quantize.per_token=true needs none"
-    if quantize.rank == 0:
-        yield "branch_rounds", 0, "with quantize.rank=0 there is no low-rank branch to fit"
-        yield "shared_branch", False, "with quantize.rank=0 there is no low-rank branch to share"
-    elif quantize.smoothing != "folded":
-        yield "shared_branch", False, f"smoothing={quantize.smoothing} treats each layer's input as its own"
-    if not any(FORMATS[pair.weight].searched for pair in (conv, linear)):
-        for name, value in (("rounding", "nearest"), ("scale_search", False), ("branch_rounds", 0), ("hessian", 0)):
-            yield name, value, f"{label} has 8 bits for a weight, where choosing them gains nothing"
-    elif all(FORMATS[pair.weight].bits == 8 for pair in (conv, linear)):
-        yield "scale_search", False, f"{label} has 8 bits for a weight, where another scale gains nothing"
-    if quantize.rounding != "gptq":
-        yield "hessian", 0, f"only quantize.rounding=gptq takes one, and it is {quantize.rounding}"
+    read_by_conv, read_by_linear = FORMATS.get(conv.activation or ""), FORMATS.get(linear.activation or "")
+    weights = FORMATS[conv.weight], FORMATS[linear.weight]
+    searched, static = any(fmt.searched for fmt in weights), read_by_linear and read_by_linear.static_scale
+    by_limit: dict[str, object] = {"keep": 0, "budget": None}
+    return [
+        (quantize.quant_level < 4, {"attention": None},
+         f"quant_level={quantize.quant_level:g} leaves attention's products alone, 4 does not"),
+        (quantize.assignment is not None, by_limit | {"fit": None},
+         f"assignment={quantize.assignment} decides for each layer"),
+        (quantize.budget is not None, {"keep": 0}, f"quantize.budget={quantize.budget} chooses what stays in fp16"),
+        (quantize.fit is None, {"resident": "all"}, "there is no fit, whose memory it is about"),
+        (quantize.fit is not None, by_limit | {"parts": None},
+         f"fit={quantize.fit} chooses the formats of all layers of all parts"),
+        (quantize.smoothing == "none", {"alpha": None}, f"{label} smooths nothing"),
+        (not any(fmt.static_scale for fmt in weights), {"per_channel": False}, f"{label} has scales per block"),
+        (read_by_conv is None, {"percentile": 1, "collect_method": "mean-max", "shift": False},
+         f"{label} leaves the inputs of convolutions alone"),
+        (read_by_conv and not read_by_conv.equal_levels, {"shift": False},
+         f"{conv.activation} is more precise near zero than far from it, so a shift gains nothing"),
+        (not quantize.per_channel, {"shift": False},
+         "without quantize.per_channel fp16 would round away a part of the bias that it needs"),
+        (read_by_linear is None, {"per_token": False, "rotation": 0}, f"{label} leaves the inputs of linears alone"),
+        (not static, {"per_token": False}, f"{label} has scales per block"),
+        (static and not quantize.per_token, {"rotation": 0},
+         "the ranges of rotated inputs were not calibrated; quantize.per_token=true needs none"),
+        (quantize.rank == 0, {"branch_rounds": 0}, "with quantize.rank=0 there is no low-rank branch to fit"),
+        (quantize.rank == 0, {"shared_branch": False}, "with quantize.rank=0 there is no low-rank branch to share"),
+        (quantize.smoothing != "folded", {"shared_branch": False},
+         f"smoothing={quantize.smoothing} treats each layer's input as its own"),
+        (not searched, {"rounding": "nearest", "scale_search": False, "branch_rounds": 0, "hessian": 0},
+         f"{label} has 8 bits for a weight, where choosing them gains nothing"),
+        (all(fmt.bits == 8 for fmt in weights), {"scale_search": False},
+         f"{label} has 8 bits for a weight, where another scale gains nothing"),
+        (quantize.rounding != "gptq", {"hessian": 0},
+         f"only quantize.rounding=gptq takes one, and it is {quantize.rounding}"),
+    ]  # fmt: skip
 
 
 def check_hessian(quantize: Quantize) -> None:

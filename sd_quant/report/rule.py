@@ -25,7 +25,7 @@ class Rule:
 
     def __post_init__(self):
         if self.speedup is not None:
-            check_unused(self, "verdict.", [("image_ms", None, "verdict.speedup is the target already")])
+            check_unused(self, "verdict.", (True, {"image_ms": None}, "verdict.speedup is the target already"))
 
     def __str__(self) -> str:
         if self.target:
