@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors import safe_open
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
@@ -62,9 +61,8 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     ranked, record = rows_of(run / "sensitivity.csv"), record_of(run)
     errors = [float(row["network_error"]) for row in ranked]
     assert len(ranked) == 2 + record["layers"]["quantized"] and errors == sorted(errors, reverse=True)
+    assert (run / "sensitivity.png").stat().st_size
     assert [row["name"] for row in ranked if row["kept"] == "True"] == [row["name"] for row in ranked[:2]]
-    with Image.open(run / "sensitivity.png") as plot:
-        assert plot.size == (1600, 600)
     curve = record["sensitivity"]["curve"]
     assert [point["kept"] for point in curve][:3] == [0, 1, 2]
     assert curve[2]["relative_error"] < curve[0]["relative_error"]
@@ -160,11 +158,6 @@ def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_m
     told = (again.stdout + again.stderr).count("from the cache: images")
     assert told == 4, "the reference, the unquantized engine and both ways: nothing is made again"
     assert record_of(second)["noise_floor"] == {way: floor[way] for way in ("bf16", "batch")}
-
-
-def test_a_way_that_this_machine_does_not_have_is_refused_before_calibration(range_of):
-    expected = r"noise_floor has batch, but no two of these images fit into one batch; leave it out, or"
-    assert range_of("noise_floor=[batch]", expected) == []
 
 
 def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
@@ -290,12 +283,8 @@ def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path)
 def test_precise_steps_are_those_of_the_preset_of_weights_alone(job, engine):
     """With all steps precise the images are that preset's to the bit, but for a shift, which chooses other scales."""
     knobs = "quant_level=3", "smoothing=none", "infer.steps=3", f"infer={engine}", "export_trt=none"
-    recipes = {
-        "all": ["infer.schedule=hhh", "quantize.shift=false"],
-        "alone": ["quantize=int8_weight_only"],
-        "some": ["infer.schedule=chf"],
-    }
-    runs = {name: job(*knobs, *own, name=name) for name, own in recipes.items()}
+    recipes = {"all": ("infer.schedule=hhh", "quantize.shift=false"), "alone": ("quantize=int8_weight_only",)}
+    runs = {name: job(*knobs, *own, name=name) for name, own in (recipes | {"some": ("infer.schedule=chf",)}).items()}
     made = {name: images_in(run / "images/quantized") for name, run in runs.items()}
     assert made["all"] and all(np.array_equal(image, made["alone"][name]) for name, image in made["all"].items())
     record = record_of(runs["some"])
