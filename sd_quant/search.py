@@ -37,7 +37,7 @@ MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job has shown."""
+    """The measurements of a job, beside the target."""
 
     fidelity: float  # PSNR in dB, no more than is enough
     shortfall: float  # logarithm of the wanted speed-up over the least that the job surely has; above 0 it falls short

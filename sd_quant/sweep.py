@@ -278,7 +278,7 @@ def start_line(sweep: Sweep) -> str:
 
 
 class Jobs(Work):
-    """The jobs of a sweep, wherever they run, as work that goes on: what is known of them lies in their folders."""
+    """The progress of a sweep's jobs on any machine, read from their folders."""
 
     def __init__(self, directory: Path):
         super().__init__("jobs")
@@ -304,7 +304,7 @@ class Jobs(Work):
 
 
 def jobs_in_all(sweep: Sweep) -> int:
-    """Return how many jobs a sweep has, twins among them, and will have when a search has proposed all of its own."""
+    """Return the number of a sweep's jobs, with twins and the proposals of a search that are to come."""
     search, now = sweep.search, len(sweep.names)
     return now if search is None else min(now + search["jobs"] - search["proposed"], max(now, search["of"]))
 

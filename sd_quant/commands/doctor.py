@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def told(section: Callable[[], Lines]) -> Lines:
-    """Yield the lines of a section; a section that fails ends with a line that says so."""
+    """Yield the lines of a section, and a line for its failure."""
     try:
         yield from section()
     except Exception as error:  # mostly from a broken package; its message may hold a path

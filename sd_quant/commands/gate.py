@@ -88,7 +88,7 @@ def job_of(words: list[str]) -> GateJob:
 
 
 def number(text: str) -> float | str:
-    """Return the number, or the text where it is none, which is refused by its knob."""
+    """Return a number, or a text, which its knob refuses."""
     try:
         return float(text)
     except ValueError:

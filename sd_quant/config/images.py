@@ -192,12 +192,12 @@ class Infer:
 
     @property
     def precise(self) -> PreciseSteps | None:
-        """Return what ``precise_steps`` asks for."""
+        """Return the meaning of ``precise_steps``."""
         return precise_steps(self.precise_steps, self.recipe_steps)
 
     @property
     def given_schedule(self) -> str | None:
-        """Return the schedule that the knobs state; None where all steps are alike, or are chosen later."""
+        """Return the schedule of the knobs; None for equal steps, and before a choice."""
         return self.schedule if self.precise is None else self.precise.schedule(self.recipe_steps)
 
     @property
@@ -207,7 +207,7 @@ class Infer:
 
     @property
     def precise_letters(self) -> set[str]:
-        """Return the letters of steps that an engine of their own computes, or those that choose."""
+        """Return the letters of steps with an engine of their own, or of the choice of steps."""
         if self.chooses_precise:  # by what both take
             return {WEIGHTS_ALONE, FULL}
         return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}

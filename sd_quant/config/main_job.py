@@ -147,7 +147,7 @@ class QuantizeJob(RecipeJob):
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:
-        """Raises ConfigError for precise steps that are as the others, or are chosen by times that nobody measures."""
+        """Raises ConfigError for precise steps equal to the others, or chosen by times without a measurement."""
         infer, formats = self.infer, self.formats()
         knob = "schedule" if infer.schedule is not None else "precise_steps"
         value, precise = getattr(infer, knob), infer.precise
@@ -159,7 +159,7 @@ class QuantizeJob(RecipeJob):
             check(False, f"infer.{knob}", value, expected)
 
     def why_no_plans(self) -> str | None:
-        """Return why no library builds plans of the recipe, whose attention they may leave alone; None if one may."""
+        """Return why no library builds plans of the recipe, attention aside; None if one does."""
         reasons = [why_not(name, {"inputs": self.formats()["inputs"]}) for name in PLAN_BUILDERS]
         return reasons[0] if all(reasons) else None
 

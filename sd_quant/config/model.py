@@ -227,7 +227,7 @@ class Lora(NamedTuple, Generic[P]):
 
     @property
     def place(self) -> str:
-        """Return which denoiser it changes, for names; empty where that is not said."""
+        """Return the denoiser of the LoRA as a suffix of names; empty without one."""
         return "" if self.denoiser is None else f" of {self.denoiser}"
 
 
@@ -244,7 +244,7 @@ def weighted(stated: str) -> tuple[str, float]:
 
 
 def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
-    """Whether ``split`` finds a path and a finite number in what a knob states."""
+    """Whether ``split`` finds a path and a finite number in the value of a knob."""
     with suppress(ValueError):
         path, number, *_ = split(stated)
         return bool(path) and math.isfinite(number)

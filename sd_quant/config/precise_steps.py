@@ -21,7 +21,7 @@ PRECISE = Limit(
 
 @dataclass(frozen=True)
 class PreciseSteps:
-    """One of the places, or what chooses them: a number, a target, or nothing, which is ``auto``."""
+    """Places of precise steps, or the number or target by which they are chosen; nothing for ``auto``."""
 
     first: int | None = None
     last: int | None = None
@@ -60,7 +60,7 @@ def with_ends(first: int, last: int, steps: int) -> str:
 
 
 def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:
-    """What the knob asks for of ``steps``. Raises ConfigError for more steps than there are."""
+    """The meaning of the knob for an image of so many ``steps``. Raises ConfigError for more precise steps."""
     form = FORM.fullmatch(str(value))
     if form is None:  # null
         return None

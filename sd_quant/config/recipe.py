@@ -95,7 +95,7 @@ def usual(value: object) -> object:
 
 
 def part_presets() -> list[str]:
-    """Return the presets that other networks than the denoiser can have: all that can be read."""
+    """Return the presets for other networks than the denoiser: all readable ones."""
     return [name for name in presets() if part_recipe(name) is not None]
 
 
@@ -273,7 +273,7 @@ class Quantize(Recipe):
 
 
 def with_own_name(quantize: Quantize) -> Quantize:
-    """Return the section with our name of NeMo's recipe, where ``format`` is NeMo's: that of the numbers."""
+    """Return the section with the format ``nemo`` in place of NeMo's own name, that of its numbers."""
     nemos = quantize.percentile_calibrator == "modelopt" and quantize.enable.attention is None
     named = nemos and quantize.format == quantize.enable.linear.weight
     return dataclasses.replace(quantize, format="nemo") if named else quantize
