@@ -264,12 +264,14 @@ def of_tolerance(pair: tuple[float, float]) -> str:
     return f"{pair[0]:.1e} of {pair[1]:.1e}"
 
 
+def ending(record: Record) -> str:
+    lacks = record.get("lacks")
+    return f"not available here: no {', '.join(lacks)}" if lacks else record.get("failed", "ended well")
+
+
 def row(record: Record, first: Record) -> dict[str, str]:
     """The cells of one class, for both tables and the CSV file."""
-    cells = {"processor": record["class"]}
-    if "lacks" in record:
-        return cells | {"the job": f"not available here: no {', '.join(record['lacks'])}"}
-    cells["the job"] = record.get("failed", "ended well")
+    cells = {"processor": record["class"], "the job": ending(record)}
     if "psnr" not in record:
         return cells
     at, graph = record["assignment"], record["graph"]
@@ -309,13 +311,9 @@ def table(records: Sequence[Record]) -> str:
     first, rows = ran[0], [row(record, ran[0]) for record in records]
     columns = list(row(first, first))
     split = columns.index(SPLIT)
-    texts = [
-        told(columns[:split], rows),
-        f"What differs from {first['class']}:\n",
-        told(["processor", *columns[split:]], [each for each in rows if SPLIT in each]),
-        psnr_moves(ran),
-    ]
-    return "\n".join(texts)
+    differing = told(["processor", *columns[split:]], [each for each in rows if SPLIT in each])
+    heading = f"What differs from {first['class']}:\n"
+    return "\n".join([told(columns[:split], rows), heading, differing, psnr_moves(ran)])
 
 
 def psnr_moves(ran: Sequence[Record]) -> str:
@@ -375,10 +373,8 @@ def compare(options: argparse.Namespace) -> list[Record]:
 
 
 def outcome(record: Record) -> str:
-    if "lacks" in record:
-        return f"not available here: no {', '.join(record['lacks'])}"
     if "psnr" not in record:
-        return record["failed"]
+        return ending(record)
     return f"{record['psnr']:.2f} dB, {'; '.join(record['falsehoods']) or 'what it says is true'}"
 
 
