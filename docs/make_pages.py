@@ -210,7 +210,11 @@ def section(name: str, thing: type) -> str:
     ]
     for attribute, member in vars(thing).items() if inspect.isclass(thing) and name != "Statistics" else ():
         member = getattr(member, "fget", None) or getattr(member, "func", member)
-        if inspect.isfunction(member) and not attribute.startswith("_") and attribute not in ("generate", "job"):
+        if (
+            inspect.isfunction(member)
+            and not attribute.startswith("_")
+            and attribute not in ("generate", "job", "to_generate")
+        ):
             called = inspect.isfunction(vars(thing)[attribute])
             title = signature(f".{attribute}", member) if called else f"```python\n.{attribute}\n```\n"
             parts += [f"### `.{attribute}`\n", title, text_of(member)]

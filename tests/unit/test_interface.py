@@ -102,7 +102,7 @@ def test_knobs_are_those_of_the_command(model):
 
 @pytest.mark.slow
 def test_a_recipe_knows_prompts_and_steps_from_the_statistics(model, monkeypatch):
-    monkeypatch.setattr(sd_quant.interface, "choose", lambda *_: SimpleNamespace(assignment={}, parts={}))
+    monkeypatch.setattr(sd_quant.interface.model, "choose", lambda *_: SimpleNamespace(assignment={}, parts={}))
     conv = LayerStatistics("conv", torch.ones(2000, 7), Sample(torch.ones(0), torch.ones(0)))
     linear = LayerStatistics("linear", torch.ones(7, 3), conv.rows)
     calls = {"x": Sample(torch.ones(4, 1), torch.ones(4))}

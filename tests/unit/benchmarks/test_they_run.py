@@ -57,7 +57,7 @@ OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
 }
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
 IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "families", "full_size", "full_size_parts", "sweep"}
-ELSEWHERE = {"against_diffusers", "bench_pictures", "bench_train", "processors", "measurer", "common", "occasions"}
+ELSEWHERE = {"bench_pictures", "bench_train", "processors", "measurer", "common", "occasions"}
 
 
 @pytest.mark.slow
