@@ -21,7 +21,7 @@ NAN, INFINITY = float("nan"), float("inf")
 SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", "64 x 64", "ax64", "064x64", "-64x64")]
 BOTH = {"enough_db": 40, "time_of_a_db": 0.03, "confidence": 0.95, "floor_db": None, "worst_db": None, "speedup": 2,
         "image_ms": 900}  # fmt: skip
-SIZES = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
+SEVERAL = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
 NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
 SCORE = "null, because this score needs images of one size, and infer.sizes is given"
 BESIDE = {"model.loras": ["a.safetensors"], "quantize.loras": "beside"}
@@ -165,9 +165,9 @@ def test_every_number_of_things_has_a_limit():
     *(("quantize", NEGATIVE | {"infer.negative_prompt": given}, None) for given in ("", "rain", ["rain", "nude"])),
     ("quantize", {"trt.library": "none", "infer.batch_size": 64}, None),
     ("quantize", {"trt.library": "none", "trt.sizes": ["128x128", "192x128"]}, None),
-    ("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": ["64x64", "192x128"]}, None),
-    ("quantize", SIZES | {"infer.engine": "openvino", "trt.sizes": ["64x64", "64x128"]}, None),
-    ("quantize", SIZES | {"infer.engine": "openvino", "trt.sizes": None}, None),
+    ("quantize", SEVERAL | {"infer.engine": "tensorrt_rtx", "trt.sizes": ["64x64", "192x128"]}, None),
+    ("quantize", SEVERAL | {"infer.engine": "openvino", "trt.sizes": ["64x64", "64x128"]}, None),
+    ("quantize", SEVERAL | {"infer.engine": "openvino", "trt.sizes": None}, None),
     ("quantize", {"infer.engine": "tensorrt", "trt.library": "auto"}, None),
     ("quantize", {"infer.engine": "tensorrt", "trt.library": "tensorrt"}, None),
     ("quantize", BESIDE, None),
@@ -195,14 +195,14 @@ def test_every_number_of_things_has_a_limit():
      "infer.latents is n.pt, expected null, because the noise that is added to infer.image"),
     ("quantize", {"model.calibration_mask": "m.png"},
      "model.calibration_mask is m.png, expected null, because there is no model.calib"),
-    ("quantize", SIZES | {"infer.latents": "x"}, "infer.latents is x, expected null, because noise has one size"),
-    ("quantize", SIZES | {"infer.image": "x"},
+    ("quantize", SEVERAL | {"infer.latents": "x"}, "infer.latents is x, expected null, because noise has one size"),
+    ("quantize", SEVERAL | {"infer.image": "x"},
      "infer.image is x, expected null, because source images are read at one size, and infer.sizes"),
-    ("quantize", SIZES | {"model.calibration_image": "x"},
+    ("quantize", SEVERAL | {"model.calibration_image": "x"},
      "model.calibration_image is x, expected null, because source images are read at one size"),
-    ("quantize", SIZES | {"metrics.clip_weights": "x"}, f"metrics.clip_weights is x, expected {SCORE}"),
-    ("quantize", SIZES | {"metrics.fid_references": "x"}, f"metrics.fid_references is x, expected {SCORE}"),
-    *(("quantize", SIZES | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes},
+    ("quantize", SEVERAL | {"metrics.clip_weights": "x"}, f"metrics.clip_weights is x, expected {SCORE}"),
+    ("quantize", SEVERAL | {"metrics.fid_references": "x"}, f"metrics.fid_references is x, expected {SCORE}"),
+    *(("quantize", SEVERAL | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes},
        f"infer.sizes is 128x64, expected a width from 64 to 64, which {TRT}")
       for sizes in (None, ["64x64", "64x128"])),
     ("quantize", BESIDE | {"model.loras": []},
