@@ -1,7 +1,7 @@
 """Engines that are opened on first use; where memory is short, one is closed before the next is opened.
 
-The full-size model in three variants (framework, unquantized and quantized engine) takes 45 GB at once, its largest
-part 15 GB. The road not taken is a process per engine: variants share the parts that are not quantized.
+The full-size model in three variants takes 45 GB at once, its largest part 15 GB. The road not taken is a process per
+engine: variants share the parts that are not quantized.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping

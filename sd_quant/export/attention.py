@@ -1,15 +1,14 @@
-"""The two matrix products of an attention with quantized inputs in an ONNX graph, and the way back for TensorRT.
+"""Quantize the two matrix products of an attention in an ONNX graph, and restore its Softmax for TensorRT.
 
-In a floating-point format their inputs get QuantizeLinear and DequantizeLinear, and the Softmax stays. In integers (see
-``quantization.attention``):
+Floating-point formats put QuantizeLinear and DequantizeLinear in front of both products. Integers replace the Softmax
+(``quantization.attention``):
 
     query ─ Mul ──────────────── Q ─ DQ ┐
     key ─ Sub(key_mean) ─ Mul ── Q ─ DQ ┴ MatMul ─ Q ─ DQ ┬──────────── Sub ─ Mul ─ Exp ─ Q ─ DQ ┬─ MatMul ─ Div ─ Mul
                                                           └ ReduceMax ──┘                        └─ ReduceSum ─┘
 
-The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and everything between
-them in one kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced, so
-``with_softmax`` restores that for plans.
+The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and the rest in one
+kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced.
 """
 
 from collections.abc import Sequence
@@ -38,23 +37,21 @@ from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
-# Possible nodes between a product of attention and its reader. A joint attention slices or splits off the image's
-# tokens, and a single block of Flux appends to each token what its feed-forward makes of it.
+# Possible nodes between a product and its reader: a joint attention slices or splits off the image's tokens, and a
+# single block of Flux appends its feed-forward to each token.
 MOVES = ("Reshape", "Transpose", "Cast", "Slice", "Split", "Concat")
-MASK = "Add"  # between scores and softmax, of a masked attention
+MASK = "Add"  # between scores and softmax
 
 
 def attention_before(linear: str) -> str:
-    """The attention whose output the ``linear`` of this name reads, if it is an output projection.
-
-    The single blocks of Flux have no projection but that of the whole block.
-    """
+    """The attention whose output a linear reads, if that is an output projection; of the whole block in Flux's single
+    blocks."""
     attention, found, _ = linear.rpartition(".to_out.0")
     return attention if found else linear.removesuffix("proj_out") + "attn"
 
 
 def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
-    """Quantize both matrix products of an attention, whose output projection multiplies with ``weight``."""
+    """Quantize both matrix products of the attention whose output projection multiplies with ``weight``."""
     node = only_reader(weight)
     if node.op_type == "Transpose":
         node = only_reader(node.outputs[0])
@@ -78,7 +75,7 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
 
 
 def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
-    """Let the two products of an attention read fp32, and all but them their outputs rounded to ``dtype``."""
+    """Let both products of an attention read fp32, and their readers outputs rounded to ``dtype``."""
     scores, mixed = products
     cast = lambda before, each, what, to: insert(graph, before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
     for node, index, what in ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value")):
@@ -89,10 +86,7 @@ def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype:
 def quantize_by_rows(
     graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
-    """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly.
-
-    ``dtype`` is that of everything between them.
-    """
+    """Compute the products ``scores`` and ``mixed`` in integers without ``softmax``, all between them in ``dtype``."""
     found, fmt = head_factors(layer), FORMATS[layer.activation_format]
 
     def head_constant(what: str, values: Tensor) -> ir.Value:
@@ -135,10 +129,9 @@ def quantize_by_rows(
 
 
 def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path:
-    """The network with attention as it was traced: a file in ``folder``, which is empty and must outlive its use.
+    """The network with attention as it was traced, in the empty ``folder``; ``onnx_path`` if none is in integers.
 
-    ``weights`` are the files of the graph's weights, which are linked, not copied. Without attention in integers,
-    ``onnx_path`` itself.
+    The files of ``weights`` are linked, not copied.
     """
     model = ir.load(onnx_path)
     sums = [node for node in model.graph if (node.name or "").endswith(ROW_SUM)]
@@ -164,9 +157,9 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str, through: Sequence[str] = MOVES) -> ir.Node:
-    """The nearest node of this type in front of ``value``. Raises ArtifactError if there is none.
+    """The nearest node of a type in front of ``value``, behind first inputs of nodes of the types ``through``.
 
-    Nodes of the types ``through`` may be between them, on the way of their first inputs.
+    Raises ArtifactError if there is none.
     """
     node = value.producer()
     while node is not None and node.op_type != op_type:

@@ -6,30 +6,29 @@
 
 Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
 Inputs that are scaled per token are divided by each token's largest magnitude, so that one static scale serves them all
-and every runtime has integer kernels for the product. QuantizeLinear with a scale per token would avoid the division,
-but OpenVINO supports no scales that the graph computes.
+and every runtime has integer kernels; OpenVINO supports no QuantizeLinear with scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
-No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product; so for them the magnitude
-multiplies what DequantizeLinear returns.
+No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product: their magnitude multiplies what
+DequantizeLinear returns.
 
 The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
 code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
-(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on
+(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and a map added after the convolution depends on
 the image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
 A graph of bf16 has fp32 from the Cast in front of a layer to its product, so that eight bits round neither scales, nor
-factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. Where only
-the weight is quantized, it is rounded to bf16 behind its DequantizeLinear and the product is one of bf16.
+factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. A weight
+that is quantized alone is rounded to bf16 behind its DequantizeLinear, for a product of bf16.
 
     x ─ Cast(fp32) ─ Mul ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Cast(bf16) ─ (Add) ─ y
 
-A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
-network with quantizers in it, which would need a trace for every recipe.
+A layer is the node that multiplies with its weight. The road not taken is to trace a network with quantizers in it,
+which would need a trace for every recipe.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,10 +68,10 @@ def write_onnx(
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
 ) -> None:
-    """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. Changes ``model``.
+    """Give the traced ``model``, which changes, its weights, quantized by the ``assignment``, and write it.
 
-    The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` precedes the
-    assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph.
+    The first ``inputs`` of the graph's inputs are the contract's, the others are weights, which ``read`` returns by
+    name. ``prefix`` precedes the assignment's layer names.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
     graph = model.graph
@@ -106,14 +105,14 @@ def write_onnx(
 
 
 class Site(NamedTuple):
-    """Where a layer's input is quantized: in front of the ``node`` that multiplies it, in numbers of ``dtype``."""
+    """The place where a layer's input is quantized: in front of the ``node`` that multiplies it, of type ``dtype``."""
 
     graph: ir.Graph
     node: ir.Node
     layer: LayerAssignment
     dtype: ir.DataType
     rows: bool  # the input has two axes
-    shared: dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read
+    shared: dict[tuple, ir.Value]  # inputs, smoothed and quantized, that several layers read
 
     def insert(self, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
         """The output of a node in front of the layer's, named after the layer."""
@@ -192,10 +191,7 @@ def end_in_identity(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
-    """Replace a Gemm, a linear of two-dimensional inputs, by the Transpose, MatMul and Add of other linears.
-
-    Returns the Transpose of its weight.
-    """
+    """Replace a Gemm, a linear of two-dimensional inputs, by Transpose, MatMul and Add; returns the Transpose."""
     x, weight, *bias = gemm.inputs
     transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
     value = insert(graph, gemm, "MatMul", [x, transposed], f"{weight.name}.product")
@@ -207,7 +203,7 @@ def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
 
 
 def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
-    """The layer's input ``value`` times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
+    """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
     layer = at.layer
     if not layer.multiplies:
         return value
@@ -220,10 +216,7 @@ def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def rotated_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
-
-    Its shape is computed in the graph, because text and image have different axes.
-    """
+    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them; of any number of axes."""
     group = at.layer.rotation
     if not group:
         return value
@@ -245,9 +238,9 @@ def rotated_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` divided by each token's largest magnitude, quantized and dequantized.
+    """``value`` over each token's largest magnitude, quantized and dequantized.
 
-    That magnitude multiplies the output of the node, or the result where the layer does not scale its product.
+    The magnitude multiplies the node's output, or the result where the layer does not scale its product.
     """
 
     def largest_numbers() -> ir.Value:
@@ -269,7 +262,7 @@ def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantized_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
+    """``value`` quantized and dequantized, once for all layers that read it with the same scales."""
     layer, static, name = at.layer, at.layer.activation_scale, f"{at.layer.name}.input"
     if static is None:
         make = lambda: dynamic_copy(at.graph, at.node, value, name, layer, at.rows, at.dtype)  # noqa: E731
@@ -282,7 +275,7 @@ def quantized_input(at: Site, value: ir.Value) -> ir.Value:
 def quantize_shifted(at: Site, x: ir.Value) -> None:
     """Let a convolution read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
-    TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
+    The code of zero is computed in the graph: TensorRT supports no constant of the codes' type for Pad.
     """
     graph, conv, layer, name = at.graph, at.node, at.layer, f"{at.layer.name}.input"
     scales = static_scales(graph, name, FORMATS[layer.activation_format], layer.activation_scale, at.dtype)

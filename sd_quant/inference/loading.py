@@ -1,7 +1,4 @@
-"""Builds the modules, the torch engines and the pipeline of an opened checkpoint of any kind and family.
-
-The checkpoint describes its parts, how its networks are built, and how its pipeline calls them.
-"""
+"""Build modules, torch engines and pipeline of an opened checkpoint, by its description of parts and networks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from sd_quant.models.parts import Contract
 
 
 class Networks(Mapping[str, nn.Module]):
-    """Networks by name. ``make(name)`` makes each when it is first asked for."""
+    """Networks by name, each made by ``make(name)`` on first use."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], nn.Module]):
         self.names, self.make, self.made = list(names), make, dict[str, nn.Module]()
@@ -60,7 +57,7 @@ class LoadedModel:
 
 
 def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The model in fp32 on the CPU. Each network is read from the checkpoint when it is first used."""
+    """The model in fp32 on the CPU. Each network is read on first use."""
     parts = checkpoint.parts()
     modules = Networks(checkpoint.components, lambda component: build_module(checkpoint, component))
     wrapped = Networks(parts, lambda part: parts[part].wrap(modules[parts[part].component]).eval())
@@ -77,7 +74,7 @@ def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeli
     parts = {name: AnsweredPart(engines, name, part) for name, part in checkpoint.parts().items()}
 
     def stand_in(component: str, network: nn.Module) -> nn.Module:
-        """What a pipeline gets in the place of this network: the network itself where no part computes it."""
+        """The pipeline's network of this component, itself where no part computes it."""
         methods = {each.part.method: each for each in parts.values() if each.part.component == component}
         return EngineNetwork(network, methods) if methods else network
 

@@ -1,8 +1,8 @@
 """Decode latents in overlapping tiles that fade into each other, by the rule of diffusers' ``enable_tiling``.
 
-The decoder's working memory grows with the pixels that it decodes at a time, so it is bounded by the tile's. Tiles at
-the right and lower edge are smaller. Its normalizations see a tile alone, so tones may differ from tile to tile. The
-road not taken is diffusers' own method, which calls its own network and keeps all tiles until the end: here two rows.
+The decoder's working memory is bounded by the tile. Tiles at the right and lower edge are smaller. Normalizations see a
+tile alone, so tones may differ from tile to tile. The road not taken is diffusers' own method, which calls its own
+network and keeps all tiles until the end: here two rows.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
 def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
-    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles with sides of so many pixels."""
+    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles of that side in pixels."""
     side = tile // LATENT_FACTOR  # a multiple of 4
     if max(z.shape[2:]) <= side:
         return decoder(z)
@@ -40,7 +40,7 @@ def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
 
 
 def faded(before: Tensor, tile: Tensor, overlap: int, axis: int) -> Tensor:
-    """``tile``, whose first rows or columns along ``axis`` begin as the last ones of the tile ``before`` it."""
+    """``tile``, whose first rows or columns along ``axis`` fade from the last ones of the tile ``before`` it."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     share = torch.arange(overlap, dtype=tile.dtype, device=tile.device) / overlap
     share = share.view(-1, *[1] * (3 - axis))

@@ -16,6 +16,8 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
+from sd_quant.errors import ConfigError
+from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.inference.trial import check_arguments
@@ -225,3 +227,28 @@ def test_the_parts_of_a_configuration_are_its_familys(opened, name):
     assert all(isinstance(part, Part) for part in parts.values())
     left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
     assert left_out == ({"text_encoder_3"} if name in ("sd3_no_t5", "sd3_mini") else set())
+
+
+REFUSED = {
+    "a knob's": ("sdxl", {"guidance_scale": 3.0}, "has guidance_scale, expected arguments of StableDiffusionXLPipel"),
+    "a ControlNet's": ("sd15", {"controlnet_conditioning_scale": 0.5}, "has controlnet_conditioning_scale, expected"),
+    "a text's": ("sd15", {"negative_prompt": "a dog"}, "has negative_prompt, expected arguments"),
+    "unknown": ("sd15", {"num_frames": 2}, "has num_frames, which StableDiffusionPipeline does not take"),
+    "of another kind": ("sd15", {"guidance_rescale": "much"}, "'guidance_rescale': 'much'}, with which "),
+    "another state": ("sdxl", {"clip_skip": 1}, "cannot be called as its graphs are .tuple index out of range"),
+    "layers left out": (
+        "sd3", {"skip_guidance_layers": [0], "skip_layer_guidance_stop": 1.0}, "calls a network with skip_layers",
+    ),
+    "fewer steps": ("sdxl", {"denoising_end": 0.5}, r"denoises in \d steps, and by the knobs of steps in 3"),
+    "more sigmas": ("sd3", {"sigmas": [1.0, 0.9, 0.5, 0.1]}, "denoises in 4 steps, and by the knobs of steps in 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_argument_that_graphs_or_knobs_do_not_have_is_refused_before_a_weight_is_read(opened, case, monkeypatch):
+    family, arguments, message = REFUSED[case]
+    checkpoint = replace(opened(family), arguments=arguments)
+    monkeypatch.setattr(StoredTensor, "read", lambda self: pytest.fail("a weight was read"))
+    with pytest.raises(ConfigError, match=f"model.arguments .*{message}") as refused:
+        check_arguments(checkpoint, [replace(SAMPLING, steps=3)])
+    assert "\n" not in str(refused.value)

@@ -16,10 +16,8 @@ def test_p_values_are_scipys():
         differences = list(RANDOM.normal(shift, 1, count))
         expected = stats.ttest_1samp(differences, 0).pvalue
         assert p_value(differences) == pytest.approx(expected, rel=1e-9, abs=1e-300)
-
-
-def test_differences_without_a_deviation_have_the_sign_tests_p():
-    assert p_value([0.5] * 5) == stats.binomtest(0, 5).pvalue == 2**-4
+    differences = [0.5] * 5  # without a deviation they have the sign test's p
+    assert p_value(differences) == stats.binomtest(0, 5).pvalue == 2**-4
     assert p_value([0.0] * 5) == 1 and p_value([0.3]) is None
 
 
@@ -71,8 +69,5 @@ def test_images_of_one_prompt_are_one_and_those_without_a_value_none():
     assert (entry["difference"], entry["difference_interval"], entry["p"]) == (pytest.approx(0.2), None, None)
     assert "differs" not in entry
     assert by_category(["a"], None, {"ocr": ([1], [1])}) == {}
-
-
-def test_an_interval_stays_in_the_scores_range():
     entry = by_category(["a", "b"], ["x", "x"], {"ocr": ([0.0, 0.8], None)})["ocr"]["x"]
-    assert entry == {"prompts": 2, "mean": 0.4, "interval": [0, 1]}
+    assert entry == {"prompts": 2, "mean": 0.4, "interval": [0, 1]}, "it ends where the score's range does"

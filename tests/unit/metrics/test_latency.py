@@ -13,27 +13,22 @@ from sd_quant.metrics.latency import Stopping, measure, measure_together
 pytestmark = pytest.mark.commit
 
 
-def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_counted():
+def test_every_round_has_every_call_in_an_order_of_its_own_with_its_own_clock_and_warmup_is_not_counted():
     order = []
-    found = measure_together({each: partial(order.append, each) for each in "ab"}, 2, Stopping(3, 1, 0))
-    rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
-    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"}
-    for result in map(found.statistics, "ab"):
-        assert (result["n"], result["warmup"], len(result["samples_ms"])) == (3, 2, 3)
 
-
-def test_each_call_has_its_own_clock_and_the_record_names_it():
     def always_seven(call):
         call()
         return 7.0
 
-    found = measure_together(dict.fromkeys("ab", lambda: None), 1, Stopping(2, 1, 0), {"b": always_seven})
-    assert found.samples["b"] == [7.0, 7.0]
-    assert [found.statistics(name)["clock"] for name in "ab"] == ["wall_clock", "always_seven"]
-    assert (
-        latency.clock_of(torch.device("cuda", 0)) is latency.cuda_events
-        and latency.clock_of(torch.device("cpu")) is latency.wall_clock
-    )
+    calls = {each: partial(order.append, each) for each in "ab"}
+    found = measure_together(calls, 2, Stopping(3, 1, 0), {"b": always_seven})
+    rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
+    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"} and found.samples["b"] == [7.0] * 3
+    for name, clock in (("a", "wall_clock"), ("b", "always_seven")):
+        result = found.statistics(name)
+        assert (result["n"], result["warmup"], result["clock"]) == (3, 2, clock)
+    clocks = [latency.clock_of(torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert clocks == [latency.cuda_events, latency.wall_clock]
 
 
 def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
@@ -159,11 +154,8 @@ def test_engines_that_stay_as_they_were_opened_have_one_opening(seconds):
         seconds.now = 0.0
         rounds = measure_together(calls | {"b": calls["a"]}, 0, Stopping(4, 1e-9, budget), reopen=reopen)
         assert rounds.openings == [] and len(rounds.samples["a"]) == made
-
-
-def test_openings_end_when_the_interval_is_narrow_and_are_not_looked_at_before_eight(seconds):
-    calls = calls_taking(seconds, a=[2.0], b=[1.0])
-    rounds = measure_together(calls, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
+    steady = calls_taking(seconds, a=[2.0], b=[1.0])  # they end when the interval is narrow, after eight at least
+    rounds = measure_together(steady, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
     assert (rounds.stopped, len(rounds.openings)) == ("narrow", 8)
 
 
@@ -200,12 +192,6 @@ def test_a_probe_tells_what_the_processor_reaches_and_what_torch_lacks(monkeypat
     assert found["cpu_int8_tops"] is None and found["cpu_copy_gb_per_second"] == pytest.approx(4 * 2**20 / 1e9)
 
 
-def test_spread_is_that_of_the_middle_four_fifths():
-    assert latency.spread([10.0] * 100) == 0
-    assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
-    assert latency.spread([10.0] * 99 + [1000.0]) == 0
-
-
 def test_rounds_that_are_too_far_apart_have_no_median():
     steady, shaken = (latency.statistics_of(samples, 0, "wall_clock") for samples in ([10.0] * 5, [10.0, 50.0] * 5))
     assert latency.judged(steady) == steady
@@ -215,3 +201,5 @@ def test_rounds_that_are_too_far_apart_have_no_median():
     few = latency.statistics_of([10.0, 50.0], 0, "wall_clock")
     assert latency.judged(few) == few
     assert latency.judged(steady, "it snowed") == steady | {"p50_ms": None, "reason": "it snowed"}
+    assert latency.spread([10.0] * 99 + [1000.0]) == 0, "of the middle four fifths"
+    assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)

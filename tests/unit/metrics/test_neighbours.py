@@ -12,17 +12,18 @@ from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, s
 pytestmark = pytest.mark.commit
 
 
-def test_others_are_what_is_left_of_what_the_processors_did():
-    before = ProcessorTimes(busy=10.0, stolen=1.0, own=5.0, total=100.0)
-    after = ProcessorTimes(busy=18.0, stolen=2.0, own=9.0, total=120.0)
-    assert used_by_others(before, after) == pytest.approx({"others": 3 / 20, "steal": 1 / 20})
-    slower_clock = after._replace(own=19.0)  # the kernel counts a process and a processor at different moments
-    assert used_by_others(before, slower_clock)["others"] == 0
-
-
-@pytest.mark.parametrize("ends", [(None, None), (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5))])
-def test_where_nothing_was_counted_nothing_is_known(ends):
-    assert used_by_others(*ends) == {"others": None, "steal": None}
+@pytest.mark.parametrize(
+    ("before", "after", "others", "steal"),
+    [
+        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
+        # the kernel counts a process and a processor at different moments
+        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),
+        (None, None, None, None),
+        (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5), None, None),
+    ],
+)
+def test_others_are_what_is_left_of_what_the_processors_did(before, after, others, steal):
+    assert used_by_others(before, after) == pytest.approx({"others": others, "steal": steal})
 
 
 @pytest.mark.slow
