@@ -62,8 +62,6 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
     Raises ArtifactError for a broken file, ResourceError where another provider would run it.
     """
     onnx_files(path)
-    if PROVIDER not in onnxruntime.get_available_providers():
-        raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
     options = session_options(path, threads)
     try:
         engine = OnnxRuntimeEngine(lambda: onnxruntime.InferenceSession(path, options, providers=[PROVIDER]))

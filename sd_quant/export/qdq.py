@@ -64,9 +64,9 @@ def write_onnx(
     path: Path,
     *,
     inputs: int,
-    prefix: str,
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
+    prefix: str = "",
 ) -> None:
     """Give the traced ``model``, which changes, its weights, quantized by the ``assignment``, and write it.
 

@@ -57,7 +57,7 @@ has none, and 1.5 times the simulation's plus 2e-2.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -186,7 +186,7 @@ def is_linear(layer: LayerAssignment) -> bool:
     return len(layer.weight_shape) == 2
 
 
-def layer_outputs(
+def exported_outputs(
     simulation: Simulation,
     assignment: Mapping[str, LayerAssignment],
     onnx_path: Path,
@@ -194,28 +194,17 @@ def layer_outputs(
     engine: str,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The output of each quantized layer of the exported network in ``dtype`` for the simulation's inputs."""
+    """The output of each quantized layer and attention of the exported network for the simulation's inputs.
 
-    def cut(path: Path) -> dict[str, Tensor]:
+    The network's weights are of ``dtype``; ``prefix`` precedes the assignment's names. ``engine`` is a runtime, for
+    which a plan is built where it loads plans.
+    """
+
+    def layers(path: Path) -> dict[str, Tensor]:
         names = set(cut_layers(onnx_path, assignment, path, prefix, dtype).values())
         return {name: tensor.to(dtype) for name, tensor in simulation.inputs.items() if name in names}
 
-    outputs = computed_alone(engine, onnx_path, cut)
-    return {name: outputs[f"{name}.output"] for name in simulation.inputs}
-
-
-def attention_outputs(
-    simulation: Simulation,
-    assignment: Mapping[str, LayerAssignment],
-    onnx_path: Path,
-    engine: str,
-    dtype: torch.dtype = torch.float16,
-) -> dict[str, Tensor]:
-    """The output of each quantized attention of the exported network for the simulation's query, key and value."""
-    if not simulation.attention_inputs:
-        return {}
-
-    def cut(path: Path) -> dict[str, Tensor]:
+    def attentions(path: Path) -> dict[str, Tensor]:
         cut_attentions(onnx_path, [assignment[name] for name in simulation.attention_inputs], path, dtype)
         inputs: dict[str, Tensor] = {}
         for name, (query, key, value) in simulation.attention_inputs.items():
@@ -223,19 +212,15 @@ def attention_outputs(
             inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
         return inputs
 
-    outputs = computed_alone(engine, onnx_path, cut)
-    return {name: outputs[f"{name}.given_output"] for name in simulation.attention_inputs}
-
-
-def computed_alone(engine: str, onnx_path: Path, cut: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of the file that ``cut`` writes, for the inputs that it returns, by a runtime or its plan."""
-    with temporary_folder(onnx_path.parents[2]) as folder:
-        path = Path(folder) / "cut.onnx"
-        inputs = cut(path)
-        opened = load_engine(engine, loadable(engine, path, {name: tuple(x.shape) for name, x in inputs.items()}))
-        outputs = {name: output.cpu() for name, output in opened(**inputs).items()}
-        opened.close()
-    return outputs
+    found: dict[str, Tensor] = {}
+    for write in (layers, attentions)[: 2 if simulation.attention_inputs else 1]:
+        with temporary_folder(onnx_path.parents[2]) as folder:
+            path = Path(folder) / "cut.onnx"
+            inputs = write(path)
+            opened = load_engine(engine, loadable(engine, path, {name: tuple(x.shape) for name, x in inputs.items()}))
+            found |= {name.rpartition(".")[0]: output.cpu() for name, output in opened(**inputs).items()}
+            opened.close()
+    return found
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
@@ -364,14 +349,12 @@ def layer_parity(
     quantized_outputs: Mapping[str, Tensor],
     assignment: Mapping[str, LayerAssignment],
     outputs: Mapping[str, Tensor],
-    attentions: Mapping[str, Tensor],
     part: str,
 ) -> dict:
     """The record's entries for the quantized layers and attentions and for the whole network.
 
-    ``outputs`` and ``attentions`` are the engine's for the simulation's inputs; ``full_outputs`` and
-    ``quantized_outputs`` the network's, from torch and from the quantized engine. Raises SdQuantError for one beyond
-    its tolerance.
+    ``outputs`` are the engine's for the simulation's inputs; ``full_outputs`` and ``quantized_outputs`` the network's,
+    from torch and from the quantized engine. Raises SdQuantError for one beyond its tolerance.
     """
     full_output = joined(full_outputs)
     differences = {
@@ -379,9 +362,9 @@ def layer_parity(
         for name, x in simulation.inputs.items()
     }
     of_attentions = {
-        name: attention_difference(products_of(simulation.network, assignment[name]), inputs, attentions[name])
+        name: attention_difference(products_of(simulation.network, assignment[name]), inputs, outputs[name])
         for name, inputs in simulation.attention_inputs.items()
-        if name in attentions
+        if name in outputs  # layers of codes in torch leave them to the simulation
     }
     return {
         "quantized_layers": layers_entry(differences),

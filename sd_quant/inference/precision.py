@@ -1,8 +1,8 @@
 """Choose the denoising steps that multiply unquantized inputs, by the error of each step's quantization in the image.
 
 With all steps precise, the inputs of one step after the other are quantized alone, and the change of the *final*
-latents is kept as a vector. Such changes add up nearly linearly, so any choice has the norm of a sum as its error: of the
-error with all steps precise, and of the changes by all others. The vectors' products give it without another call, and
+latents is kept as a vector. Such changes add up nearly linearly, so the error of any choice is the norm of a sum: the
+error with all steps precise, and the changes by all others. The vectors' products give it without another call, and
 errors that cancel are found. The best steps are searched by exchanges, beside the first and last ones that published
 checkpoints declare; the recipe's own engines decide.
 

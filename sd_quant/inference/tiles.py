@@ -5,7 +5,7 @@ tile alone, so tones may differ from tile to tile. The road not taken is diffuse
 network and keeps all tiles until the end: here two rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from sd_quant.models import LATENT_FACTOR
 
 SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and in the corner
 STEP = 0.75  # from a tile to the next one, as a share of its side
+
+
+def decoded(
+    compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], inputs: Mapping[str, Tensor], tile: int | None
+) -> Mapping[str, Tensor]:
+    """The outputs of a decoder, in tiles, if any, of a decoder with the input z and the output dec."""
+    return compute(inputs) if tile is None else {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
 
 
 def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.tiles import decode
+from sd_quant.inference.tiles import decoded
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
@@ -44,9 +44,8 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
         floating = dtype.is_floating_point
         inputs[name] = torch.randn(shape, generator=generator).to(dtype) if floating else filled(name, shape, dtype)
     on_device = cast_inputs(engine.inputs, inputs, engine.device)
-    if sampling.vae_tile is not None and "z" in on_device:  # of the decoder: as many calls as an image takes
-        return lambda: decode(lambda z: engine(z=z)["dec"], on_device["z"], sampling.vae_tile)
-    return lambda: engine(**on_device)
+    tile = sampling.vae_tile if "z" in on_device else None  # of the decoder: as many calls as an image takes
+    return lambda: decoded(lambda inputs: engine(**inputs), on_device, tile)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Engines whose calls are watched: their inputs, their outputs or their time are kept."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import OnDemand
 
 Tensors = Mapping[str, Tensor]
 Outputs = Mapping[str, Sequence[Tensors]]  # of all calls, by part
@@ -34,12 +35,13 @@ class WatchedEngine:
         return self.engine(**inputs) if outputs is None else outputs
 
 
-class WatchedVariant(Mapping[str, Engine]):
+class WatchedVariant(OnDemand[Engine]):
     """The engines of a variant by part, which keep the inputs of some calls of each."""
 
     def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
         """``calls`` gives by part the numbers of these calls, by default the first."""
-        self.variant, self.wanted = variant, dict.fromkeys(variant, (0,)) | calls
+        super().__init__(variant, lambda part: WatchedEngine(variant[part], partial(self.remember, part)))
+        self.wanted = dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
         self.samples = dict.fromkeys(variant, 0)  # in these calls
         self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
@@ -50,15 +52,6 @@ class WatchedVariant(Mapping[str, Engine]):
             self.seen.setdefault(part, {})[self.count[part]] = copies
         self.count[part] += 1
         self.samples[part] += len(next(iter(inputs.values())))
-
-    def __getitem__(self, part: str) -> Engine:
-        return WatchedEngine(self.variant[part], partial(self.remember, part))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.variant)
-
-    def __len__(self) -> int:
-        return len(self.variant)
 
 
 class ReplayedVariant(dict[str, Engine]):

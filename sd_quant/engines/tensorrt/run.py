@@ -152,41 +152,37 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     3. There is a GPU, else ResourceError, and it is one of the plan's targets, else ArtifactError.
     4. The runtime finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
     """
+
+    def refused(problem: str, advice: str = "") -> ArtifactError:
+        return ArtifactError(f"{path} {problem}; {advice}{rebuild(path)}")
+
     try:
         plan = read_regular(path, math.inf)  # once, so that the checked bytes are deserialized
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
+        raise refused(f"cannot be read ({error.strerror})") from error
     described = describe_header(plan[: RTX_HEADER.size], len(plan))
     if not allow_untrusted_plan:
         record = read_record(path)
         if (actual := hashlib.sha256(plan).hexdigest()) != record.sha256:
-            raise ArtifactError(
-                f"{path} has SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}: "
-                f"it is damaged or was replaced; {rebuild(path)}"
-            )
+            shown = f"SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}"
+            raise refused(f"has {shown}: it is damaged or was replaced")
         described |= {"library": record.library, "version": record.version, "targets": record.targets}
     if not described["is_plan"] or described["complete"] is False:
-        raise ArtifactError(f"{path} is not a whole TensorRT plan ({len(plan)} bytes); {rebuild(path)}")
+        raise refused(f"is not a whole TensorRT plan ({len(plan)} bytes)")
     if described["library"] != library:
-        raise ArtifactError(
-            f"{path} is a plan of {described['library']}, not of {library}; use that engine or {rebuild(path)}"
-        )
+        raise refused(f"is a plan of {described['library']}, not of {library}", "use that engine or ")
     trt = runtime_module(library)
     if described["version"] != trt.__version__:
-        raise ArtifactError(
-            f"{path} was built by {library} {described['version']} but {trt.__version__} is installed; {rebuild(path)}"
-        )
+        raise refused(f"was built by {library} {described['version']} but {trt.__version__} is installed")
     device = device_target()
     if described["targets"] is not None and device not in described["targets"]:
-        raise ArtifactError(
-            f"{path} runs on {', '.join(described['targets'])} but this GPU is {device}; {rebuild(path)}"
-        )
+        raise refused(f"runs on {', '.join(described['targets'])} but this GPU is {device}")
     library_logger(library).errors.clear()
     runtime = trt.Runtime(library_logger(library))
     _check_validity(trt, runtime, plan, path)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise ArtifactError(f"{library} cannot load {path}: {errors_of(library)}; {rebuild(path)}")
+        raise refused(f"cannot be loaded by {library}: {errors_of(library)}")
     return TensorRtEngine(library, runtime, engine, torch.device("cuda", torch.cuda.current_device()))
 
 

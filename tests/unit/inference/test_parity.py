@@ -150,15 +150,12 @@ def test_what_fp16_loses_of_its_smallest_numbers_is_no_fault_of_a_scale(size, fo
     assert (told, hidden) == ((None, 1.0) if found is None else (pytest.approx(found, rel=1e-3), 0.0))
 
 
-def test_the_network_may_be_half_as_far_again_from_full_precision_as_its_simulation():
+def test_the_network_is_half_to_one_and_a_half_times_as_far_from_full_precision_as_its_simulation():
     found = network_entry("unet", 0.16, 0.1)
     assert (found["simulation_relative_error"], found["relative_error"]) == (0.1, 0.16)
     assert found["tolerance"] == pytest.approx(0.17)
     with pytest.raises(SdQuantError, match="the quantized unet by 0.18 "):
         network_entry("unet", 0.18, 0.1)
-
-
-def test_an_engine_that_quantizes_nothing_is_not_taken_for_the_quantized_one():
     assert network_entry("unet", 0.05, 0.1)["least"] == 0.05
     with pytest.raises(SdQuantError, match="the engine cannot have quantized it"):
         network_entry("unet", 0.04, 0.1)

@@ -162,7 +162,7 @@ def export(network, inputs, traced, tmp_path_factory):
             path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
             path.parent.mkdir(parents=True)
             read = network.state_dict().__getitem__
-            write_onnx(copy_of(traced), path, inputs=1, prefix="", read=read, assignment=assignment)
+            write_onnx(copy_of(traced), path, inputs=1, read=read, assignment=assignment)
             module = copied(network)
             simulate(module, assignment)
             simulation = run_simulation(TorchEngine(module, CONTRACT), module, inputs, assignment)
@@ -233,7 +233,7 @@ def entry_of(export, recipe: str, outputs_of: Callable) -> dict:
 
 
 def outputs_by(engine: str) -> Callable:
-    return lambda simulation, assignment, path: parity.layer_outputs(simulation, assignment, path, "", engine)
+    return lambda simulation, assignment, path: parity.exported_outputs(simulation, assignment, path, "", engine)
 
 
 @pytest.mark.slow
@@ -332,6 +332,6 @@ def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
 
     monkeypatch.setattr(building, "build_plan", partial(building.build_plan, compute_capabilities=["SM89"]))
     monkeypatch.setattr(parity, "load_engine", load)
-    outputs = parity.layer_outputs(simulation, assignment, path, "", "tensorrt_rtx")
+    outputs = parity.exported_outputs(simulation, assignment, path, "", "tensorrt_rtx")
     assert loaded == [("tensorrt_rtx", "tensorrt_rtx", True)]
     assert outputs.keys() == simulation.inputs.keys() and not list(path.parents[2].glob("*.plan"))

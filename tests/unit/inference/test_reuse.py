@@ -114,13 +114,6 @@ def test_steps_are_replaced_where_it_costs_nothing():
     assert found["candidates"][found["schedule"]] == min(found["candidates"].values())
 
 
-def test_what_is_known_is_not_computed_again():
-    """Of four prompts in two batches: a whole run, and for each replaced step the calls behind it."""
-    errors_of(engines(), ["a"] * 4)
-    behind = sum(TEN - 1 - each.step for each in reuse.replacements(TEN))
-    assert Toy.calls == 2 * (TEN + behind)
-
-
 def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it():
     """A velocity that rises steadily has no error on a line; noise of a recipe is held as it is, or multiplied."""
     noise = torch.Generator().manual_seed(0)
