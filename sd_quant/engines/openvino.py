@@ -212,7 +212,7 @@ def types_in(model: openvino.Model) -> set[str]:
 def in_fp32(model: openvino.Model) -> openvino.Model:
     """Change ``model``, of a file in bf16, to fp32 but for its inputs and outputs.
 
-    OpenVINO converts a file's fp16 by its precision hint, and computes in bf16 what the file has in bf16.
+    OpenVINO converts a file's fp16 by its precision hint, but not its bf16.
     """
     bf16 = openvino.Type.bf16
     ports = [[i for i, port in enumerate(each) if port.element_type == bf16] for each in (model.inputs, model.outputs)]

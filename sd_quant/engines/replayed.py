@@ -14,7 +14,7 @@ WARMUP = 3  # calls before the recording, for compilers, and for libraries that 
 
 
 class Replayed:
-    """An engine that replays the calls of ``engine``. Raises what ``engine`` raises, before anything is recorded."""
+    """An engine that replays the calls of ``engine``. It raises as ``engine`` does, before a recording."""
 
     def __init__(self, engine: Engine):
         self.engine, self.name, self.inputs, self.device = engine, engine.name, engine.inputs, engine.device

@@ -69,11 +69,11 @@ def numbers(graph: ir.Graph, name: str, values: Tensor | float, dtype: ir.DataTy
     return initializer(graph, name, dtype, tuple(rounded.shape), lambda: rounded)
 
 
-def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
+def insert(before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
     """Insert a node in front of ``before`` and return its only output, of the same ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
     node.outputs[0].name = name
-    graph.insert_before(before, node)
+    before.graph.insert_before(before, node)
     return node.outputs[0]
 
 
@@ -91,13 +91,11 @@ def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value])
         reader.replace_input_with(index, replacement)
 
 
-def static_copy(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType
-) -> ir.Value:
+def static_copy(node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType) -> ir.Value:
     """``value``, of type ``dtype``, quantized and dequantized with a static scale."""
-    scales = static_scales(graph, name, fmt, scale, dtype)
-    value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
+    scales = static_scales(node.graph, name, fmt, scale, dtype)
+    value = insert(node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    return insert(node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
 
 
 def static_scales(
@@ -112,19 +110,13 @@ def static_scales(
 
 
 def dynamic_copy(
-    graph: ir.Graph,
-    before: ir.Node,
-    value: ir.Value,
-    name: str,
-    layer: LayerAssignment,
-    rows: bool = False,
-    dtype: ir.DataType = ir.DataType.FLOAT16,
+    before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool, dtype: ir.DataType
 ) -> ir.Value:
     """``value``, a layer's input of type ``dtype``, quantized and dequantized in blocks of its last axis.
 
     [batch, tokens, in]; with ``rows``, any shape that ends in the layer's inputs.
     """
-    fmt, inputs_of_layer, inserted = FORMATS[layer.activation_format], layer.weight_shape[1], 0
+    fmt, graph, inserted = FORMATS[layer.activation_format], before.graph, 0
     global_scale = layer.activation_scales(torch.zeros(fmt.block))[-1].max().item()  # formats without one ignore it
 
     def apply(op_type: str, *inputs: ir.Value | float, **attributes) -> ir.Value:
@@ -135,13 +127,13 @@ def dynamic_copy(
             for index, value in enumerate(inputs)
         ]
         types = {key: ir.DataType[value] if isinstance(value, str) else value for key, value in attributes.items()}
-        return insert(graph, before, op_type, values, f"{name}.{op_type}.{inserted}", **types)
+        return insert(before, op_type, values, f"{name}.{op_type}.{inserted}", **types)
 
-    inner = [inputs_of_layer // fmt.block, fmt.block]
+    inner = [layer.weight_shape[1] // fmt.block, fmt.block]
     blocks = constant(graph, f"{name}.blocks", np.array(inner if rows else [0, 0, *inner], np.int64))
     if rows:
-        leading = insert(graph, before, "Shape", [value], f"{name}.leading", start=0, end=-1)
-        blocks = insert(graph, before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
+        leading = insert(before, "Shape", [value], f"{name}.leading", start=0, end=-1)
+        blocks = insert(before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
     last = constant(graph, f"{name}.last", np.array([-1], np.int64))
     amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
     scale = fmt.onnx_scale(apply, apply("Cast", amax, to="FLOAT"), global_scale)
@@ -149,4 +141,4 @@ def dynamic_copy(
         scale = apply("Cast", scale, to=dtype.name)
     blocked = {"axis": -1, "block_size": fmt.block}
     codes = apply("QuantizeLinear", value, scale, output_dtype=fmt.onnx_type, **blocked)
-    return insert(graph, before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)
+    return insert(before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)

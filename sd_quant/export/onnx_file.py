@@ -13,7 +13,7 @@ def save(model: ir.Model, path: Path) -> None:
     """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph appears last.
 
     Both are first written to a temporary folder under their names, because a graph names its data file.
-    Raises what reading a weight raises.
+    Errors of reading a weight are raised as they are.
     """
     external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")

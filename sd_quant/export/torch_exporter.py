@@ -4,7 +4,7 @@ Operations stay as a network calls them if each has a translation (``translation
 under no autocast. The road not taken is to decompose always, which traces a network twice more.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import _lru_cache_wrapper, cache, partial
@@ -15,23 +15,22 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from sd_quant.errors import ArtifactError
 from sd_quant.export.translations import TRANSLATIONS
+from sd_quant.models.parts import Contract
 
 aten = torch.ops.aten
 
 
-def converted(
-    module: nn.Module,
-    example: dict[str, Tensor],
-    dynamic: dict[str, dict],
-    outputs: Sequence[str],
-    opset: int,
-    check: Callable[[Mapping[str, Sequence]], None],
-) -> ir.Model:
+def converted(module: nn.Module, example: dict[str, Tensor], contract: Contract, opset: int) -> ir.Model:
     """The module in ONNX; operations are decomposed, at the cost of two more traces, if any has no translation.
 
-    ``check`` is called with the traced shape of each input, before the network is converted.
+    ``example`` has the contract's inputs. Raises ArtifactError as ``check_axes`` does, before the conversion.
     """
+    dynamic = {
+        name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
+        for name, shape in contract.inputs.items()
+    }
     classes = {type(each).__module__ for each in module.modules()}  # files with code of the network
 
     def exported() -> torch.export.ExportedProgram:
@@ -50,20 +49,28 @@ def converted(
                         value.cache_clear()
 
     def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
-        options = {"output_names": list(outputs), "custom_translation_table": TRANSLATIONS}
+        options = {"output_names": list(contract.outputs), "custom_translation_table": TRANSLATIONS}
         return torch.onnx.export(
             program, dynamo=True, opset_version=opset, optimize=False, verbose=False, **options
         ).model
 
     program = exported()
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    check({name: value.shape for name, value in values.items() if isinstance(value, Tensor)})
+    check_axes({name: value.shape for name, value in values.items() if isinstance(value, Tensor)}, contract)
     keep_what_is_changed(program)
     program.run_decompositions = lambda *_: program
     with suppress(torch.onnx.errors.OnnxExporterError), torchs_exporter(promotes=not dtypes_agree(program)):
         return in_onnx(program)
     with torchs_exporter(promotes=True):
         return in_onnx(exported())  # traced again, because the attempt has changed the program
+
+
+def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
+    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
+    for name in contract.inputs.keys() & shapes.keys():
+        for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
+            if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
+                raise ArtifactError(f"the graph serves {traced} as {axis} of {name} and nothing else")
 
 
 @contextmanager

@@ -8,8 +8,7 @@ every weight in fp32 and writes INT8 weights as floats with a QuantizeLinear.
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import onnx
@@ -63,7 +62,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from sd_quant.export.torch_exporter import converted
+    from sd_quant.export.torch_exporter import check_axes, converted
 
     with without_weights():
         module = build().eval()
@@ -82,13 +81,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
         shapes = example_shapes(contract)
         with mode:
             example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
-        axes_of = {
-            name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
-            for name, shape in contract.inputs.items()
-        }
-        check = partial(check_axes, contract=contract)
         opset = BF16_OPSET if contract.weights == torch.bfloat16 else OPSET
-        model = converted(module, example, axes_of, contract.outputs, opset, check)
+        model = converted(module, example, contract, opset)
     for value in list(model.graph.initializers.values()):
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
             value.const_value = None
@@ -107,7 +101,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
 
 
 def promote_concatenated(model: ir.Model) -> None:
-    """Cast what a Concat joins to the widest of its dtypes, as torch does and ONNX does not."""
+    """Cast a Concat's inputs to the widest of their dtypes, as torch does and ONNX does not."""
     for node in list(model.graph):
         dtypes = {value.dtype for value in node.inputs} if node.op_type == "Concat" else set()
         if len(dtypes) > 1 and None not in dtypes:
@@ -115,7 +109,7 @@ def promote_concatenated(model: ir.Model) -> None:
             for index, value in enumerate(node.inputs):
                 if value.dtype != widest:
                     name = f"{node.name}.promoted_{index}"
-                    node.replace_input_with(index, insert(model.graph, node, "Cast", [value], name, to=widest))
+                    node.replace_input_with(index, insert(node, "Cast", [value], name, to=widest))
 
 
 def widen(model: ir.Model) -> None:
@@ -127,7 +121,7 @@ def widen(model: ir.Model) -> None:
         formal = [schema.inputs[min(index, len(schema.inputs) - 1)] for index in range(len(node.inputs))]
         for index, (value, stated) in enumerate(zip(list(node.inputs), formal, strict=True)):
             if value is not None and value.dtype == bf16 and stated.type_str in lacking:
-                cast = insert(model.graph, node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
+                cast = insert(node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
                 cast.dtype = single
                 node.replace_input_with(index, cast)
         for output, stated in zip(node.outputs, schema.outputs, strict=False):
@@ -160,10 +154,10 @@ def choose_by_logic(model: ir.Model) -> None:
         if node.op_type == "Where" and node.outputs[0].dtype == ir.DataType.BOOL:
             condition, chosen, otherwise = node.inputs
             name = node.outputs[0].name
-            chosen = insert(model.graph, node, "And", [condition, chosen], f"{name}.chosen")
-            inverse = insert(model.graph, node, "Not", [condition], f"{name}.not")
-            otherwise = insert(model.graph, node, "And", [inverse, otherwise], f"{name}.otherwise")
-            either = insert(model.graph, node, "Or", [chosen, otherwise], f"{name}.either")
+            chosen = insert(node, "And", [condition, chosen], f"{name}.chosen")
+            inverse = insert(node, "Not", [condition], f"{name}.not")
+            otherwise = insert(node, "And", [inverse, otherwise], f"{name}.otherwise")
+            either = insert(node, "Or", [chosen, otherwise], f"{name}.either")
             either.dtype = ir.DataType.BOOL
             ir.convenience.replace_all_uses_with(node.outputs[0], either)
             model.graph.remove(node, safe=True)
@@ -183,7 +177,7 @@ def transpose_keys(model: ir.Model) -> None:
         value, after = before.inputs[0], users[0]
         merged, parted = (sizes_of(reshape, value) for reshape in (before, after))
         if merged[1:] == [(-2, -1), (-1, LAST)] and parted == [(FIRST, -2), (-1, LAST), (-2, -1)]:
-            swapped = insert(model.graph, after, "Transpose", [value], f"{after.name}.swapped", perm=(0, 1, 3, 2))
+            swapped = insert(after, "Transpose", [value], f"{after.name}.swapped", perm=(0, 1, 3, 2))
             ir.convenience.replace_all_uses_with(after.outputs[0], swapped)
 
 
@@ -273,14 +267,6 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 def copy_of(model: ir.Model) -> ir.Model:
     """A copy of a traced graph, which has no weights yet."""
     return ir.from_proto(ir.to_proto(model))
-
-
-def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
-    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
-    for name in contract.inputs.keys() & shapes.keys():
-        for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
-            if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
-                raise ArtifactError(f"the graph serves {traced} as {axis} of {name} and nothing else")
 
 
 def name_axes(model: ir.Model, contract: Contract) -> None:

@@ -33,20 +33,14 @@ def high_precision_weight(
 
 
 def quantized_weight(
-    graph: ir.Graph,
-    node: ir.Node,
-    name: str,
-    layer: LayerAssignment,
-    read: ReadWeight,
-    transposed: bool,
-    dtype: ir.DataType = ir.DataType.FLOAT16,
+    node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool, dtype: ir.DataType
 ) -> ir.Value:
     """The dequantized weight of ``node``, fp16 [out, in, ...], or [in, out] if ``transposed``.
 
     Its codes have one scale, one per output, of this ``dtype``; or one per block and for some formats a global scale.
     Numbers of a format that no DequantizeLinear decodes are fp16: no smaller in a graph.
     """
-    fmt, shape = FORMATS[layer.format], layer.weight_shape
+    fmt, shape, graph = FORMATS[layer.format], layer.weight_shape, node.graph
     if fmt.block is not None:
         shape = shape[0], math.prod(shape[1:])
 
@@ -79,7 +73,7 @@ def quantized_weight(
             initializer(graph, f"{name}.zero_point", codes.dtype, tuple(scale.shape), lambda: zeros),
         ]
         axis = {"axis": 1 if transposed else 0} if per_row else {}
-        return insert(graph, node, "DequantizeLinear", [codes, *scales], f"{name}.dequantized", **axis)
+        return insert(node, "DequantizeLinear", [codes, *scales], f"{name}.dequantized", **axis)
 
     def block_scales(index: int, suffix: str, *sizes: int) -> ir.Value:
         kind, dtype = fmt.onnx_scale_types[index], fmt.scale_dtypes[index]
@@ -89,10 +83,10 @@ def quantized_weight(
     if len(fmt.onnx_scale_types) > 1:
         both = [block_scale, block_scales(1, "global_scale")]
         half = {"output_dtype": ir.DataType.FLOAT16}
-        block_scale = insert(graph, node, "DequantizeLinear", both, f"{name}.scale_dequantized", **half)
+        block_scale = insert(node, "DequantizeLinear", both, f"{name}.scale_dequantized", **half)
     blocks = {"axis": 0 if transposed else 1, "block_size": fmt.block}
-    value = insert(graph, node, "DequantizeLinear", [codes, block_scale], f"{name}.dequantized", **blocks)
+    value = insert(node, "DequantizeLinear", [codes, block_scale], f"{name}.dequantized", **blocks)
     if len(layer.weight_shape) > 2:
         whole = constant(graph, f"{name}.shape", np.array(layer.weight_shape, np.int64))
-        value = insert(graph, node, "Reshape", [value, whole], f"{name}.shaped")
+        value = insert(node, "Reshape", [value, whole], f"{name}.shaped")
     return value

@@ -99,7 +99,7 @@ def memory_of_calibration(parameters: Parameters, pixels: int) -> float:
 
 
 def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None = None) -> bool:
-    """Whether ``memory`` is free, and ``gpu`` on the GPU where there is one; logs what is short where not."""
+    """Whether ``memory`` is free, and ``gpu`` on the GPU where there is one; logs the shortage."""
     places = {"memory": (memory, available_memory_bytes())}
     if gpu is not None and (free := available_cuda_memory_bytes()) is not None:
         places["the GPU's memory"] = gpu, free

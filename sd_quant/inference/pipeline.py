@@ -27,7 +27,7 @@ from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_
 from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
-from sd_quant.inference.tiles import decoded
+from sd_quant.inference.tiles import in_tiles
 from sd_quant.knobs import seed_of
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.family import PipelineCall, remade
@@ -345,7 +345,7 @@ class Pipeline:
         inputs: Outputs,
     ) -> Outputs:
         """Decode, in tiles of that side in pixels if any. Raises SdQuantError for values that are not finite."""
-        outputs = decoded(compute, inputs, tile)
+        outputs = in_tiles(compute, inputs, tile)
         if (broken := first_broken(next(iter(outputs.values())), numbers)) is not None:
             raise SdQuantError(
                 f"{self.engine_of(part.name)} gave an image that is not finite for prompt {broken}, of latents that "

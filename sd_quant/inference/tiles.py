@@ -16,7 +16,7 @@ SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and 
 STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
-def decoded(
+def in_tiles(
     compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], inputs: Mapping[str, Tensor], tile: int | None
 ) -> Mapping[str, Tensor]:
     """The outputs of a decoder, in tiles, if any, of a decoder with the input z and the output dec."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.tiles import decoded
+from sd_quant.inference.tiles import in_tiles
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
@@ -45,7 +45,7 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
         inputs[name] = torch.randn(shape, generator=generator).to(dtype) if floating else filled(name, shape, dtype)
     on_device = cast_inputs(engine.inputs, inputs, engine.device)
     tile = sampling.vae_tile if "z" in on_device else None  # of the decoder: as many calls as an image takes
-    return lambda: decoded(lambda inputs: engine(**inputs), on_device, tile)
+    return lambda: in_tiles(lambda inputs: engine(**inputs), on_device, tile)
 
 
 @dataclass(frozen=True)

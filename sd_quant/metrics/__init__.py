@@ -81,7 +81,7 @@ class Score:
         return pkgutil.resolve_name(self.function)(*arguments)
 
     def opener(self, weights: Path) -> Callable:
-        """What opens its network. Raises SdQuantError for files of another network; reads no weights."""
+        """The opener of its network. Raises SdQuantError for files of another network; reads no weights."""
         return pkgutil.resolve_name(self.function)(weights)
 
     def check_packages(self) -> None:

@@ -65,7 +65,7 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
 
 
 def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:
-    """The figure that fell most, as part of a sentence: below what the machine has ``shown``, or between ``readings``.
+    """The figure that fell most, as part of a sentence: below the machine's best as ``shown``, or between ``readings``.
 
     None where none fell by more than MOST_FALL.
     """

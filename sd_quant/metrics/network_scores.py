@@ -37,7 +37,7 @@ Opener = Callable[[], Opened]
 def score_images(score: Score, images: Images, beside: Sequence[Any], weights: Path) -> dict:
     """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
 
-    ``beside`` has what each image is scored with, its prompt or another image. ``value`` is the mean, at least the
+    ``beside`` has the counterpart of each image, its prompt or another image. ``value`` is the mean, at least the
     score's smallest number, or None with a ``reason`` where the network fails or a number is not finite.
     """
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import shutil
 import signal
 import threading
@@ -153,8 +154,8 @@ def test_an_interrupted_build_stops_and_leaves_nothing(tiny, monkeypatch):
     class Stopped(threading.Event):
         def is_set(self) -> bool:
             if not asked:
-                signal.raise_signal(signal.SIGINT)
-            asked.append(self.wait(0.005))
+                os.kill(os.getpid(), signal.SIGINT)  # to the process, whose main thread waits for the build
+            asked.append(self.wait(10))
             return asked[-1]
 
     monkeypatch.setattr(building, "Event", Stopped)

@@ -223,7 +223,7 @@ def one_copy(format_name: str, x: Tensor, amax: float, to: Path) -> Mapping[str,
     value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
     last = ir.node("Identity", [value], name="last")
     graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": fmt.opset}, name="copy")
-    last.replace_input_with(0, dynamic_copy(graph, last, value, "input", layer))
+    last.replace_input_with(0, dynamic_copy(last, value, "input", layer, False, ir.DataType.FLOAT16))
     scale = last.inputs[0].producer().inputs[1]
     outputs = {"y": last.outputs[0], "scale": scale}
     for name, output in outputs.items():

@@ -18,7 +18,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.requests import refusing_steps
 
-from .sampling import PROMPTS, SAMPLING, Function
+from .toy import PROMPTS, SAMPLING, Function
 
 pytestmark = pytest.mark.commit
 

@@ -4,7 +4,6 @@ import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -45,15 +44,12 @@ PROMPTS = ["a red cat", "a house at the end of a long road, at night"]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory) -> Callable[..., DiffusersCheckpoint]:
-    folder = tmp_path_factory.mktemp("families")
-    written = cache(lambda name: ({**TINY, **VARIANTS}[name](folder / name), folder / name)[1])
-
+@pytest.fixture
+def opened(folder_of) -> Callable[..., DiffusersCheckpoint]:
     def opened(name: str, io: str = "diffusers") -> DiffusersCheckpoint:
-        family, path = name.partition("_")[0], written(name)
+        family = name.partition("_")[0]
         has_t5 = "T5EncoderModel" in family_named(family).NETWORKS.values()
-        return open_pipeline(path, family, TOKENS if has_t5 else None, io)
+        return open_pipeline(folder_of(name), family, TOKENS if has_t5 else None, io)
 
     return opened
 
@@ -73,7 +69,7 @@ def drawn_by_diffusers(
     ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling, arguments: Mapping
 ) -> tuple:
     """Latents after every step, and images, as ``Generated`` has them."""
-    latents: list[torch.Tensor] = []
+    latents, noise = list[torch.Tensor](), sampling.latents
 
     def remember(_, step, timestep, values: dict) -> dict:
         latents.append(values["latents"].clone())
@@ -84,7 +80,7 @@ def drawn_by_diffusers(
         "negative_prompt": sampling.negative_prompts,
         "use_resolution_binning": False,  # PixArt would draw another size than is asked for
         "clean_caption": False,  # which PixArt does where two more packages are installed
-        "latents": None if sampling.latents is None else ours.call.family.pack(theirs, repeated(sampling.latents)),
+        "latents": None if noise is None else ours.call.family.pack(theirs, noise.repeat(len(PROMPTS), 1, 1, 1)),
         "callback_on_step_end": remember,
         "callback": lambda step, timestep, values: remember(None, step, timestep, {"latents": values}),
         **{name: tuple(each) if name.endswith(("size", "left")) else each for name, each in arguments.items()},
@@ -93,20 +89,12 @@ def drawn_by_diffusers(
     if "callback_on_step_end" in known:
         del options["callback"]
     images = theirs(
-        PROMPTS,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        height=sampling.height,
-        width=sampling.width,
+        PROMPTS, num_inference_steps=sampling.steps, guidance_scale=sampling.guidance_scale, height=sampling.height,
+        width=sampling.width, output_type="np",
         generator=[torch.Generator().manual_seed(sampling.seed + number) for number in range(len(PROMPTS))],
-        output_type="np",
         **{name: value for name, value in options.items() if name in known and value is not None},
-    ).images
+    ).images  # fmt: skip
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
-
-
-def repeated(latents: torch.Tensor) -> torch.Tensor:
-    return latents.expand(len(PROMPTS), -1, -1, -1)
 
 
 def assert_drawn_alike(

@@ -4,8 +4,9 @@ A fault is made in the file of single layers, where the runtime would make it: e
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
+from tests.layers import drawn, inputs_seen
 
 pytestmark = pytest.mark.commit
 
@@ -105,35 +107,13 @@ def network() -> Network:
     return network
 
 
-def copied(network: Network) -> Network:
-    copy = Network().eval().requires_grad_(False)
-    copy.load_state_dict(network.state_dict())
-    return copy
+INPUTS = {"x": drawn(2, WIDTH, 16, 16, seed=1).half().float()}
 
 
-@pytest.fixture(scope="module")
-def inputs() -> dict[str, Tensor]:
-    return {"x": torch.randn(2, WIDTH, 16, 16, generator=torch.Generator().manual_seed(1)).half().float()}
-
-
-@pytest.fixture(scope="module")
-def traced():
-    return trace(Network, CONTRACT)
-
-
-def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str, LayerAssignment]:
+def assign(network: Network, recipe: str) -> dict[str, LayerAssignment]:
     fmt, of_linears, of_convolutions, per_channel, zero_point, per_token, rotation = RECIPES[recipe]
-    amax: dict[str, float] = {}
-    factor = {"up": torch.linspace(0.5, 2, WIDTH)}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda layer, given, name=name: amax.__setitem__(name, (given[0] * factor.get(name, 1)).abs().max().item())
-        )
-        for name, layer in network.named_children()
-    ]
-    network(**inputs)
-    for hook in hooks:
-        hook.remove()
+    factor, seen = {"up": torch.linspace(0.5, 2, WIDTH)}, inputs_seen(network, FAULTY, lambda: network(**INPUTS))
+    amax = {name: (x * factor.get(name, 1)).abs().max().item() for name, x in seen.items()}
     assignment = {}
     for name, layer in network.named_children():
         linear = layer.weight.ndim == 2
@@ -152,22 +132,20 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def export(network, inputs, traced, tmp_path_factory):
-    """The assignment, simulation, module and file of a recipe."""
-    made = {}
+def export(network, tmp_path_factory):
+    """The assignment, simulation and file of a recipe."""
+    traced = trace(Network, CONTRACT)
 
+    @cache
     def export(recipe: str):
-        if recipe not in made:
-            assignment = assign(network, inputs, recipe)
-            path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
-            path.parent.mkdir(parents=True)
-            read = network.state_dict().__getitem__
-            write_onnx(copy_of(traced), path, inputs=1, read=read, assignment=assignment)
-            module = copied(network)
-            simulate(module, assignment)
-            simulation = run_simulation(TorchEngine(module, CONTRACT), module, inputs, assignment)
-            made[recipe] = assignment, simulation, path
-        return made[recipe]
+        assignment = assign(network, recipe)
+        path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
+        path.parent.mkdir(parents=True)
+        read = network.state_dict().__getitem__
+        write_onnx(copy_of(traced), path, inputs=1, read=read, assignment=assignment)
+        module = deepcopy(network)
+        simulate(module, assignment)
+        return assignment, run_simulation(TorchEngine(module, CONTRACT), module, INPUTS, assignment), path
 
     return export
 
@@ -270,7 +248,7 @@ def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, en
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
-    native = with_native_layers(copied(network), export(recipe)[0])
+    native = with_native_layers(deepcopy(network), export(recipe)[0])
     bias = native.up.bias.clone()
     entry = entry_of(export, recipe, lambda simulation, assignment, path: native_outputs(native, simulation))
     assert entry["relative_error"] < entry["tolerance"] / 2 and torch.equal(native.up.bias, bias)
@@ -281,7 +259,7 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
 def test_layers_of_codes_pass_in_bf16_with_inputs_that_it_holds(export, network, recipe):
     """It is coarser than half a step of INT8 from code 64 on, and takes other inputs to other codes."""
     assignment, simulation, _ = export(recipe)
-    native = placed(with_native_layers(copied(network), assignment), torch.device("cpu"), torch.bfloat16)
+    native = placed(with_native_layers(deepcopy(network), assignment), torch.device("cpu"), torch.bfloat16)
     held = rounded_inputs(simulation, torch.bfloat16)
     outputs = native_outputs(native, held)
     for name, x in held.inputs.items():
@@ -312,7 +290,7 @@ def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, m
 @pytest.mark.parametrize("device, linear", [("cuda", "FLOAT8E4M3FN"), ("cpu", "FLOAT")])
 def test_layers_of_codes_are_counted(export, network, monkeypatch, device, linear):
     """No processor multiplies FP8."""
-    native = with_native_layers(copied(network), export("fp8")[0])
+    native = with_native_layers(deepcopy(network), export("fp8")[0])
     monkeypatch.setattr("sd_quant.simulation.native.best_device", lambda: torch.device(device))
     assert products_of_layers(native, export("fp8")[0]) == {"conv": "FLOAT", "up": linear, "down": linear}
 

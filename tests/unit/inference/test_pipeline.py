@@ -23,7 +23,7 @@ from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.tiles import decode
 from sd_quant.models.parts import VaePart
 
-from .sampling import PROMPTS, SAMPLING
+from .toy import PROMPTS, SAMPLING
 
 pytestmark = pytest.mark.commit
 

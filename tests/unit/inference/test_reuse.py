@@ -27,7 +27,7 @@ from sd_quant.inference.reuse import (
 from sd_quant.inference.samplers import most_saved
 from sd_quant.stages.precise_steps import choose_steps
 
-from .toy import CHECKPOINT, JUMPS, SAMPLING, TEN, Toy, engines
+from .toy import CHECKPOINT, JUMPS, TEN, TEN_STEPS, Toy, engines
 
 pytestmark = pytest.mark.commit
 
@@ -96,13 +96,13 @@ def toy(monkeypatch):
 
 def errors_of(engines, prompts):
     """The products of the errors of all replacements."""
-    return products_of(changed_by(CHECKPOINT, engines, prompts, SAMPLING, replacements(TEN))[1])
+    return products_of(changed_by(CHECKPOINT, engines, prompts, TEN_STEPS, replacements(TEN))[1])
 
 
 def chosen(unquantized, recipe, prompts, saved):
     half = prompts // 2
     found = candidates(errors_of(unquantized, ["a"] * half), TEN, saved)
-    return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, SAMPLING, found, half)
+    return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, TEN_STEPS, found, half)
 
 
 def test_steps_are_replaced_where_it_costs_nothing():
@@ -134,7 +134,7 @@ def test_fewer_steps_are_as_many_as_the_schedule_computes(monkeypatch):
     """Of a source image's steps only the last are taken."""
     asked = []
     monkeypatch.setattr(reuse, "final_latents", lambda *given: asked.append(given[-1]) or torch.ones(1, 1))
-    sampling = replace(SAMPLING, steps=2 * TEN, source=SimpleNamespace(strength=0.5))
+    sampling = replace(TEN_STEPS, steps=2 * TEN, source=SimpleNamespace(strength=0.5))
     choose_schedule(CHECKPOINT, {}, {}, ["a"] * 2, sampling, ["crccrccrcc"], 1)
     assert (asked[-1].steps, asked[-1].steps_taken, asked[-1].schedule) == (14, 7, None)
 
@@ -166,7 +166,7 @@ def recipe(of_weights=1e-4):
 
 
 def products():
-    found = products_of_steps(CHECKPOINT, engines(), recipe(), PROMPTS[:4], SAMPLING)
+    found = products_of_steps(CHECKPOINT, engines(), recipe(), PROMPTS[:4], TEN_STEPS)
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -174,7 +174,7 @@ def test_what_is_predicted_is_what_a_schedule_does():
     """The velocity does not depend on the latents here, so changes add up exactly."""
     for schedule in ("hcccccccch", "cchccccchc", TEN * "h"):
         precise = [step for step, letter in enumerate(schedule) if letter == "h"]
-        chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, [schedule], None)
+        chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, [schedule], None)
         # one is over the sum of all images, the other the mean over images
         assert predicted_gain(products(), precise) == pytest.approx(chosen["candidates"][schedule], abs=0.2)
         assert chosen["reason"] is None and chosen["schedule"] == schedule and chosen["time"] is None
@@ -200,7 +200,7 @@ def test_the_best_steps_of_all_sets_are_found(seed, count):
 def test_the_steps_that_err_most_are_chosen_and_gains_are_those_of_other_prompts():
     assert best_steps(products(), 2) == list(WORST)
     found = ["cchccccchc", "hcccccccch"]
-    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, found, 0.05)
+    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, found, 0.05)
     assert chosen["schedule"] == chosen["tried"] == "cchccccchc" and chosen["prompts"] == 4
     assert chosen["time"] == pytest.approx(0.1) and chosen["reason"] is None
     mean, low, high = chosen["gain_db"]
@@ -217,7 +217,7 @@ def test_steps_that_other_ways_beat_are_not_used(reached, used):
 
         def latents(numbers):
             full, plain, precise = (
-                reuse.final_latents(CHECKPOINT, each, PROMPTS, numbers, replace(SAMPLING, schedule=schedule))
+                reuse.final_latents(CHECKPOINT, each, PROMPTS, numbers, replace(TEN_STEPS, schedule=schedule))
                 for each, schedule in ((engines(), None), (recipe(), None), (recipe(), best))
             )
             left = ((precise - full).norm() / (plain - full).norm()) ** reached
@@ -225,7 +225,7 @@ def test_steps_that_other_ways_beat_are_not_used(reached, used):
 
         return None if reached is None else latents
 
-    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, SAMPLING, [best], 0.05, {"another way": control})
+    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, [best], 0.05, {"another way": control})
     assert chosen["tried"] == best and chosen["schedule"] == (best if used else TEN * "c")
     assert (chosen["reason"] is None) == used and (used or "another way" in chosen["reason"])
     mean, low, _ = chosen["beyond_db"]["another way"]
