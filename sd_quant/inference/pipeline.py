@@ -106,36 +106,32 @@ class Sampling:
         count = self.batch_size
         return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
 
+    def row(self, number: int) -> dict[str, Any]:
+        """The further arguments of the image with this ``number``."""
+        return self.arguments[number % len(self.arguments)] if self.arguments else {}
+
     def of_one_call(self, number: int) -> Any:
         """The part of an image's arguments that all images of a call share; a list is for one image alone."""
-        if self.arguments is None:
-            return None
-        own = self.arguments[number % len(self.arguments)]
-        if any(isinstance(value, list) for value in own.values()):
+        if any(isinstance(value, list) for value in self.row(number).values()):
             return number
-        return repr({name: value for name, value in own.items() if not is_of_each(name, value)})
+        return repr({name: value for name, value in self.row(number).items() if not is_of_each(name, value)})
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The further arguments of a call for the images with these ``numbers``: prompts and images in lists."""
-        if self.arguments is None:
-            return {}
-        rows = [self.arguments[number % len(self.arguments)] for number in numbers]
-        return {
+        """The arguments of a call for these images: negative prompts, source images, and further ones."""
+        texts, rows = self.negative_prompts, list(map(self.row, numbers))
+        negative = {} if texts is None else {"negative_prompt": [texts[number % len(texts)] for number in numbers]}
+        source = {} if self.source is None else self.source.arguments_of(numbers)
+        further = {
             name: [row[name] for row in rows] if len(rows) > 1 and is_of_each(name, value) else value
             for name, value in rows[0].items()
         }
+        return negative | source | further
 
     def texts_of(self, prompts: Sequence[str]) -> list[str]:
-        """Prompts with their arguments: keys of images where other settings are the same."""
+        """Prompts with their further arguments: keys of images where other settings are the same."""
         if self.arguments is None:
             return list(prompts)
-        of_each = [json.dumps(identities(self.arguments_of([number]))) for number in range(len(prompts))]
-        return [f"{prompt}\n{own}" for prompt, own in zip(prompts, of_each, strict=True)]
-
-    def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
-        """The negative prompts of these images."""
-        texts = self.negative_prompts
-        return None if texts is None else [texts[number % len(texts)] for number in numbers]
+        return [f"{prompt}\n{json.dumps(identities(self.row(number)))}" for number, prompt in enumerate(prompts)]
 
 
 @dataclass(slots=True)
@@ -293,7 +289,7 @@ class Pipeline:
         seeds = [seed_of(sampling.seed, number) for number in numbers]
         pipe = self.pipe_for(sampling, seeds)
         run = Run("", list(prompts), *sampling.size_of(numbers[0]))
-        arguments = {**call.arguments, **start_of(sampling, numbers)}
+        arguments = {**call.arguments, **sampling.arguments_of(numbers)}
         given = request(pipe, run, sampling.guidance_scale, sampling.steps, arguments, seeds, call.style)
         if sampling.latents is not None:
             rows = sampling.latents[[number % len(sampling.latents) for number in numbers]]
@@ -366,13 +362,6 @@ class Pipeline:
         if values.ndim == 3:
             values = values[..., None]
         return np.repeat((values * 255).round().astype(np.uint8), 3 if values.shape[-1] == 1 else 1, axis=-1)
-
-
-def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
-    """The arguments of a pipeline for these images: source images, negative prompts, and further ones."""
-    negative, source = sampling.negatives_of(numbers), sampling.source
-    given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
-    return given | ({} if source is None else source.arguments_of(numbers)) | sampling.arguments_of(numbers)
 
 
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:

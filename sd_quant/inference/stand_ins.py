@@ -37,15 +37,11 @@ class AnsweredPart:
         self.engines, self.name, self.part = engines, name, part
         self.begin([], waits=False)
 
-    def begin(
-        self,
-        answers: list[Tensors],
-        waits: bool,
-        through: Through | None = None,
-        on_call: Callable[[], object] = lambda: None,
-    ) -> None:
+    def begin(self, answers: list[Tensors], waits: bool) -> None:
         """Begin a call of the pipeline with the first ``answers``."""
-        self.answers, self.waits, self.through, self.on_call, self.given = answers, waits, through, on_call, 0
+        self.answers, self.waits, self.given = answers, waits, 0
+        self.through: Through | None = None
+        self.on_call: Callable[[], object] = lambda: None
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         if self.given == len(self.answers):

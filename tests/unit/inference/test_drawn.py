@@ -68,10 +68,9 @@ def by_diffusers(folder: Path, sampling: Sampling) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
     known, made = inspect.signature(type(pipe).__call__).parameters, []
     for number, prompt in enumerate(PROMPTS):
-        negative = sampling.negatives_of([number])
         given = {
             "max_sequence_length": TOKENS, "use_resolution_binning": False, "clean_caption": False,
-            "negative_prompt": None if negative is None else negative[0], "height": sampling.height,
+            "negative_prompt": (sampling.negative_prompts or [None])[0], "height": sampling.height,
             "width": sampling.width, "guidance_scale": sampling.guidance_scale, "num_inference_steps": sampling.steps,
             "output_type": "np",
         }  # fmt: skip
