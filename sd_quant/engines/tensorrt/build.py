@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -224,13 +223,10 @@ def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
             "leave them empty, or use tensorrt_rtx"
         )
     known = [name for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
-    for name in names:
-        if name not in known:
-            nearest = get_close_matches(name.upper(), known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(
-                f"{library} {trt.__version__} cannot build for {name!r}; it builds for {', '.join(known)}{hint}"
-            )
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"{library} {trt.__version__} cannot build for {unknown[0]!r}; it builds for {', '.join(known)}"
+        )
     return list(dict.fromkeys(names))
 
 

@@ -57,15 +57,6 @@ def test_the_best_of_all_sets_is_found(count, seed):
     assert error(found) < sorted(map(error, allowed))[len(allowed) // 10 + 1]
 
 
-def test_two_errors_that_cancel_are_taken_though_another_is_smaller_alone():
-    known = replacements(STEPS)
-    one, other, alone = (known.index(Replacement(*each)) for each in ((3, "e"), (6, "e"), (1, "r")))
-    products = 100 * torch.eye(len(known))
-    products[one, one], products[other, other], products[alone, alone] = 1, 1, 0.5
-    products[one, other] = products[other, one] = -0.4  # twice in the sum of all
-    assert best_replacements(known, products, 2) == [known[one], known[other]]
-
-
 def test_neither_ends_nor_neighbours_are_replaced():
     assert {each.step for each in replacements(STEPS)} == set(range(1, STEPS - 1))
     assert min(each.step for each in replacements(STEPS) if each.letter == "e") == 2
